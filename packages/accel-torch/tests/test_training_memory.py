@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
 import re
+import shlex
+import subprocess
+import sys
 from argparse import ArgumentParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -21,7 +25,7 @@ from accel_state import PartialState
 from accel_state.errors import SettingError
 from accel_state.testing.plugin import Processes
 from accel_torch.training_memory import is_estimating
-from accel_torch.training_memory.plans import compare_plans, launch_command
+from accel_torch.training_memory.plans import PlanComparison, compare_plans, launch_command, read_facts
 from accel_torch.training_memory.trial import (
     RankMemory,
     TrainingCase,
@@ -195,11 +199,16 @@ def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
     assert not is_estimating()
 
 
+def compared(build: Any, *arguments: Any, **options: Any) -> PlanComparison:
+    case = TrainingCase(build)
+    return compare_plans(read_facts(case), functools.partial(measure_plan, case), *arguments, **options)
+
+
 def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
     case = TrainingCase(memory_models.mlp)
     roomy = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=512)).peak
     tight = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=256)).peak
-    found = compare_plans(case, 2, (roomy + tight) // 2, global_batch=1024, device="cpu")
+    found = compared(memory_models.mlp, 2, (roomy + tight) // 2, global_batch=1024, device="cpu")
     estimates = found.estimates
     assert found.facts.blocks == ("FeedForward",)
     for one in estimates:
@@ -213,7 +222,7 @@ def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
 
 def test_a_global_batch_that_processes_cannot_divide_is_refused() -> None:
     with pytest.raises(SettingError, match="2 slices of 3 samples are not of one size"):
-        compare_plans(TrainingCase(memory_models.cnn), 2, global_batch=3)
+        compared(memory_models.cnn, 2, global_batch=3)
 
 
 def narrow() -> Any:
@@ -226,7 +235,7 @@ def narrow() -> Any:
 
 
 def test_a_plan_that_does_not_suit_the_model_is_named_with_the_reason() -> None:
-    found = compare_plans(TrainingCase(narrow), 2, device="cpu")
+    found = compared(narrow, 2, device="cpu")
     assert {one.plan.name for one in found.estimates} == {"ddp", "fsdp2", "fsdp2 + offload"}
     ((plan, reason),) = found.refused
     assert plan.name == "tp=2"
@@ -276,7 +285,7 @@ def test_the_command_names_the_nearest_plan_where_none_fits(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("train.py", "A script is not run"),
+        ("nowhere.py", "There is no such file"),
         ("nowhere", "There is no such file or folder"),
         ("torch.nn:Identity", "returned a Identity of another form"),
     ],
@@ -284,3 +293,137 @@ def test_the_command_names_the_nearest_plan_where_none_fits(capsys: pytest.Captu
 def test_a_source_that_is_not_usable_is_refused(source: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         command(source, "--training")
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel_torch import Accelerator
+
+accelerator = Accelerator()
+model = MODEL
+model.to(accelerator.device)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(160, 64), torch.randint(10, (160,))), batch_size=32, shuffle=True)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+total, steps = 0.0, 0
+for inputs, targets in loader:
+    with accelerator.accumulate(model):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        total += loss.item()
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    steps += 1
+    if steps == LAST:
+        break
+print("trained on", accelerator.num_processes, "processes")
+"""
+MODEL = "nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 10))"
+
+
+def script(folder: Path, model: str = MODEL, last: int = 5) -> Path:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.replace("MODEL", model).replace("LAST", str(last)))
+    return path
+
+
+def linears() -> Any:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 10))
+    return model, memory_models.loss_of_classes, (torch.randn(32, 64), torch.randint(10, (32,)))
+
+
+def test_a_script_takes_the_memory_of_its_model_and_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_state: None
+) -> None:
+    picture = tmp_path / "plans.svg"
+    common = ("--training", "--device", "cpu", "--processes", 2, "--json", "--memory", "1GiB", "--picture", picture)
+    assert command(script(tmp_path), *common) == 0
+    found = json.loads(capsys.readouterr().out)
+    case = TrainingCase(linears)
+    expected = {name: measure_plan(case, PLANS[name]).peak for name in ("ddp", "fsdp2")}
+    peaks = {one["name"]: one["peak"] for one in found["plans"]}
+    assert set(peaks) == {"ddp", "fsdp2", "fsdp2 + offload"}
+    assert {name: peaks[name] for name in expected} == pytest.approx(expected, rel=0.03)
+    assert found["operations_per_sample"] == read_facts(case).operations
+    assert picture.read_text().startswith("<svg")
+    assert all(str(tmp_path / "train.py") in one["launch"] for one in found["plans"])
+
+
+@pytest.mark.parametrize(
+    ("model", "last", "message"),
+    [
+        (MODEL, 1, "ends before its second optimizer step"),
+        ("nn.Linear(63, 10)", 5, "The script fails: RuntimeError: "),
+        ("nn.Sequential(nn.Linear(64, 10), nn.Threshold(torch.zeros(1), 0.0))", 5, "The script fails"),
+    ],
+)
+def test_a_script_that_shows_no_step_is_refused(
+    tmp_path: Path, fresh_state: None, model: str, last: int, message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        command(script(tmp_path, model, last), "--training", "--device", "cpu")
+
+
+def test_a_script_that_prepares_no_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('nothing')")
+    with pytest.raises(SettingError, match=r"never calls accelerator.prepare\(\) with a model"):
+        command(path, "--training")
+
+
+def test_a_script_whose_model_needs_values_is_named_with_its_line(tmp_path: Path, fresh_state: None) -> None:
+    (tmp_path / "counting.py").write_text(
+        "import torch\nclass Counting(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x)[: int((x > 0).sum())]\n"
+    )
+    with pytest.raises(SettingError) as caught:
+        command(script(tmp_path, "__import__('counting').Counting(64, 10)"), "--training", "--device", "cpu")
+    assert "counting.py, line 4: return super()" in caught.value.obstacle
+    assert "is_estimating" in caught.value.remedy
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", ["ddp", pytest.param("fsdp2 + recompute", marks=pytest.mark.slow)])
+def test_a_printed_command_launches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_state: None, plan: str
+) -> None:
+    layers = "nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 64), 2, enable_nested_tensor=False)"
+    model = f"nn.Sequential({layers}, nn.Linear(64, 10))"
+    path = script(tmp_path, model if "recompute" in plan else MODEL)
+    command(path, "--training", "--device", "cpu", "--processes", 2, "--json", "--global-batch", 32)
+    found = json.loads(capsys.readouterr().out)
+    words = shlex.split(next(one["launch"] for one in found["plans"] if one["name"] == plan))
+    assert words[0] == "accel"
+    launched = [sys.executable, "-m", "accel_cli.main", *words[1:]]
+    ended = subprocess.run(launched, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "trained on 2 processes" in ended.stdout
+
+
+def uneven() -> Any:
+    return (
+        nn.Sequential(nn.Linear(64, 65), nn.ReLU(), nn.Linear(65, 7)),
+        lambda model, batch: model(batch).sum(),
+        torch.randn(8, 64),
+    )
+
+
+def test_no_rank_holds_more_than_the_first() -> None:
+    plan = TrainingPlan(3, "fsdp2", device="cpu")
+    found = [measure_plan(TrainingCase(uneven), plan, rank) for rank in range(3)]
+    held = [one.parts["parameters"] for one in found]
+    assert [one.rank for one in found] == [0, 1, 2]
+    assert sum(held) >= 4 * (65 * 64 + 65 + 7 * 65 + 7)
+    assert held[0] == held[2]  # Shards are filled up to one size.
+    assert max(one.peak for one in found) == found[0].peak
+
+
+def test_the_rank_of_the_command_is_one_of_the_processes() -> None:
+    with pytest.raises(SettingError, match="Cannot estimate the memory of rank 2"):
+        command(f"{MODELS}:mlp", "--training", "--processes", 2, "--rank", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,10 +22,12 @@ def is_estimating() -> bool:
 
 @contextmanager
 def estimating() -> Iterator[None]:
-    """A context in which `is_estimating()` is true."""
+    """A context in which `is_estimating()` is true, and modules without values are copied without a warning."""
     global _estimates
     before, _estimates = _estimates, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
     finally:
         _estimates = before

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingError
@@ -31,6 +33,8 @@ class TrainingMemory:
         group.add_argument(
             "--sequence-length", type=int, default=512, help="tokens of a sample, for a config (default: 512)"
         )
+        group.add_argument("--rank", type=int, default=0, help="rank whose memory is estimated (default: 0)")
+        group.add_argument("--script_arguments", default="", metavar="ARGUMENTS", help="arguments of a script, as one")
         group.add_argument("--json", action="store_true", help="print one line of JSON")
         group.add_argument("--picture", metavar="FILE.svg", help="write the bars as a picture")
 
@@ -44,9 +48,11 @@ class TrainingMemory:
         Raises:
             SettingError: the model cannot be built or needs the values of tensors, or a number is below 1.
         """
-        from accel_torch.training_memory.plans import compare_plans
+        from accel_torch.training_memory.plans import compare_plans, read_facts
         from accel_torch.training_memory.report import as_json, as_text, draw_svg
+        from accel_torch.training_memory.script import compare_plans_of_script
         from accel_torch.training_memory.sources import training_case
+        from accel_torch.training_memory.trial import measure_plan
 
         numbers = (arguments.processes, arguments.batch_size, arguments.sequence_length, arguments.global_batch or 1)
         if min(numbers) < 1:
@@ -55,18 +61,31 @@ class TrainingMemory:
                 "Processes, batches and sequences have at least one member.",
                 "Give numbers from 1.",
             )
-        case = training_case(
-            arguments.model_name, options, arguments.optimizer, arguments.batch_size, arguments.sequence_length
+        if not 0 <= arguments.rank < arguments.processes:
+            raise SettingError(
+                f"Cannot estimate the memory of rank {arguments.rank}.",
+                f"{arguments.processes} processes have the ranks 0 to {arguments.processes - 1}.",
+                "Give one of them.",
+            )
+        compare = partial(
+            compare_plans,
+            processes=arguments.processes,
+            memory=arguments.memory,
+            global_batch=arguments.global_batch,
+            mixed_precision=arguments.precision,
+            device=arguments.device,
+            progress=_show if sys.stderr.isatty() and not arguments.json else None,
         )
-        found = compare_plans(
-            case,
-            arguments.processes,
-            arguments.memory,
-            arguments.global_batch,
-            arguments.precision,
-            arguments.device,
-            _show if sys.stderr.isatty() and not arguments.json else None,
-        )
+        script = "train.py"
+        if arguments.model_name.endswith(".py"):
+            words = shlex.split(arguments.script_arguments)
+            found = compare_plans_of_script(arguments.model_name, words, compare, arguments.precision, arguments.rank)
+            script = shlex.join([arguments.model_name, *words])
+        else:
+            case = training_case(
+                arguments.model_name, options, arguments.optimizer, arguments.batch_size, arguments.sequence_length
+            )
+            found = compare(read_facts(case), partial(measure_plan, case, rank=arguments.rank))
         if arguments.picture:
             try:
                 draw_svg(arguments.picture, found)
@@ -75,7 +94,7 @@ class TrainingMemory:
                     f"Cannot write the picture {arguments.picture}.", f"The system refused: {error}.", "Name another."
                 ) from None
         write = as_json if arguments.json else as_text
-        print(write(found))  # noqa: T201 - what the command is for
+        print(write(found, script))  # noqa: T201 - what the command is for
         return 0 if any(one.fits for one in found.estimates) else 1
 
 

@@ -168,7 +168,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, tensor: Tensor, kind: MemoryKind | None = None) -> _Storage | None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        if tensor.device.type == "meta" or (isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._mode):
+        if tensor.device.type == "meta" or not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._mode:
             # DTensor infers shapes with fake tensors of its own.
             return None
         storage = tensor.untyped_storage()

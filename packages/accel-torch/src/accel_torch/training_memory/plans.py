@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from torch.nn import Module
+
 from accel_ops.tree import find_batch_size
-from accel_state.errors import SettingError
+from accel_state.errors import AccelError, SettingError
 from accel_torch.training_memory.trial import (
     RankMemory,
     TrainingCase,
     TrainingPlan,
     block_names,
     count_operations,
-    measure_plan,
 )
 
 __all__ = (
@@ -25,6 +26,7 @@ __all__ = (
     "compare_plans",
     "config_values",
     "launch_command",
+    "model_facts",
     "needs_in_script",
     "read_facts",
 )
@@ -106,13 +108,19 @@ def read_facts(case: TrainingCase) -> ModelFacts:
         SettingError: the model needs the values of tensors.
     """
     model, batch, operations = count_operations(case)
+    return model_facts(model, batch, operations)
+
+
+def model_facts(model: Module, batch: Any, operations: float) -> ModelFacts:
+    """What the plans of a model depend on; `operations` are those of the whole batch."""
     samples = find_batch_size(batch)
     plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return ModelFacts(samples, tuple(block_names(model)), bool(plan), operations / samples)
 
 
 def compare_plans(
-    case: TrainingCase,
+    facts: ModelFacts,
+    measure: Callable[[TrainingPlan], RankMemory],
     processes: int,
     memory: int | None = None,
     global_batch: int | None = None,
@@ -126,7 +134,8 @@ def compare_plans(
     accumulation keeps the global batch.
 
     Args:
-        case: what is trained.
+        facts: what the plans of the model depend on.
+        measure: runs a trial of a plan.
         processes: how many.
         memory: bytes of a device; the whole share of a process is one micro-batch when None.
         global_batch: samples of one step of all processes; one example batch for each process when None.
@@ -135,19 +144,23 @@ def compare_plans(
         progress: called before each trial.
 
     Raises:
-        SettingError: the model needs the values of tensors, or no plan applies.
+        SettingError: no plan applies.
+        Exception: that of the trials, where all fail alike.
     """
-    facts = read_facts(case)
     samples = global_batch or facts.batch * processes
-    estimates, refused = [], []
+    estimates, refused, failures = [], [], []
     for plan in _plans(facts, processes, mixed_precision, device):
         if samples % plan.data_processes:
             refused.append((plan, f"{plan.data_processes} slices of {samples} samples are not of one size"))
             continue
         try:
-            estimates.append(_largest_that_fits(case, facts, plan, samples // plan.data_processes, memory, progress))
+            estimates.append(_largest_that_fits(facts, measure, plan, samples // plan.data_processes, memory, progress))
         except Exception as error:
-            refused.append((plan, str(error).partition("\n")[0]))
+            failures.append(error)
+            reason = error.obstacle if isinstance(error, AccelError) else str(error)
+            refused.append((plan, reason.partition("\n")[0]))
+    if not estimates and failures and len({reason for _, reason in refused}) == 1:
+        raise failures[0]
     if not estimates:
         raise SettingError(
             f"Cannot train on {processes} processes with a global batch of {samples} samples.",
@@ -159,8 +172,8 @@ def compare_plans(
 
 
 def _largest_that_fits(
-    case: TrainingCase,
     facts: ModelFacts,
+    measure: Callable[[TrainingPlan], RankMemory],
     plan: TrainingPlan,
     share: int,
     limit: int | None,
@@ -171,7 +184,7 @@ def _largest_that_fits(
         sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
         if progress is not None:
             progress(sized)
-        memory = measure_plan(case, sized)
+        memory = measure(sized)
         estimate = PlanEstimate(sized, memory, _seconds(facts, sized, memory), limit)
         if estimate.fits:
             break
@@ -239,7 +252,7 @@ def config_values(plan: TrainingPlan, blocks: tuple[str, ...]) -> dict[str, Any]
 
 
 def launch_command(plan: TrainingPlan, blocks: tuple[str, ...], script: str = "train.py") -> str:
-    """The command that launches a script under a plan."""
+    """The command that launches a script, given with its arguments, under a plan."""
     words = ["accel", "launch"]
     for key, value in config_values(plan, blocks).items():
         name = key.rpartition(".")[2]
@@ -251,7 +264,7 @@ def launch_command(plan: TrainingPlan, blocks: tuple[str, ...], script: str = "t
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     if plan.tp > 1:
         words.append("--use_parallelism_config")
-    return shlex.join([*words, script])
+    return f"{shlex.join(words)} {script}"
 
 
 def needs_in_script(plan: TrainingPlan) -> str:

@@ -35,8 +35,8 @@ _COLOURS: Final = {
 _WIDTH: Final = 50
 
 
-def as_text(found: PlanComparison) -> str:
-    """The plans as a table, a bar for each, and how to launch those that fit."""
+def as_text(found: PlanComparison, script: str) -> str:
+    """The plans as a table, a bar for each, and how to launch a script under those that fit."""
     facts, estimates, limit = found.facts, found.estimates, found.limit
     head = ["plan", "micro-batch", "accumulation", "peak of a rank", "host", "cost of a step", "fits"]
     rows = [
@@ -56,7 +56,7 @@ def as_text(found: PlanComparison) -> str:
     lines += [f"{plan.name} does not apply: {reason}" for plan, reason in found.refused]
     fitting = [one for one in estimates if one.fits]
     for number, one in enumerate(fitting, 1):
-        lines += ["", f"{number}. {one.plan.name}", f"   {launch_command(one.plan, facts.blocks)}"]
+        lines += ["", f"{number}. {one.plan.name}", f"   {launch_command(one.plan, facts.blocks, script)}"]
         lines += [f"   {line}" for line in config_text(config_values(one.plan, facts.blocks)).splitlines()]
         if needs_in_script(one.plan):
             lines.append(f"   In the script: {needs_in_script(one.plan)}")
@@ -72,9 +72,9 @@ def as_text(found: PlanComparison) -> str:
 
 def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
     """One bar for each plan; coloured where the terminal has colours, with a letter for each kind elsewhere."""
-    most = max([one.memory.peak for one in estimates] + [limit or 0, 1])
+    most = _scale(estimates, limit)
     width = max(len(one.plan.name) for one in estimates)
-    mark = round(_WIDTH * limit / most) if limit else None
+    mark = round(_WIDTH * limit / most) if limit and limit <= most else None
     lines = []
     for one in estimates:
         cells = {kind: round(_WIDTH * _on_device(one, kind) / most) for kind in MemoryKind}
@@ -83,7 +83,13 @@ def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
         end = " " * (mark - used) + "|" if mark is not None and mark >= used else ""
         lines.append(f"{one.plan.name:<{width}}  {bar}{end}")
     legend = ", ".join(f"{in_colour(letter, colour)} {kind.value}" for kind, (letter, colour) in _COLOURS.items())
-    return [*lines, f"{legend}{', | memory of a device' if limit else ''}"]
+    return [*lines, f"{legend}{', | memory of a device' if mark is not None else ''}"]
+
+
+def _scale(estimates: Sequence[PlanEstimate], limit: int | None) -> int:
+    """Bytes of the longest bar: the memory of a device, unless all bars would be short."""
+    most = max(1, *(one.memory.peak for one in estimates))
+    return limit if limit and most < limit <= 3 * most else most
 
 
 def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
@@ -91,19 +97,19 @@ def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
     return 0 if on_host else estimate.memory.parts[kind.value]
 
 
-def as_json(found: PlanComparison) -> str:
+def as_json(found: PlanComparison, script: str) -> str:
     """Everything in one line of JSON; sizes are bytes."""
     return json.dumps(
         {
             "memory": found.limit,
             "operations_per_sample": found.facts.operations,
-            "plans": [_row(found.facts, one) for one in found.estimates],
+            "plans": [_row(found.facts, one, script) for one in found.estimates],
             "refused": {plan.name: reason for plan, reason in found.refused},
         }
     )
 
 
-def _row(facts: ModelFacts, one: PlanEstimate) -> dict[str, Any]:
+def _row(facts: ModelFacts, one: PlanEstimate, script: str) -> dict[str, Any]:
     return {
         "name": one.plan.name,
         "backend": one.plan.backend,
@@ -115,11 +121,12 @@ def _row(facts: ModelFacts, one: PlanEstimate) -> dict[str, Any]:
         "accumulation": one.plan.accumulation,
         "fits": one.fits,
         "missing": one.missing,
+        "rank": one.memory.rank,
         "peak": one.memory.peak,
         "parts": {**one.memory.parts, "checkpoint staging": one.memory.staging},
         "host": one.memory.host,
         "seconds": one.seconds,
-        "launch": launch_command(one.plan, facts.blocks),
+        "launch": launch_command(one.plan, facts.blocks, script),
         "config": nested(config_values(one.plan, facts.blocks)),
         "in_script": needs_in_script(one.plan),
     }
@@ -133,7 +140,7 @@ def draw_svg(path: str, found: PlanComparison) -> None:
     """
     left, width, row = 240, 640, 28
     estimates, limit = found.estimates, found.limit
-    most = max([one.memory.peak for one in estimates] + [limit or 0, 1])
+    most = _scale(estimates, limit)
     height = row * (len(estimates) + 2) + 16
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 120}" height="{height}" '
@@ -153,7 +160,7 @@ def draw_svg(path: str, found: PlanComparison) -> None:
             start += length
         parts.append(f'<text x="{start + 6:.1f}" y="{top + 15}">{convert_bytes(one.memory.peak)}</text>')
     end = 8 + len(estimates) * row
-    if limit:
+    if limit and limit <= most:
         at = left + width * limit / most
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{end}" stroke="black" stroke-dasharray="4"/>')
     for number, kind in enumerate(MemoryKind):

@@ -48,12 +48,6 @@ def training_case(
             return _checked(failure, function(**arguments))
 
         return TrainingCase(build, made)
-    if Path(source).suffix == ".py":
-        raise SettingError(
-            failure,
-            "A script is not run: only what a function returns is known before the launch.",
-            f"Put model, loss and one batch into a function, and name {source}:FUNCTION. {_HOW}",
-        )
     if not Path(source).exists():
         raise SettingError(
             failure, "There is no such file or folder.", f"Name module:function, or a config.json. {_HOW}"

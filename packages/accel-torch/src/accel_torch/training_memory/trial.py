@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -34,21 +36,24 @@ from accel_torch.training_memory import estimating
 from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
 
 __all__ = (
+    "PRECISIONS",
     "RankMemory",
     "TrainingCase",
     "TrainingPlan",
+    "Trial",
     "block_names",
     "count_operations",
     "fsdp_settings",
     "measure_plan",
+    "naming_values",
 )
 
-_PRECISIONS: Final = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: Final = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCK: Final = 512
 """Bytes that torch's allocator of an accelerator rounds up to."""
 
-_TORCH: Final = str(Path(torch.__file__).parent)
-_OURS: Final = str(Path(__file__).parent)
+_LIBRARIES: Final = ("torch", "accelerate", "contextlib", "runpy")
+"""Packages whose lines are not the user's, as those of this library are not."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +140,24 @@ def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankM
     Raises:
         SettingError: the model needs the values of tensors, or the plan does not apply to it.
     """
-    offloaded = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER) if plan.offload else ()
-    on_cpu = plan.device == "cpu"
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    live = LiveBytes(mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
-    with estimating(), _fake_group(plan.processes, rank), _naming_values():
-        # A mesh reads the values of its ranks.
-        mesh = init_device_mesh("cpu", (plan.data_processes, plan.tp), mesh_dim_names=("dp_shard", "tp"))
-        along_data, along_tensors = mesh["dp_shard"], mesh["tp"]
-        with mode, live, torch.random.fork_rng(devices=[]):
-            return _Trial(case, plan, mode, live, along_data, along_tensors).run(rank)
+    with Trial(plan, rank) as trial:
+        model, loss_function, batch = case.build()
+        model, batch = trial.prepare_model(model), trial.prepare_batch(batch)
+        optimizer = (case.optimizer or torch.optim.AdamW)(one for one in model.parameters() if one.requires_grad)
+        trial.prepare_optimizer(optimizer)
+        dtype = PRECISIONS[plan.mixed_precision]
+        # All micro-batches but the last one hold the same, so that two of them are enough.
+        micro_batches = min(plan.accumulation, 2)
+        while not trial.is_complete:
+            for number in range(micro_batches):
+                with trial.no_sync() if number + 1 < micro_batches else nullcontext():
+                    with torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext():
+                        loss = loss_function(model, batch)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return trial.memory()
 
 
 def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
@@ -156,93 +169,160 @@ def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with estimating(), _naming_values(), mode, torch.random.fork_rng(devices=[]):
+    with Trial(TrainingPlan()) as trial:
         model, loss_function, batch = case.build()
-        model = _in_memory(model)
-        batch = recursively_apply(mode.from_tensor, batch)
+        model, batch = trial.prepare_model(model), trial.prepare_batch(batch)
         with counter:
             loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
     return model, batch, float(counter.get_total_flops())
 
 
-class _Trial:
-    """The objects of one trial."""
+class Trial:
+    """A context in which two optimizer steps of a plan run as one rank, without values.
 
-    def __init__(
-        self,
-        case: TrainingCase,
-        plan: TrainingPlan,
-        mode: FakeTensorMode,
-        live: LiveBytes,
-        along_data: DeviceMesh,
-        along_tensors: DeviceMesh,
-    ) -> None:
-        self._plan, self._live, self._mode = plan, live, mode
-        self._along_data, self._along_tensors = along_data, along_tensors
+    Args:
+        plan: the plan.
+        rank: number of the rank.
+        mode: that of tensors which have no values already.
+    """
+
+    def __init__(self, plan: TrainingPlan, rank: int = 0, mode: FakeTensorMode | None = None) -> None:
+        self.plan, self._rank = plan, rank
+        offloaded = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER) if plan.offload else ()
+        on_cpu = plan.device == "cpu"
+        self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self._live = LiveBytes(self._mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
+        self._contexts = ExitStack()
         self._buckets: list[Tensor] = []
-        model, self._loss, batch = case.build()
-        self._batch = self._sized(batch)
-        self._module = self._prepared(_in_memory(model))
-        self._parameters = [one for one in self._module.parameters() if one.requires_grad]
-        make = case.optimizer or torch.optim.AdamW
-        self._optimizer = make(self._parameters)
-        if plan.device != "cpu" and not plan.offload:
-            for group in self._optimizer.param_groups:
-                if group.get("foreach", True) is None and not group.get("fused"):
-                    group["foreach"] = True
+        self._tensors: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        self._modules: list[Module] = []
+        self._optimizer: Optimizer | None = None
+        self._steps = self._moved = self._moved_unsynced = 0
 
-    def run(self, rank: int) -> RankMemory:
-        """Two steps; the numbers are those of the second, which holds the most."""
-        live = self._live
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
-            live.track(tensor.detach(), MemoryKind.PARAMETERS)
-        recursively_apply(lambda leaf: live.track(leaf, MemoryKind.ACTIVATIONS), self._batch)
+    def __enter__(self) -> Trial:
+        enter = self._contexts.enter_context
+        enter(estimating())
+        enter(_fake_group(self.plan.processes, self._rank))
+        enter(naming_values())
+        # A mesh reads the values of its ranks.
+        shape = (self.plan.data_processes, self.plan.tp)
+        self._mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+        self._along_data, self._along_tensors = self._mesh["dp_shard"], self._mesh["tp"]
+        enter(self._mode)
+        enter(self._live)
+        enter(torch.random.fork_rng(devices=[]))
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._contexts.__exit__(*failure)
+
+    def prepare_model(self, model: Module) -> Module:
+        """A model as the plan divides it, with tensors that have no values."""
+        plan, live = self.plan, self._live
+        live.default = MemoryKind.COMMUNICATION
+        model = self._without_values(model)
+        # Neither transform reads the context where it is given a mesh.
+        context: Any = None
+        if plan.tp > 1:
+            model = TensorParallel(mesh=self._along_tensors).apply(model, context)
+        if plan.recompute:
+            model = ActivationCheckpoint().apply(model, context)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        if plan.backend == "fsdp2":
+            divide(model, fsdp_settings(model, plan), self._along_data, False)
+            trained = [one for one in model.parameters() if one.requires_grad]
+        elif plan.backend == "ddp":
+            # The wrapper itself reads values. It holds buckets of the size of all gradients from its start to its end.
+            self._buckets += [torch.empty_like(one) for one in trained]
+        self._tensors += [*model.parameters(), *model.buffers()]
+        self._mark_parameters()
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
+        self._parameters += trained
+        self._modules.append(model)
         live.default = MemoryKind.ACTIVATIONS
         live.after_collective = self._mark_gradients
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
-        # It makes the optimizer's states; and DTensor infers shapes with whole tensors, once for each operation.
-        self._step()
-        live.reset_peak()
-        moved = self._step()
-        held = sum(one.nbytes for one in map(_local, (*self._module.parameters(), *self._module.buffers())))
-        states = sum(one.nbytes for one in map(_local, self._states()))
+        return model
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """A batch with the samples of a micro-batch."""
+        size, present = self.plan.micro_batch, find_batch_size(batch)
+
+        def sized(tensor: Tensor) -> Tensor:
+            made: Tensor = self._mode.from_tensor(tensor)
+            if size and tensor.ndim and tensor.shape[0] == present:
+                made = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            self._live.track(made, MemoryKind.ACTIVATIONS)
+            return made
+
+        return recursively_apply(sized, batch)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the states of an optimizer, whose steps are those of the trial."""
+        if self.plan.device != "cpu" and not self.plan.offload:
+            for group in optimizer.param_groups:
+                if group.get("foreach", True) is None and not group.get("fused"):
+                    group["foreach"] = True
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context for forward and backward of a micro-batch before the last."""
+        before = self._live.moved
+        sharded = [module for module in self._modules if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False)
+        yield
+        for module in sharded:
+            module.set_requires_gradient_sync(True)
+        self._moved_unsynced = self._live.moved - before
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step has run that tells the memory: the second one, which begins with the optimizer's states."""
+        return self._steps == 2
+
+    def memory(self) -> RankMemory:
+        """What the rank held in the last step."""
+        held = sum(_local(one).nbytes for one in self._tensors)
+        states = sum(_local(one).nbytes for one in self._states())
+        # All micro-batches without synchronisation move the same.
+        moved = self._moved + self._moved_unsynced * max(self.plan.accumulation - 2, 0)
         copied = 0
-        if self._plan.offload:
-            held_trained = sum(_local(one).nbytes for one in self._parameters)
-            copied = (2 * held + held_trained) * self._plan.accumulation
-        parts = {kind.value: size for kind, size in live.at_peak.items()}
-        return RankMemory(rank, live.peak, parts, live.host_peak, held + states, moved, copied)
+        if self.plan.offload:
+            copied = (2 * held + sum(_local(one).nbytes for one in self._parameters)) * self.plan.accumulation
+        parts = {kind.value: size for kind, size in self._live.at_peak.items()}
+        return RankMemory(self._rank, self._live.peak, parts, self._live.host_peak, held + states, moved, copied)
 
-    def _step(self) -> int:
-        """One optimizer step, and the bytes that its collectives read and write.
-
-        All micro-batches but the last one hold the same, so that two of them are enough.
-        """
-        live, first, last = self._live, 0, 0
-        for number in range(min(self._plan.accumulation, 2)):
-            begun = live.moved
-            syncs = number + 1 == min(self._plan.accumulation, 2)
-            with self._syncing(syncs):
-                with self._autocast():
-                    loss = self._loss(self._module, self._batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-            first, last = last, live.moved - begun
+    def _before_step(self, *_: Any) -> None:
         self._mark_gradients()
-        if self._plan.offload:
-            live.default = MemoryKind.OPTIMIZER
-        self._optimizer.step()
+        if self.plan.offload:
+            self._live.default = MemoryKind.OPTIMIZER
+
+    def _after_step(self, *_: Any) -> None:
+        live = self._live
         for state in self._states():
             live.track(state, MemoryKind.OPTIMIZER)
-        self._optimizer.zero_grad()
         live.default = MemoryKind.ACTIVATIONS
-        return first * (self._plan.accumulation - 1) + last
+        self._steps += 1
+        self._moved = live.moved + 2 * sum(bucket.nbytes for bucket in self._buckets)
+        # Shards that are smaller than those of other ranks are filled up in the first forward.
+        self._mark_parameters()
+        if not self.is_complete:
+            # DTensor infers shapes with whole tensors, once for each operation.
+            live.reset_peak()
+            live.moved = 0
 
     def _states(self) -> Iterator[Tensor]:
-        for state in self._optimizer.state.values():
+        for state in self._optimizer.state.values() if self._optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _mark_parameters(self) -> None:
+        for tensor in self._tensors:
+            self._live.track(tensor.detach(), MemoryKind.PARAMETERS)
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -252,52 +332,26 @@ class _Trial:
         for parameter in self._parameters:
             self._mark_gradient(parameter)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _PRECISIONS[self._plan.mixed_precision]
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-
-    @contextmanager
-    def _syncing(self, syncs: bool) -> Iterator[None]:
-        module = self._module
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(syncs)
-        yield
-        if syncs:
-            self._live.moved += 2 * sum(bucket.nbytes for bucket in self._buckets)
-
-    def _sized(self, batch: Any) -> Any:
-        """The batch with the samples of a micro-batch."""
-        size = self._plan.micro_batch
-        present = find_batch_size(batch)
-
-        def fit(tensor: Tensor) -> Tensor:
-            if not size or tensor.ndim == 0 or tensor.shape[0] != present or size == present:
-                return self._mode.from_tensor(tensor)
-            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-
-        return recursively_apply(fit, batch)
-
-    def _prepared(self, model: Module) -> Module:
-        plan, live = self._plan, self._live
-        live.default = MemoryKind.COMMUNICATION
-        # Neither transform reads the context where it is given a mesh.
-        context: Any = None
-        if plan.tp > 1:
-            model = TensorParallel(mesh=self._along_tensors).apply(model, context)
-        if plan.recompute:
-            model = ActivationCheckpoint().apply(model, context)
-        if plan.backend == "fsdp2":
-            divide(model, fsdp_settings(model, plan), self._along_data, False)
-        elif plan.backend == "ddp":
-            # The wrapper itself reads values. It holds buckets of the size of all gradients from its start to its end.
-            self._buckets = [torch.empty_like(one) for one in model.parameters() if one.requires_grad]
+    def _without_values(self, model: Module) -> Module:
+        """A model whose tensors are fake ones of the host, whatever device they were made on."""
+        made: dict[Tensor, Tensor] = {}
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None or (isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"):
+                        continue
+                    if tensor not in made:
+                        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        trained = isinstance(tensor, Parameter)
+                        made[tensor] = Parameter(empty, tensor.requires_grad) if trained else empty
+                    held[name] = made[tensor]  # type: ignore[assignment]
         return model
 
 
 def fsdp_settings(model: Module, plan: TrainingPlan) -> FullyShardedDataParallelPlugin:
     """The settings of FSDP for a plan: the repeated blocks of the model are sharded by themselves."""
     names = block_names(model)
-    dtype = _PRECISIONS[plan.mixed_precision]
+    dtype = PRECISIONS[plan.mixed_precision]
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP" if names else "NO_WRAP",
@@ -326,36 +380,21 @@ def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> 
     return 0
 
 
-def _in_memory(model: Module) -> Module:
-    """A model whose tensors are fake ones with storage, whatever device they were made on."""
-    made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or tensor.device.type == "cpu":
-                    continue
-                if tensor not in made:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    trained = isinstance(tensor, Parameter)
-                    made[tensor] = Parameter(empty, tensor.requires_grad) if trained else empty
-                held[name] = made[tensor]  # type: ignore[assignment]
-    return model
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
-def _naming_values() -> Iterator[None]:
+def naming_values() -> Iterator[None]:
     """Turn what torch says of an operation that needs values into an error with its place in the user's code."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = "code that is not in a file"
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith((_TORCH, _OURS)) and Path(frame.filename).is_file():
-                where = f"{frame.filename}, line {frame.lineno}: {frame.line}"
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
+            if package not in _LIBRARIES and not package.startswith("accel_") and Path(file).is_file():
+                where = f"{file}, line {line}: {linecache.getline(file, line).strip()}"
         raise SettingError(
             "Cannot estimate the memory of a model that needs the values of tensors.",
             f"{error.func} makes a number or a shape of values, in {where}",
