@@ -306,6 +306,30 @@ def weights(folder: str) -> dict[str, Any]:
     return told
 
 
+def saved_models(folder: str) -> list[int]:
+    """Save a model with a tied weight and a buffer under every stage, and as one process does; the sizes of shards."""
+    torch.manual_seed(0)
+    first = {name: value.clone() for name, value in tied().state_dict().items()}
+    divided = []
+    for stage in (None, 0, 1, 2, 3):
+        accelerator = started(None if stage is None else parts(stage, stage3_gather_16bit_weights_on_model_save=True))
+        model = tied()
+        model.load_state_dict(first)
+        model, _, _ = accelerator.prepare(model, adamw(model.parameters()), digits())
+        divided += [parameter.numel() for parameter in model.parameters()] if stage == 3 else []
+        for limit in ("10GB", 300):
+            accelerator.save_model(model, f"{folder}/{stage}/{limit}", max_shard_size=limit)
+    accelerator.wait_for_everyone()
+    return divided
+
+
+def tied() -> Module:
+    model = Sequential(Linear(8, 8), ReLU(), Linear(8, 8), Linear(8, 2))
+    model[2].weight = model[0].weight
+    model.register_buffer("scale", torch.ones(3, dtype=torch.float16))
+    return model
+
+
 def _compared(folder: str, held: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -109,6 +109,21 @@ def test_weights_in_16_and_in_32_bits(play: Play, tmp_path: Path) -> None:
     assert "zero3_save_16bit_model=True" in done["refusal"]
 
 
+def test_every_stage_saves_the_files_of_one_process(play: Play, tmp_path: Path) -> None:
+    assert play(SCENES, "saved_models", folder=str(tmp_path)) == [0] * 5
+
+    written = {
+        stage.name: {str(path.relative_to(stage)): path.read_bytes() for path in sorted(stage.rglob("*.*"))}
+        for stage in tmp_path.iterdir()
+    }
+    expected = written.pop("None")
+    assert written == dict.fromkeys("0123", expected)
+    header = expected["10GB/model.safetensors"]
+    assert b'"format":"pt"' in header
+    assert (b'"0.weight"' in header, b'"2.weight"' in header) == (True, False)
+    assert len(expected) > 3
+
+
 def test_a_universal_checkpoint_is_read_by_other_processes_in_another_stage(play: Play, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     losses = play(SCENES, "universal", folder=folder)

@@ -27,7 +27,7 @@ OFFLOADED = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP"
 class OnSimulated(BackendSuite):
     @pytest.fixture
     def driver(self) -> str:
-        return "accel_plugins.testing.device_sessions:SimulatedSession"
+        return "accel_plugins.testing.reference_loop:SimulatedSession"
 
 
 @simulated
@@ -58,7 +58,7 @@ class OnCUDA(BackendSuite):
 
     @pytest.fixture
     def driver(self) -> str:
-        return "accel_plugins.testing.device_sessions:CUDASession"
+        return "accel_plugins.testing.reference_loop:CUDASession"
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -15,7 +15,7 @@ from accel_plugins.manifest import Manifest
 from accel_plugins.precision.config import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.testing import Case
-from accel_plugins.testing.device_sessions import CUDASession
+from accel_plugins.testing.reference_loop import CUDASession
 from accel_state.testing.plugin import on_devices
 from accel_state.testing.processes import Processes
 

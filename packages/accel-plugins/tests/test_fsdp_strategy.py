@@ -24,9 +24,7 @@ from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
 from accel_plugins.testing import Case, Session
 from accel_plugins.testing.backend_tasks import clipped_plain, count_collectives
-from accel_plugins.testing.nearness import near
-from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
-from accel_plugins.testing.two_halves import first_half, second_half
+from accel_plugins.testing.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
 from accel_plugins.transforms.compile import Compile
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current

@@ -22,9 +22,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
 from accel_plugins.testing import Case, Session
-from accel_plugins.testing.nearness import near
-from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
-from accel_plugins.testing.two_halves import first_half, second_half
+from accel_plugins.testing.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.mesh import ParallelismConfig

@@ -11,8 +11,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.testing import Case, Session
-from accel_plugins.testing.nearness import near
-from accel_plugins.testing.reference_loop import Plain, make_model, make_optimizer
+from accel_plugins.testing.reference_loop import Plain, make_model, make_optimizer, near
 from accel_state.errors import Conflict
 from accel_state.testing.processes import Processes as Group
 

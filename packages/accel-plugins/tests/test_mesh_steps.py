@@ -13,8 +13,7 @@ from accel_plugins import order
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.testing import Case, Session
-from accel_plugins.testing.parallel_cases import COMBINATIONS, case_of, data, loss_of, name_of
-from accel_plugins.testing.sequences import SequenceModel
+from accel_plugins.testing.sequences import COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.compile import Compile
 from accel_plugins.transforms.config import TorchDynamoPlugin

@@ -16,9 +16,8 @@ from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.testing import Case, Session
-from accel_plugins.testing.nearness import near as near_to
-from accel_plugins.testing.parallel_cases import BY_BLOCK, COMBINATIONS, case_of, data, loss_of, name_of
-from accel_plugins.testing.sequences import SequenceModel
+from accel_plugins.testing.reference_loop import near as near_to
+from accel_plugins.testing.sequences import BY_BLOCK, COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.sequence_sharding import shard_sequences
 from accel_state import PartialState, current

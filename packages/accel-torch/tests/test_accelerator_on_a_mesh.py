@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.mesh import PERMITTED
-from accel_plugins.testing.nearness import near as near_to
+from accel_plugins.testing.reference_loop import near as near_to
 from accel_plugins.testing.sequences import PLAN, SequenceModel, sequences
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state.errors import AccelError, Conflict

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_data import DataLoaderConfiguration, SeedableRandomSampler
-from accel_plugins.testing.nearness import near
+from accel_plugins.testing.reference_loop import near
 from accel_state.errors import AccelError, Conflict, DataError, NotOffered, NotReady
 from accel_state.run_state import AcceleratorState
 from accel_state.testing.processes import Processes

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing.parallel_cases import COMBINATIONS, name_of
-from accel_plugins.testing.sequences import PLAN, SequenceModel, sequences
+from accel_plugins.testing.sequences import COMBINATIONS, PLAN, SequenceModel, name_of, sequences
 from accel_torch.testing import check_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.usefixtures("preloaded_python")]

@@ -13,13 +13,14 @@ means whoever drives the strategy; the conformance kit drives it by a short loop
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Part, Traits
 from accel_plugins.mesh import DATA_AXES, present_axes
@@ -127,9 +128,7 @@ class Strategy:
         Entered by every process. `prepare` gets the model afterwards; its values are those that one process would give
         it. With `empty_init`, nothing is initialised, because values are loaded later; None lets the strategy decide.
         """
-        from accel_plugins.building import build_on_device
-
-        return build_on_device(self.context.process.device, empty=bool(empty_init))
+        return _build_on_device(self.context.process.device, empty=bool(empty_init))
 
     def unwrap(self, model: Module) -> Module:
         """What `setup` wrapped. Called whenever somebody wants the user's model; the wrapped one goes on working."""
@@ -352,3 +351,29 @@ def _complete(tensor: Tensor) -> Tensor:
     """A tensor that may be spread over processes, put together."""
     complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     return complete.detach()
+
+
+@contextmanager
+def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[None]:
+    """Models made inside, by this thread, have their parameters on the device.
+
+    Args:
+        device: where parameters go as they are registered.
+        empty: initialise nothing: functions of `torch.nn.init` do nothing, and parameters have arbitrary values.
+    """
+    from accel_bigmodel.meta import init_on_device
+
+    with init_on_device(device), _WithoutInitialisation() if empty else nullcontext():
+        yield
+
+
+class _WithoutInitialisation(TorchFunctionMode):
+    """Lets functions of `torch.nn.init` return their tensor unchanged."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)

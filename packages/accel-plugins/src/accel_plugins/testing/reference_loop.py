@@ -33,23 +33,32 @@ from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state import current
 from accel_state.current import Process
+from accel_state.errors import CheckpointError
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
 from accel_state.protocol import barrier
 
 __all__ = (
+    "HALF",
     "MODELS",
+    "QUESTIONS",
+    "CUDASession",
     "Case",
+    "FakeStrategy",
     "Frozen",
     "Plain",
     "Session",
+    "SimulatedSession",
     "Small",
     "Tied",
     "batches",
+    "first_half",
     "make_model",
     "make_optimizer",
     "make_scheduler",
+    "near",
+    "second_half",
 )
 
 WIDTH, CLASSES, BATCH = 6, 3, 24
@@ -423,3 +432,94 @@ def _full(tensor: Tensor) -> Tensor:
     """A tensor that is spread over processes, put together."""
     complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     return complete.detach()
+
+
+# ---------------------------------------------------------------------- on other devices
+
+
+class CUDASession(Session):
+    """Each process works on a GPU of its own."""
+
+    def start(self) -> None:
+        PartialState()
+
+
+class SimulatedSession(Session):
+    """Each process works on a device made of CPU memory, which refuses to mix its tensors with others."""
+
+    def start(self) -> None:
+        # Importing it makes the device known to torch, which counts devices at the first backward pass.
+        import accel_state.testing.simulated_device  # noqa: F401
+        from accel_state.testing.simulated_device import MODULE
+
+        MODULE.plug_in(1, 2**30)
+        PartialState()
+
+
+# ---------------------------------------------------------------------- a run in two halves
+
+HALF = 2
+"""Batches before the checkpoint."""
+
+
+def first_half(given: Case, folder: str) -> dict[str, Any]:
+    """Train to the checkpoint, write it, and go on: the weights that were saved, and the losses after them."""
+    session = Session(given)
+    session.train(list(batches(given))[:HALF])
+    save_folder(folder, PreparedObjects([session.model], [session.optimizer]), session.strategy, session.process)
+    barrier(session.process.transport, "wait_for_everyone")
+    weights = session.weights()
+    return {"weights": weights, "losses": session.train(list(batches(given))[HALF:])[0]}
+
+
+def second_half(given: Case, folder: str) -> dict[str, Any]:
+    """Go on from the checkpoint with a model that had other weights; or the error that loading ends in."""
+    session = Session(given, make_model(9))
+    contents = PreparedObjects([session.model], [session.optimizer])
+    try:
+        load_folder(folder, contents, session.strategy, session.process, allow_missing={"random_states"})
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"weights": session.weights(), "losses": session.train(list(batches(given))[HALF:])[0]}
+
+
+# ---------------------------------------------------------------------- what tests compare with
+
+
+def near(expected: Any, rel: float = 2e-5, abs: float = 2e-6) -> Any:  # noqa: A002 - the words of pytest.approx
+    """Something that equals every value that is near to `expected`: numbers, and lists and dictionaries of them.
+
+    Example:
+        >>> {"losses": [[1.0], [2.0]]} == near({"losses": [[1.000001], [2.0]]})
+        True
+    """
+    import pytest
+
+    if isinstance(expected, dict):
+        return {name: near(value, rel, abs) for name, value in expected.items()}
+    if isinstance(expected, list) and any(isinstance(value, (list, dict)) for value in expected):
+        return [near(value, rel, abs) for value in expected]
+    return pytest.approx(expected, rel=rel, abs=abs)
+
+
+QUESTIONS: Final = frozenset(
+    name for name, value in vars(Strategy).items() if callable(value) and not name.startswith("_")
+)
+"""Names of the methods of a strategy."""
+
+
+class FakeStrategy(Strategy):
+    """Answers like one process.
+
+    Attributes:
+        calls: names of the called methods, in order.
+    """
+
+    def __init__(self, context: Any, config: Any = None) -> None:
+        self.calls: list[str] = []
+        super().__init__(context, config)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in QUESTIONS:
+            self.calls.append(name)
+        return super().__getattribute__(name)
