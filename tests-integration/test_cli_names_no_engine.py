@@ -21,8 +21,6 @@ EXCEPTIONS = {
     "launch/deepspeed.py": ({"deepspeed"}, "the launcher of DeepSpeed's own program; launchers belong to this package"),
     "launch/tpu.py": ({"xla"}, "the launcher of TPUs, whose processes torch_xla starts"),
     "launch/tpu_runner.py": ({"xla"}, "what that launcher runs"),
-    "launch/notebook.py": ({"xla"}, "a notebook beside a TPU, whose processes torch_xla starts"),
-    "launch/manual.py": ({"fsdp", "deepspeed"}, "flags of the short help text, in the order of how many need them"),
     "config/file.py": (
         {"deepspeed", "fsdp", "megatron"},
         "keys of files of Accelerate, whether anything reads them or not",

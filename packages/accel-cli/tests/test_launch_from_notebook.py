@@ -268,3 +268,20 @@ def test_a_process_killed_while_it_describes_its_error_is_explained(notebook):
     )
     assert done.returncode == 1
     assert "Process 0 was killed by signal 9 (SIGKILL)" in done.stderr
+
+
+def test_the_runtime_of_a_tpu_starts_the_processes_of_a_notebook_beside_it(notebook, tmp_path):
+    (tmp_path / "runtime.py").write_text(
+        "def launch(function, args, start_method):\n    [function(index, *args) for index in range(3)]\n"
+    )
+    done = notebook(
+        """
+        import sys
+        from accel_cli.launch import devices
+        sys.path.insert(0, ".")
+        devices.best_devices = lambda: {"starter": "runtime:launch"}
+        notebook_launcher(print, ("on a core",))
+        """,
+        env={"TPU_NAME": "one"},
+    )
+    assert done.stdout.splitlines() == ["on a core"] * 3, done.stderr

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from accel_cli.launch.backends import switches
 from accel_cli.launch.manual import ESSENTIAL, cache_path, launch_manual
 
 
@@ -74,7 +75,7 @@ def test_a_backend_that_is_installed_later_is_in_it(accel, own_cache, tmp_path):
 def test_the_short_text_shows_what_most_runs_need_and_names_the_whole_one(accel, own_cache):
     short, whole = accel("launch", "--help").stdout, accel("launch", "--help-all").stdout
     flags = [[word.strip(",`") for word in text.split() if word.startswith("--")] for text in (short, whole)]
-    assert set(ESSENTIAL) <= set(flags[0]) < set(flags[1])
+    assert {*ESSENTIAL, *(f"--{name}" for name in switches())} <= set(flags[0]) < set(flags[1])
     assert "`accel launch --help-all` shows every option" in short
     assert accel("launch", "--num_processes", "2", "--help").stdout == short
     assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])

@@ -49,7 +49,7 @@ def count_devices() -> int:
 
 
 def best_devices() -> dict[str, Any]:
-    """Name, number of devices and `distributed_type` of the best family that is present.
+    """Name, number of devices, `distributed_type` and `starter` of the best family that is present.
 
     Raises:
         LaunchError: torch, asked for its devices, failed.

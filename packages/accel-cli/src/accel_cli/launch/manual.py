@@ -30,10 +30,13 @@ OPTIONS: Final = (
 
 ESSENTIAL: Final = (
     *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--gpu_ids"),
-    *("--cpu", "--mixed_precision", "--gradient_accumulation_steps", "--backend", "--use_fsdp", "--use_deepspeed"),
+    *("--cpu", "--mixed_precision", "--gradient_accumulation_steps", "--backend"),
     *("--launcher", "--max_restarts", "--preflight", "--prefix_output", "--hang_timeout", "--grace_period"),
 )
 """Flags that the short help text shows: those that most runs need."""
+
+_KINDS: Final = "Kind of run"
+"""Heading of the switches of the backends, which the short help text shows too."""
 
 _SHORT_OF: Final = "accel launch"
 
@@ -51,7 +54,10 @@ def launch_manual(prog: str, everything: bool = False) -> str:
     about = "Start a script on one or many processes. Every option may also be written with dashes for underscores."
     if everything or prog != _SHORT_OF:
         return render(usage, about, {"options": OPTIONS, **_rows()})
-    short = {heading: [row for row in rows if _flag(row[0]) in ESSENTIAL] for heading, rows in _rows().items()}
+    short = {
+        heading: rows if heading == _KINDS else [row for row in rows if _flag(row[0]) in ESSENTIAL]
+        for heading, rows in _rows().items()
+    }
     shown = {heading: rows for heading, rows in short.items() if rows}
     end = f"`{prog} --help-all` shows every option: those of further launchers, engines and backends."
     return render(usage, about, {"options": OPTIONS, **shown}, end)

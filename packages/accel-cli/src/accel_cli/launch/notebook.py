@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from accel_state.errors import LaunchError, NotReady, SettingError
-from accel_state.labels import DistributedType
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
 from accel_state.settings.run import ProcessSettings, RunSettings
-from accel_state.settings.schema import settings_of
+from accel_state.settings.schema import import_object, settings_of
 
 __all__ = ("debug_launcher", "notebook_launcher")
 
@@ -81,9 +80,12 @@ def notebook_launcher(
     from accel_cli.launch.torchrun import OWN_STORES
 
     environment = {str(_MIXED_PRECISION.variable): _MIXED_PRECISION.parse(mixed_precision, "argument")}
-    if any(name in os.environ for name in _TPU_HOSTS) and best_devices()["label"] == DistributedType.XLA.value:
+    starter = best_devices()["starter"] if any(name in os.environ for name in _TPU_HOSTS) else ""
+    if starter:
         _check_untouched()
-        _on_tpu(function, args, environment)
+        with _variables(environment):
+            # Forked processes know the functions of a notebook.
+            import_object(starter)(_called, args=(function, tuple(args)), start_method="fork")
         return
     processes = count_devices() if num_processes is None else num_processes
     _check_numbers(processes, node_rank, num_nodes)
@@ -245,8 +247,6 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
             seat.claim.close()
 
 
-def _on_tpu(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
-    from accel_cli.launch.tpu_runner import start_on_tpu
-
-    with _variables(environment):
-        start_on_tpu(function, tuple(args))
+def _called(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    del index
+    function(*arguments)

@@ -13,34 +13,18 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ("call", "load_script", "main", "start_on_tpu")
+__all__ = ("call", "load_script", "main")
 
 
 def main() -> None:
     """Start the processes and stay until they have ended."""
-    function, how, target, *arguments = sys.argv[1:]
-    _launch(call, (function, how, target, tuple(arguments)))
-
-
-def start_on_tpu(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call a function on every core of a TPU, from a notebook."""
-    _launch(_called, (function, arguments))
-
-
-def _called(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    del index
-    function(*arguments)
-
-
-def _launch(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import torch_xla  # type: ignore[import-not-found, unused-ignore]
 
-    # Forked processes know the functions of a notebook.
-    torch_xla.launch(function, args=arguments, start_method="fork")
+    function, how, target, *arguments = sys.argv[1:]
+    torch_xla.launch(call, args=(function, how, target, tuple(arguments)), start_method="fork")
 
 
 def call(index: int, function: str, how: str, target: str, arguments: tuple[str, ...]) -> Any:

@@ -58,6 +58,11 @@ class DeviceFamily(ABC):
     transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
     """The class of its transport between several processes, as "module:class"; imported when there are several."""
 
+    starter: str = ""
+    """The function that starts processes on all its devices, as "module:function", where its runtime connects only
+    processes that it starts itself. It is called with a function of (process index, *args), `args` and
+    `start_method="fork"`."""
+
     @abstractmethod
     def present(self) -> bool:
         """Whether this machine has a device of this family; must not initialise it, so that a fork stays possible."""

@@ -33,6 +33,7 @@ class XLA(TorchFamily):
     """The devices of the runtime of torch_xla."""
 
     transport = "accel_state.transport.xla:XLATransport"
+    starter = "torch_xla:launch"
 
     def __init__(self) -> None:
         super().__init__(SPECS["xla"])
