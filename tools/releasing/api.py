@@ -130,7 +130,7 @@ def load(package: Package, beside: Iterable[Package], history: History, version:
         ref = tag_name(package.name, version)
         found = griffe.load_git(package.module, ref=ref, repo=history.root, search_paths=paths, **how)
     if not isinstance(found, griffe.Module):
-        raise ReleaseError(f"the names of {package.name}", f"{package.module} is no module", "add its source folder")
+        raise ReleaseError(f"the names of {package.name}", f"{package.module} is not a module", "add its source folder")
     return found
 
 
