@@ -1,7 +1,7 @@
-"""One word for one thing: no name with two meanings, no retired identifiers, and no retired phrases.
+"""One word for one thing: no name with two meanings, and no retired phrases.
 
-`docs/contributing.md` has the glossary. When a package replaces a retired identifier or phrase, remove the package from
-the entry's `pending`, or add it to `REWORDED`, so that the old word cannot return.
+`docs/contributing.md` has the glossary. When a folder is free of retired phrases, add it to `REWORDED`, so that they
+cannot return.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-AREAS = (*sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()), "tests-integration", "tools")
 
 
 # ---------------------------------------------------------------- one public definition of a name
@@ -93,107 +91,6 @@ def test_homonyms_are_found_and_imports_and_private_names_are_not() -> None:
     }
 
 
-# ---------------------------------------------------------------- retired identifiers
-
-
-class Retired(NamedTuple):
-    """What replaces an identifier, and the areas (packages, tests-integration, tools) where it is still in use."""
-
-    say: str
-    pending: str = ""
-
-
-IDENTIFIERS: Mapping[str, Retired] = {
-    # accel-state and accel-ops
-    "Sighting": Retired("RankStatus"),
-    "ask_for_status": Retired("request_stacks"),
-    "arrangement_of_environment": Retired("parallelism_config_from_environment"),
-    "exchange_of": Retired("protocol_state"),
-    "generic_row": Retired("unlisted_spec"),
-    "how_it_ends": Retired("exit_exception"),
-    "reads_unasked": Retired("always_reads"),
-    "reduce_pair": Retired("all_reduce_p2p"),
-    "send_pair": Retired("broadcast_p2p"),
-    "slot_size": Retired("eager_header_bytes"),
-    "swap_bytes": Retired("all_gather_bytes"),
-    "withdraw_tracker_class": Retired("unregister_tracker_class"),
-    "write_whole": Retired("full_tensor"),
-    # accel-data
-    "Arrival": Retired("ReceivedBatch"),
-    "ByContents": Retired("ContentHashIds"),
-    "LastOfStep": Retired("PaddingMarker"),
-    "MarkingCollate": Retired("PaddingCollate"),
-    "OneByOne": Retired("UnbatchedSampler"),
-    "Outlook": Retired("EpochInfo"),
-    "Parcel": Retired("PackedBatch"),
-    "_Inbox": Retired("post_recv"),
-    "put_together": Retired("unpack"),
-    "take_apart": Retired("pack"),
-    # accel-bigmodel
-    "is_away": Retired("is_offloaded"),
-    "told_of_model": Retired("fetch_model_info"),
-    # accel-plugins and accel-torch
-    "DividedSequence": Retired("ShardedSequences"),
-    "Sealer": Retired("CheckpointFinalizer"),
-    "Surroundings": Retired("ClusterEnvironment"),
-    "TrackingPage": Retired("TrackingMixin"),
-    "TrainingPage": Retired("TrainingMixin"),
-    "Weighting": Retired("TokenWeighting"),
-    # accel-cli
-    "Effective": Retired("ResolvedSettings"),
-    "Witness": Retired("ReplicaState"),
-    "before_gradients_are_read": Retired("finalize_gradients"),
-    "decided_by_main": Retired("raise_on_any_rank"),
-    "divided_sequence": Retired("sequence sharding"),
-    "exchanges_layers": Retired("swaps_modules"),
-    "gathers_each_parameter": Retired("per_parameter_sharding"),
-    "gives_partial_gradients": Retired("can_checkpoint_partial_grads"),
-    "hold_back": Retired("no_sync depth"),
-    "loss_is": Retired("loss_reduction"),
-    "part_held": Retired("shard_key"),
-    "saves_behind": Retired("supports_async_save"),
-    "saves_together": Retired("collective_save"),
-    "stand_ins": Retired("placeholders"),
-    "stands_for": Retired("placeholder_for"),
-    "steady_tensors": Retired("CopyGuard"),
-    "waive": Retired("allow_missing", "tests-integration"),
-}
-"""Identifiers that are unusual enough to find by themselves."""
-
-
-def retired_identifiers(text: str, area: str) -> list[str]:
-    """The retired identifiers of a text that its area no longer uses, each with its replacement."""
-    words = set(re.findall(r"\w+", text))
-    return [
-        f"{name}: say {retired.say}"
-        for name, retired in IDENTIFIERS.items()
-        if name in words and area not in retired.pending.split()
-    ]
-
-
-def files_of(area: str) -> list[Path]:
-    base = ROOT / "packages" / area
-    folders = [base / "src", base / "tests"] if base.is_dir() else [ROOT / area]
-    found = sorted(path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
-    # The adapter of version 1 of the backend interface, and its tests, use the names of that version.
-    return [path for path in found if "protocol_1" not in str(path.relative_to(ROOT))]
-
-
-@pytest.mark.parametrize("area", AREAS)
-def test_no_retired_identifier_is_in_use(area: str) -> None:
-    found = {str(path.relative_to(ROOT)): retired_identifiers(path.read_text("utf-8"), area) for path in files_of(area)}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-def test_a_retired_identifier_is_found_as_a_whole_word_and_outside_pending_areas() -> None:
-    assert retired_identifiers("class Sighting(NamedTuple): ...", "accel-tracking") == ["Sighting: say RankStatus"]
-    assert retired_identifiers("mySighting = Sightings", "accel-tracking") == []
-    assert retired_identifiers("loader = Parcel()", "accel-tracking") == ["Parcel: say PackedBatch"]
-    planted = next(name for name, retired in IDENTIFIERS.items() if not retired.pending)
-    assert all(retired_identifiers(planted, area) for area in AREAS)
-    assert {area for retired in IDENTIFIERS.values() for area in retired.pending.split()} <= set(AREAS)
-
-
 # ---------------------------------------------------------------- retired phrases
 
 PHRASES: Mapping[str, tuple[str, str]] = {
@@ -210,6 +107,10 @@ PHRASES: Mapping[str, tuple[str, str]] = {
     r"\bwhole numbers?\b": ("A whole number.", '"int", "integer"'),
     r"\b(come|comes|came) to (the same|an|its|their) end\b": ("All come to the same end.", '"finish", "agree"'),
     r"\bwhat (it|he|one) is called\b": ("It says what it is called.", '"its name"'),
+    r"\bwhat (it|they) (come|comes|came) to\b": ("It shows what it comes to.", '"the result", "the settings"'),
+    r"\b(as far as|where) it stands?\b": ("It says where it stands.", '"its position"'),
+    r"\bfor whoever\b": ("For whoever reads it.", '"for users", "for contributors"'),
+    r"\b(does|do) not go with\b": ("It does not go with fp16.", '"does not work with"'),
 }
 """Retired phrases as patterns (a space also matches a line break), each with a planted example and what to say."""
 

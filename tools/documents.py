@@ -40,7 +40,7 @@ class Block:
     """One fenced block.
 
     Args:
-        document: where it stands, relative to the repository.
+        document: its path, relative to the repository.
         line: of the document, where its code begins.
         language: what the fence says; empty where it says nothing.
         marks: what the comments above it say, by name.

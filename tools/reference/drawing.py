@@ -32,7 +32,7 @@ class Box(NamedTuple):
     Args:
         title: its name, by which arrows find it.
         said: a sentence below the name.
-        row: where it stands, from 0 at the top.
+        row: its row, from 0 at the top.
         first: the first column it covers, from 0 at the left.
         last: the last one.
         outside: whether it stands for something that is not ours.

@@ -117,10 +117,10 @@ def transferred(
 
 
 class DataLoaderStateMixin:
-    """What every prepared loader knows: where it stands, and whose gradient accumulation follows it.
+    """What every prepared loader knows: its position, and whose gradient accumulation follows it.
 
     Attributes:
-        progress: where it stands.
+        progress: its position.
         gradient_state: learns when the loader enters and leaves iteration.
     """
 

@@ -182,11 +182,11 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
 
 
 def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
-    """Refuse a precision that does not go with an axis.
+    """Refuse a precision that does not work with an axis.
 
     Args:
         name: of the precision.
-        excludes: axes that it does not go with.
+        excludes: axes that it does not work with.
         parallelism_config: the axes of the run.
 
     Raises:
@@ -196,7 +196,7 @@ def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: Pa
     if foreign:
         raise Conflict(
             f"Cannot use mixed_precision={name!r} with {named(active_axes(parallelism_config))}.",
-            f"Its layers do not go with {named(foreign)}.",
+            f"Its layers do not work with {named(foreign)}.",
             "Use mixed_precision='bf16', or set the size of that axis to 1.",
         )
 

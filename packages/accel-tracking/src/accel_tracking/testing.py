@@ -1,13 +1,15 @@
 """`TrackerSuite`: the tests that every tracker passes. Subclass it, and define how to construct one and read it back.
 
-class TestMyTracker(TrackerSuite):
-    tracker_class = MyTracker
+For example:
 
-    def make(self, folder):
-        return MyTracker("run", folder)
+    class TestMyTracker(TrackerSuite):
+        tracker_class = MyTracker
 
-    def read(self, folder, tracker):
-        return {"loss": [(1, 0.5), (2, 0.25)]}   # read from the files of the library
+        def make(self, folder):
+            return MyTracker("run", folder)
+
+        def read(self, folder, tracker):
+            return {"loss": [(1, 0.5), (2, 0.25)]}   # read from the files of the library
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Launching a function from where there is no script: a notebook, or a test.
 
-def train(lr):
-    accelerator = Accelerator()
-    ...
+For example:
 
-notebook_launcher(train, args=(0.1,), num_processes=2)
+    def train(lr):
+        accelerator = Accelerator()
+        ...
+
+    notebook_launcher(train, args=(0.1,), num_processes=2)
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class DummyOptim:
         params: parameters, or groups of them as torch's optimizers take.
         lr: learning rate, where the configuration says "auto".
         weight_decay: weight decay, where the configuration says "auto".
-        kwargs: kept for whoever reads them.
+        kwargs: kept for code that reads them.
 
     Example:
         >>> optimizer = DummyOptim(model.parameters(), lr=3e-4)
@@ -62,7 +62,7 @@ class DummyScheduler:
         total_num_steps: length of the schedule, where the configuration says "auto".
         warmup_num_steps: length of its beginning, where the configuration says "auto".
         lr_scheduler_callable: given the optimizer, makes the scheduler, where the configuration describes none.
-        kwargs: kept for whoever reads them.
+        kwargs: kept for code that reads them.
     """
 
     placeholder_for: ClassVar[Part] = Part.SCHEDULER

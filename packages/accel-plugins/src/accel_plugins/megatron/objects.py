@@ -28,7 +28,7 @@ class MegatronLMDummyScheduler:
         optimizer: the optimizer it follows.
         total_num_steps: length of the schedule, counted over all processes that see different samples.
         warmup_num_steps: length of its beginning, counted likewise.
-        kwargs: kept for whoever reads them.
+        kwargs: kept for code that reads them.
     """
 
     placeholder_for: ClassVar[Part] = Part.SCHEDULER

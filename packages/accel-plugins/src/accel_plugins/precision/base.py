@@ -37,7 +37,7 @@ class Precision:
         name: "no", "fp16", "bf16" or "fp8".
         dtype: what forward passes compute in; None is the dtype of the weights.
         library: what computes in 8 bits.
-        excludes: axes of the mesh that it does not go with.
+        excludes: axes of the mesh that it does not work with.
         swaps_modules: whether `setup` is called also where the strategy owns the duty PRECISION: it exchanges
             layers of the model, which no strategy does.
     """

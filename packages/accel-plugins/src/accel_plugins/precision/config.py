@@ -309,7 +309,7 @@ class TERecipeKwargs(_Filled):
 
 
 def no_msamp(failed: str) -> NotOffered:
-    """The error for whoever trains with MS-AMP.
+    """The error for a run with MS-AMP.
 
     Args:
         failed: what cannot be done.

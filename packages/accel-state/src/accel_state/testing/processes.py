@@ -1,15 +1,17 @@
 """Real processes for tests: started once, used for many calls, bounded in time, with every rank's output on failure.
 
-@pytest.fixture(scope="module")
-def two():
-    with Processes(2) as group:
-        yield group
+For example:
 
-def total(start):
-    return PartialState().process_index + start
+    @pytest.fixture(scope="module")
+    def two():
+        with Processes(2) as group:
+            yield group
 
-def test_ranks(two):
-    assert two.run(total, 10) == [10, 11]
+    def total(start):
+        return PartialState().process_index + start
+
+    def test_ranks(two):
+        assert two.run(total, 10) == [10, 11]
 """
 
 from __future__ import annotations

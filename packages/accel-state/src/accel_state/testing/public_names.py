@@ -1,7 +1,9 @@
 """The check that a package whose names are imported lazily lists the same names everywhere.
 
-def test_public_names():
-    check_public_names("my_package")
+For example:
+
+    def test_public_names():
+        check_public_names("my_package")
 """
 
 from __future__ import annotations
