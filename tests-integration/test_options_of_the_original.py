@@ -22,6 +22,7 @@ ALONE = ("store_true", "store_const", "help")
 def parser_of(command: str) -> Parser:
     parser = Parser(f"accel {command}")
     find_command(command).add_arguments(parser)
+    parser.add_declared()
     return parser
 
 
