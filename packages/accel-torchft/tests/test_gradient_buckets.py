@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_torchft.gradients import GradientBuckets
 
@@ -26,6 +29,29 @@ def test_the_mean_of_two_replicas_comes_back(bucket_bytes: int) -> None:
     buckets.write_back()
     values = [None if parameter.grad is None else set(parameter.grad.flatten().tolist()) for parameter in here]
     assert values == [{2.0}, {3.0}, None, {2.0}]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that are written by copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.cat.default, torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.bytes += made.nbytes
+        return made
+
+
+def test_gradients_are_copied_once() -> None:
+    made = parameters(1.0, 2.0, 3.0)
+    with Copies() as copies:
+        buckets = GradientBuckets(made, 20)
+        buckets.write_back()
+    flags = len(made) * 4
+    assert copies.bytes == sum(parameter.nbytes for parameter in made) + flags
 
 
 def test_buckets_have_about_the_size_that_was_asked_for() -> None:

@@ -165,6 +165,14 @@ class Strategy:
         """
         raise NotImplementedError(f"{type(self).__name__} declares Traits(elastic=True) and has no begin_step().")
 
+    def batches_per_step(self) -> int:
+        """Batches of one process that an optimizer step of the whole run has.
+
+        Called by `prepare` for each scheduler: a schedule is written for the batches of a run of one process, and each
+        step moves it on by that many.
+        """
+        return self.shards().count
+
     def shard_key(self) -> Hashable:
         """Which shard of the parameters this process has, where their tensors do not say so themselves.
 

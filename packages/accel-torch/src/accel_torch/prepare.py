@@ -160,7 +160,7 @@ def _wrapped_scheduler(accelerator: AcceleratorMembers, bundle: Bundle, schedule
         step_with_optimizer=accelerator._options.step_scheduler_with_optimizer,
         split_batches=accelerator._options.loader.split_batches,
         gradient=accelerator.gradient_state,
-        processes=accelerator._backend.strategy.shards().count,
+        processes=accelerator._backend.strategy.batches_per_step(),
     )
 
 

@@ -50,7 +50,7 @@ class GradientBuckets:
         self._held.append(list(parameters))
 
     def write_back(self) -> None:
-        """Give the parameters what the buckets hold now."""
+        """Give the parameters what the buckets hold now: whole gradients as views of them, without a copy."""
         if not self.flat:
             return
         count = len(self._parameters)
@@ -60,10 +60,18 @@ class GradientBuckets:
             values = (flat[count:] if number == 0 else flat).split(sizes)  # type: ignore[no-untyped-call]
             for parameter, value in zip(parameters, values, strict=True):
                 if somewhere[id(parameter)]:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    gradient = local_shard(parameter.grad)
-                    gradient.copy_(value.view_as(gradient))
+                    _give(parameter, value)
+
+
+def _give(parameter: Tensor, value: Tensor) -> None:
+    """Make a flat tensor the gradient of a parameter."""
+    if not isinstance(parameter, DTensor):
+        parameter.grad = value.view_as(parameter)
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = local_shard(parameter.grad)
+    gradient.copy_(value.view_as(gradient))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -16,17 +16,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest
+from accel_cli.launch.devices import visible
+from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine
 from accel_cli.launch.local import ENDING, Inbox, Relay
 from accel_cli.launch.report import ending, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
 from accel_plugins.manifest import Ability
-from accel_state.errors import LaunchError
+from accel_state.devices.specs import SPECS
+from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import loopback_variables
 from accel_torchft.config import (
@@ -56,6 +58,7 @@ class _Details(NamedTuple):
     replicas: TorchFTConfig
     prefixed: bool
     join_timeout: float
+    devices: Mapping[int, Mapping[str, str]]
 
 
 class ReplicaGroups:
@@ -70,13 +73,14 @@ class ReplicaGroups:
         settings = request.settings
         replicas = settings.instance(TorchFTConfig)
         supervision = settings.instance(SupervisionSettings)
-        left_out = ("--launcher", "--torchft_lighthouse")
+        left_out = ("--launcher", "--torchft_lighthouse", "--gpu_ids")
         options = [word for word in request.options if word.partition("=")[0] not in left_out]
         script = request.script
         argv = (request.machine.python, RUNNER, "module", "accel_cli.main", "launch", "--launcher=local", *options)
         backend = BACKENDS.get(settings["backend"].value or "")
         local_steps = backend is not None and Ability.SYNCHRONOUS in backend.lacks
         join_timeout = replicas.join_timeout * (replicas.sync_every if local_steps else 1)
+        devices = _devices_of_replicas(request, replicas)
         own: dict[str, str] = {}
         if replicas.lighthouse is None:
             # All replicas are on this machine.
@@ -92,7 +96,7 @@ class ReplicaGroups:
             grace_period=supervision.grace_period,
             prefix_output=supervision.prefix_output,
             quiet=request.quiet,
-            details=_Details(replicas, supervision.prefix_output or replicas.replica_groups > 1, join_timeout),
+            details=_Details(replicas, supervision.prefix_output or replicas.replica_groups > 1, join_timeout, devices),
         )
 
     def run(self, plan: LaunchPlan) -> int:
@@ -120,6 +124,43 @@ class ReplicaGroups:
         self._stopped = True
         if self._inbox is not None:
             self._inbox.post(signal.SIGTERM)
+
+
+def _replicas_here(config: TorchFTConfig) -> Sequence[int]:
+    """Numbers of the replicas that this launch starts."""
+    return config.replicas or range(config.replica_groups)
+
+
+def _devices_of_replicas(request: LaunchRequest, config: TorchFTConfig) -> dict[int, Mapping[str, str]]:
+    """For each replica of this machine, variables that show it devices of its own; none where there is one at most.
+
+    Raises:
+        SettingError: there are fewer devices than processes.
+    """
+    settings, here = request.settings, _replicas_here(config)
+    if settings["cpu"].value or (len(here) == 1 and settings["gpu_ids"].value is None):
+        return {}
+    ids = _device_ids(settings["gpu_ids"].value, request.machine)
+    each = settings["num_processes"].value or max(len(ids) // len(here), 1)
+    if len(ids) <= 1:
+        return {}
+    if len(ids) < each * len(here):
+        raise SettingError(
+            f"Cannot start {len(here)} replicas of {each} process(es) on this machine.",
+            f"Each process needs a device of its own, and there are {len(ids)}: {', '.join(ids)}.",
+            "Start fewer replicas here (--torchft_replicas), give --num_processes, or train on the CPU (--cpu).",
+        )
+    return {number: visible(",".join(ids[place * each : (place + 1) * each])) for place, number in enumerate(here)}
+
+
+def _device_ids(given: str | None, machine: Machine) -> list[str]:
+    """The devices of this machine that the run may use: those given, those that the launcher sees, or all."""
+    if given in (None, "all"):
+        seen = (machine.environ.get(spec.visible_variable or "") for spec in SPECS.values())
+        given = next((text for text in seen if text), None)
+    if given is None:
+        return [str(number) for number in range(machine.devices())]
+    return [part.strip() for part in given.split(",") if part.strip()]
 
 
 @dataclass
@@ -165,7 +206,7 @@ class _Run:
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
         self._plan, self._environment, self._folder = plan, dict(environment), folder
         details: _Details = plan.details
-        self._config, self._prefixed, self._join_timeout = details
+        self._config, self._prefixed, self._join_timeout, self._devices = details
         self._lighthouse: subprocess.Popen[str] | None = None
         self._replicas: list[_Replica] = []
         self._restarts = 0
@@ -180,7 +221,7 @@ class _Run:
             if LIGHTHOUSE_VARIABLE not in self._environment:
                 self._environment[LIGHTHOUSE_VARIABLE] = self._start_lighthouse(inbox)
             if self._signalled is None:
-                for number in self._config.replicas or range(self._config.replica_groups):
+                for number in _replicas_here(self._config):
                     popen, joined, relay = self._start(number)
                     self._replicas.append(_Replica(number, popen, joined, relay))
             self._watch(inbox)
@@ -227,7 +268,7 @@ class _Run:
         try:
             popen = subprocess.Popen(
                 self._plan.argv,
-                env={**self._environment, **own},
+                env={**self._environment, **own, **self._devices.get(number, {})},
                 stdin=subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,

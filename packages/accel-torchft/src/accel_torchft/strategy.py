@@ -78,8 +78,11 @@ class Replicated(Strategy):
             members.count * inside.count,
             members.index * inside.count + inside.index,
             members.step,
-            self.replicas.replica_groups * inside.count,
+            self.batches_per_step(),
         )
+
+    def batches_per_step(self) -> int:
+        return self.replicas.replica_groups * self.shards().count
 
     def _open(self) -> Quorum:
         """Join the replicas of the run."""
