@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Where loading processes are not forked from this one (Python 3.14 and newer), each would import it anew.
+# Where DataLoader workers are not forked from this one (Python 3.14 and newer), each would import it anew.
 multiprocessing.set_forkserver_preload(["torch"])
 
 Case = dict[str, Any]

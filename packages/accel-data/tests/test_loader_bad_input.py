@@ -83,7 +83,7 @@ EMPTY = {
     "indices": (lambda: DataLoader(Samples(0), batch_size=2), "loader over Samples"),
     "stream": (lambda: DataLoader(Stream(0), batch_size=2), "loader over Stream"),
     "sized stream": (lambda: DataLoader(Sized(0, 0), batch_size=2), "loader over Sized"),
-    "loading process": (lambda: DataLoader(Stream(0), batch_size=2, num_workers=1), "loader over Stream"),
+    "worker of a stream": (lambda: DataLoader(Stream(0), batch_size=2, num_workers=1), "loader over Stream"),
     "single": (lambda: DataLoader(Samples(0), batch_size=None), "loader over Samples"),
 }
 
@@ -184,7 +184,7 @@ def test_a_wrong_length_with_one_process(kind: str) -> None:
         assert refused(prepare_data_loader(WRONG[kind]()))[0] == (4 if "few" in kind else 8)
 
 
-def test_a_length_that_loading_processes_divide_in_their_own_way_is_not_compared() -> None:
+def test_a_length_that_dataloader_workers_divide_in_their_own_way_is_not_compared() -> None:
     with fresh():
         loader = prepare_data_loader(DataLoader(Sized(8, 16), batch_size=2, num_workers=2))
         assert len(list(loader)) == 8
@@ -239,7 +239,7 @@ class Stuck(Samples):
         return index
 
 
-def test_a_loading_process_that_does_not_answer() -> None:
+def test_a_dataloader_worker_that_does_not_answer() -> None:
     with fresh():
         loader = prepare_data_loader(DataLoader(Stuck(4), num_workers=1, timeout=1))
         assert "did not answer" in refused(loader)[1]

@@ -50,6 +50,24 @@ class Epochs(Stream):
         return iter(range(100 * self.epoch, 100 * self.epoch + self.length))
 
 
+class Walking(Epochs):
+    """Goes on where the reader before stopped, and begins again after its end."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.read < self.length:
+            self.read += 1
+            yield 100 * self.epoch + self.read
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
 class Mixed(Dataset[Any]):
     """Tensors, texts and numbers in a nesting."""
 
@@ -354,11 +372,11 @@ def test_a_process_that_iterates_alone_is_named(two: Processes) -> None:
 def resumed() -> list[tuple[Any, Any]]:
     PartialState(cpu=True)
     results = []
-    for kind, split, by_hand, steps in product(("shuffle", "stream"), (False, True), (False, True), (1, 2)):
+    for kind, split, by_hand, steps in product(("shuffle", "stream", "walking"), (False, True), (False, True), (1, 2)):
         torch.manual_seed(steps)
 
         def make(kind: str = kind, split: bool = split, by_hand: bool = by_hand) -> Any:
-            data: Any = Epochs(21) if kind == "stream" else range(21)
+            data: Any = {"shuffle": range(21), "stream": Epochs(21), "walking": Walking(21)}[kind]
             plain = DataLoader(data, batch_size=4, shuffle=kind == "shuffle")
             return prepared(plain, split_batches=split, restore_position=not by_hand)
 

@@ -99,7 +99,7 @@ def test_batches_are_pinned_and_copied_as_asked(pinned: set[int], kind: str, wor
     )
     copies, values = copied(loader)
     assert values == [[2, 3], [6, 0]]
-    # The last batch is marked on its way from a loading process of a stream, and pinned all the same.
+    # The last batch is marked on its way from a DataLoader worker of a stream, and pinned all the same.
     assert loader.progress.padding.of(1) == 1
     assert copies.blocking == [not non_blocking] * 4
     assert set(copies.sources) <= pinned

@@ -255,6 +255,46 @@ def test_the_main_process_goes_on_from_the_state_of_what_it_reads(two: Processes
             assert len(rest) in (1, 2, 3)
 
 
+class Walking(Counting):
+    """Goes on where the reader before stopped, and begins again after its end."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.start = 1000
+
+    def __iter__(self) -> Iterator[int]:
+        self.resumes = True
+        yield from super().__iter__()
+        self.at = 0
+
+
+def dispatched_to_the_end() -> list[Any]:
+    """The epoch after one that was restored after its last step, with what an uninterrupted run gives in it."""
+    PartialState(cpu=True)
+    results = []
+    for workers in (0, 1):
+
+        def make(workers: int = workers) -> Any:
+            plain = DataLoader(Walking(13), batch_size=2, num_workers=workers)
+            return prepare_data_loader(plain, use_stateful_dataloader=True, dispatch_batches=True, put_on_device=True)
+
+        loader = make()
+        for _ in loader:
+            saved = loader.state_dict()
+        other = make()
+        other.load_state_dict(saved)
+        assert list(other) == []
+        results.append([[batch.tolist() for batch in one] for one in (loader, other)])
+    return results
+
+
+def test_an_epoch_after_one_that_was_restored_at_its_end_is_complete(two: Processes) -> None:
+    for results in two.run(dispatched_to_the_end):
+        for expected, resumed in results:
+            assert resumed == expected
+            assert len(resumed) == 4
+
+
 class Part(Counting):
     """One process's own part of a stream."""
 

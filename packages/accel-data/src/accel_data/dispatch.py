@@ -27,7 +27,8 @@ from accel_data.batch_codec import (
     pack,
     samples_in,
 )
-from accel_data.loader import NO_BATCH, LoaderOptions, PreparedLoader, source_of, transferred
+from accel_data.hooks import transferred
+from accel_data.loader import NO_BATCH, LoaderOptions, PreparedLoader, source_of
 from accel_data.mesh import coordinates
 from accel_data.order import RNGState
 from accel_data.progress import EpochInfo, Position, Progress

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_data.global_order import check_global_order
-from accel_data.loader import DataLoaderShard, accompanied
+from accel_data.hooks import accompanied
+from accel_data.loader import DataLoaderShard
 from accel_data.order import LastRNG, Order, begin_epoch
 from accel_data.source import MapSource, loader_over
 from accel_ops.conversion import send_to_device

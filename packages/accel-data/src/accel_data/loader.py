@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batch_codec import samples_in
+from accel_data.hooks import DeviceTransfer, LoaderObserver, accompanied, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
@@ -31,16 +32,12 @@ __all__ = (
     "NO_BATCH",
     "DataLoaderShard",
     "DataLoaderStateMixin",
-    "DeviceTransfer",
-    "LoaderObserver",
     "LoaderOptions",
     "PreparedLoader",
     "source_of",
-    "transferred",
 )
 
 P = TypeVar("P", bound="PreparedLoader")
-V = TypeVar("V")
 
 NO_BATCH: Final = object()
 """The end of an epoch, in place of a batch."""
@@ -57,63 +54,6 @@ _OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
 """Attributes that a pickle leaves out."""
 _WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """How torch's message begins when a DataLoader worker died or does not answer."""
-
-
-class DeviceTransfer(Protocol):
-    """Brings the batches of an epoch to the device: in threads, for example, or with a signal where a step ends.
-
-    A backend sets `PreparedLoader.device_transfer` for devices that need more than a copy. The transfer sees batches
-    alone, so a loader keeps account of its position in the loop's own time.
-
-    Example:
-        >>> def plain(pairs, ahead):
-        ...     for batch, rest in pairs:
-        ...         yield batch.to("cpu"), rest
-    """
-
-    def __call__(self, pairs: Iterator[tuple[Any, Any]], ahead: bool) -> Iterator[tuple[Any, Any]]:
-        """The pairs in their order, the tensors of their first halves on the device; the second halves unchanged.
-
-        The next pair is read when the loop has finished with the batch before the last one that was given.
-
-        Args:
-            pairs: (batch, what travels with it). What it raises must be raised from here, after the pairs before.
-            ahead: whether another thread may read it, any number of pairs ahead.
-        """
-
-
-class LoaderObserver(Protocol):
-    """What sees the epochs and the batches of a loader, as the loop receives them."""
-
-    def epoch_begins(self) -> None:
-        """Called before an epoch begins: before its position is looked at, and before anything is drawn for it."""
-
-    def batch_given(self, batch: Any) -> None:
-        """Called with each batch, on its device, before the loop has it."""
-
-    def epoch_ends(self) -> None:
-        """Called when the loop has received the last batch and asked for another one, or when it was left."""
-
-
-def transferred(
-    items: Iterator[Any],
-    transfer: DeviceTransfer,
-    ahead: bool,
-    batch_of: Callable[[Any], Any],
-    replaced: Callable[[Any, Any], Any],
-) -> Iterator[Any]:
-    """Items that carry batches, with these on the device.
-
-    Args:
-        items: what a loader reads.
-        transfer: brings batches to the device.
-        ahead: whether another thread may read the items.
-        batch_of: the batch of an item.
-        replaced: the item with another batch.
-    """
-    pairs = ((batch_of(item), item) for item in items)
-    for batch, item in transfer(pairs, ahead):
-        yield replaced(item, batch)
 
 
 class DataLoaderStateMixin:
@@ -532,29 +472,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 obstacle,
                 _REPEATABLE,
             )
-
-
-def accompanied(
-    steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
-) -> Generator[Any, None, int]:
-    """The same batches, with a call before each is read, and each shown to an observer."""
-    try:
-        if between is not None:
-            between(True)
-        while True:
-            try:
-                batch = next(steps)
-            except StopIteration as end:
-                given: int = end.value
-                return given
-            if observer is not None:
-                observer.batch_given(batch)
-            yield batch
-            if between is not None:
-                between(False)
-    finally:
-        if observer is not None:
-            observer.epoch_ends()
 
 
 class DataLoaderShard(PreparedLoader):

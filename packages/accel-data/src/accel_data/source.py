@@ -118,6 +118,10 @@ class Source:
         """
         raise NotImplementedError
 
+    def apart(self) -> Source:
+        """A source of the same batches that leaves the position of a stream alone, where the stream keeps one."""
+        return self
+
     @property
     def padded(self) -> Collection[int]:
         """Numbers of the batches whose padding `padding` knows; grows while the epoch is read."""
@@ -262,6 +266,10 @@ class WrappedSource(Source):
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         """See `Source`."""
         return self.inner.open(at, replay)
+
+    def apart(self) -> Source:
+        """See `Source`."""
+        return self.over(self.inner.apart())
 
     @property
     def padded(self) -> Collection[int]:
@@ -596,7 +604,7 @@ def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[
         The batches, and the random state to open the epoch with, so that it has the order of these batches.
     """
     generators = snapshot()
-    first = list(islice(source.open(Position(epoch=0, steps=0, samples=0), replay), count))
+    first = list(islice(source.apart().open(Position(epoch=0, steps=0, samples=0), replay), count))
     restore(generators)
     drawn = source.last_rng.state
     # A seed that comes from the process's generator is drawn again from there.

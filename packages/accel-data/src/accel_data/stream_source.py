@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_data.order import LastRNG, RNGState, restore_generator
+from accel_data.order import LastRNG, RNGState, has_own_state, restore_generator
 from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
 from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.sharding import ShardPlan, shortage
 from accel_data.source import READS_SAMPLE_IDS, Source, length_of, opened, rebuilt
-from accel_data.stateful import has_state, is_stateful
+from accel_data.stateful import has_state, is_finished, is_stateful
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
 
 __all__ = ("StreamSource",)
@@ -134,7 +135,9 @@ class StreamSource(Source):
         self._reading = self.base
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
-            return opened(self.base, self._epoch)
+            # From the state of a finished epoch torchdata begins the next one, which comes after the rest of this one.
+            ended = at.steps > 0 and is_finished(at.base)
+            return iter(()) if ended else opened(self.base, self._epoch)
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
         if not steps:
@@ -143,6 +146,18 @@ class StreamSource(Source):
             return islice(opened(self.base, self._epoch), steps, None)
         self._reading = self._without(samples)
         return iter(self._reading)
+
+    def apart(self) -> Source:
+        """See `Source`."""
+        if self.base.num_workers or not has_own_state(self.stream):
+            return self
+        other = copy.copy(self)
+        try:
+            other.base = rebuilt(self.base, dataset=copy.deepcopy(self.base.dataset))
+        except (TypeError, pickle.PicklingError):
+            # It holds what cannot be copied, such as an open file.
+            return self
+        return other
 
     def _without(self, samples: int) -> DataLoader[Any]:
         dataset = self.base.dataset

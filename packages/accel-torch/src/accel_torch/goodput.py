@@ -109,7 +109,7 @@ class GoodputRecorder(RunObserver):
 
 
 class _TimedLoader:
-    """Charges what one loader and the loop over it do; see `accel_data.loader.LoaderObserver`."""
+    """Charges what one loader and the loop over it do; see `accel_data.hooks.LoaderObserver`."""
 
     __slots__ = ("_account", "_before", "_gradient", "_is_pausing", "_steps", "first")
 

@@ -45,7 +45,7 @@ class _Failed:
 
 
 class XLADeviceTransfer:
-    """Brings batches to the device; an `accel_data.loader.DeviceTransfer`.
+    """Brings batches to the device; an `accel_data.hooks.DeviceTransfer`.
 
     Args:
         device: where they go.

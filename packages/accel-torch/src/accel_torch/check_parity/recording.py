@@ -398,7 +398,7 @@ class ParityRecorder(RunObserver):
 
 
 class _LoaderFollower:
-    """Follows one loader; see `accel_data.loader.LoaderObserver` and `DeviceTransfer`."""
+    """Follows one loader; see `accel_data.hooks.LoaderObserver` and `DeviceTransfer`."""
 
     def __init__(self, recorder: ParityRecorder, number: int, loader: Any) -> None:
         self._recorder, self._number = recorder, number

@@ -229,7 +229,7 @@ class RunRecorder(RunObserver):
 
 
 class _Observer:
-    """Forwards what a loader does; see `accel_data.loader.LoaderObserver`."""
+    """Forwards what a loader does; see `accel_data.hooks.LoaderObserver`."""
 
     def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
         self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
