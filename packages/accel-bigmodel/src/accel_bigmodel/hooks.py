@@ -121,9 +121,10 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
         else:
             remove_hook_from_module(module)
     old_forward = module.forward
-    setattr(module, OLD_FORWARD, old_forward)
+    # Past `Module.__setattr__`, which looks for parameters, buffers and modules of these names first.
+    vars(module)[OLD_FORWARD] = old_forward
     module = hook.init_hook(module)  # type: ignore[assignment]
-    setattr(module, HOOK, hook)
+    vars(module)[HOOK] = hook
     # `partial` over a function of this module can be pickled and copied with the module; a closure cannot.
     module.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
     return module

@@ -153,5 +153,7 @@ def parameter_like(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Paramet
 
 def empty_like(tensor: Tensor) -> Tensor:
     """A tensor of the same shape and dtype on the meta device; of a parameter, one that requires gradients as it."""
-    data = tensor.detach().to("meta")
+    # One operation where the class is torch's own; others may not know it.
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    data = torch.empty_like(tensor, device="meta") if plain else tensor.detach().to("meta")
     return parameter_like(tensor, data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
