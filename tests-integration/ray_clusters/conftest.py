@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from accel_state.settings.installed import importable
 
 HERE = Path(__file__).parent
-PATIENCE = 280.0
 LOOPBACK_ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 
 
@@ -92,10 +90,3 @@ def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def wait_until(reached: Callable[[], object], patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ray_clusters.conftest import PATIENCE, Cluster, wait_until
+from ray_clusters.conftest import Cluster
+from resumed_runs import STEPS, TRAIN, ended, losses, losses_on_one_machine, wait_until
 
 from accel_cli.testing import LauncherSuite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-TRAIN = str(Path(__file__).parents[1] / "resuming_script.py")
-STEPS = 40
 
 
 def launch(
@@ -34,25 +32,10 @@ def launch(
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, errors = process.communicate(timeout=PATIENCE)
-    return process.returncode, output + errors
-
-
-def losses(folder: Path, rank: int) -> dict[int, str]:
-    """The losses by step; those of steps that were trained again come later."""
-    path = folder / f"losses_{rank}"
-    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return {int(step): loss for step, loss in lines}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
     """The losses of both processes on one machine."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    words = ["launch", "--launcher=local", "--num_processes=2", "--cpu", TRAIN, str(folder), str(STEPS), "0"]
-    subprocess.run([sys.executable, "-m", "accel_cli.main", *words], check=True, timeout=PATIENCE)
-    return [losses(folder, rank) for rank in (0, 1)]
+    return losses_on_one_machine(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize("options", [("--nnodes=2", "--num_processes=2"), ("--num_processes=2",)])

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from resumed_runs import STEPS, TRAIN, ended, losses, losses_on_one_machine, wait_until
 from slurm.cluster import Cluster
 
 from accel_cli.testing import LauncherSuite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-TRAIN = str(Path(__file__).parents[1] / "resuming_script.py")
-STEPS = 40
-PATIENCE = 280.0
 
 
 def launch(folder: Path, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[str]:
@@ -36,36 +31,15 @@ def launch(folder: Path, *arguments: str, options: Sequence[str] = ()) -> subpro
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, errors = process.communicate(timeout=PATIENCE)
-    return process.returncode, output + errors
-
-
-def losses(folder: Path, rank: int) -> dict[int, str]:
-    """The losses by step; those of steps that were trained again come later."""
-    lines = [line.split() for line in (folder / f"losses_{rank}").read_text().splitlines()]
-    return {int(step): loss for step, loss in lines}
-
-
-def wait_until(reached: Callable[[], Any], patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def trained(folder: Path, steps: int) -> Callable[[], bool]:
     """Whether both processes have trained some steps."""
-    return lambda: all((folder / f"losses_{rank}").exists() and len(losses(folder, rank)) >= steps for rank in (0, 1))
+    return lambda: all(len(losses(folder, rank)) >= steps for rank in (0, 1))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
     """The losses of both processes on one machine."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    words = ["launch", "--launcher=local", "--num_processes=2", "--cpu", TRAIN, str(folder), str(STEPS), "0"]
-    subprocess.run([sys.executable, "-m", "accel_cli.main", *words], check=True, timeout=PATIENCE)
-    return [losses(folder, rank) for rank in (0, 1)]
+    return losses_on_one_machine(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize("task", ["node", "process"])

@@ -91,6 +91,9 @@ class LauncherSuite:
     def start(self, folder: Path) -> Iterator[Start]:
         """Start a run in the background; `what` is "end", "wait", or rank and exit code such as "1:7"."""
         (folder / "job.py").write_text(JOB, encoding="utf-8")
+        # A run of tests in the background may ignore interrupts, and what it starts would inherit that.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         started = []
 
         def run(what: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[str]:
