@@ -24,7 +24,7 @@ __all__ = ("COMMAND", "HEAD", "Backends", "Row", "ask", "rows", "table_cells")
 
 HEAD: Final = ("name", "version", "package", "tier", "here")
 
-_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "backend_probe.py")
+_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "probe.py")
 _TIMEOUT: Final = 120.0
 _BUSY: Final = "It gave no answer within {:.0f} s."
 
@@ -85,7 +85,7 @@ def _row(found: OfferedBackend, answer: Mapping[str, Any]) -> Row:
 def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """What the backends answer in a process of its own, and why they could not be asked; empty when they could."""
     alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
-    command = [sys.executable, _PROBE]
+    command = [sys.executable, _PROBE, "backends"]
     try:
         answer = subprocess.run(
             command,

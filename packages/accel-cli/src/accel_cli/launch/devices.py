@@ -32,7 +32,7 @@ _DEVICE_FILES: Final = (
     "/dev/vfio/[0-9]*",
 )
 
-_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "device_probe.py")
+_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
 _OWN_FAMILIES: Final = "accel-state "
 
 # Plenty even where torch comes from a network file system.
@@ -70,7 +70,7 @@ def usual_variables() -> Mapping[str, str]:
 
 
 def ask_torch(asked: str) -> dict[str, Any]:
-    """What `device_probe.probe_devices` finds, in a process of its own.
+    """What `probe.probe_devices` finds, in a process of its own.
 
     Args:
         asked: for what it is needed, for the message.
@@ -84,7 +84,7 @@ def ask_torch(asked: str) -> dict[str, Any]:
     remedy = "Give --num_processes, or repair the installation of torch (`python -c 'import torch'`)."
     try:
         answer = subprocess.run(
-            [sys.executable, _PROBE],
+            [sys.executable, _PROBE, "devices"],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,

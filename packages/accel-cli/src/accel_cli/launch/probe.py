@@ -1,0 +1,80 @@
+"""Asks torch for the devices of this machine, or every backend whether it works here, in a process of its own.
+
+    python probe.py devices
+    python probe.py backends
+
+The answer is JSON, on the last line of the output. Torch and the backends are imported here and not where the question
+comes from: their imports take long, may fail, and may use a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+__all__ = ("main", "probe_backends", "probe_devices")
+
+
+def probe_devices() -> dict[str, Any]:
+    """Version of torch, the device families that are present with their numbers of devices, and the best of them."""
+    import torch
+
+    from accel_state.devices.select import best_family, failed_families, families
+
+    best = best_family()
+    present = [family for family in families() if family.present()]
+    return {
+        "torch": torch.__version__,
+        "best": {"name": best.name, "count": best.count(), "label": best.label.value, "starter": best.starter},
+        "families": {family.name: family.count() for family in present},
+        "failed": {failure.name: repr(failure.error) for failure in failed_families()},
+    }
+
+
+def probe_backends() -> dict[str, Any]:
+    """By name of backend: whether it would be chosen for a process that was started here alone, and what failed.
+
+    `present` is None for one that has to be named, `failed` a traceback or empty.
+    """
+    from accel_plugins import resolve
+    from accel_state import current
+
+    process = current.process_or_start()
+    # A name that two packages use selects neither.
+    return {found.name: _ask(found.manifest, process) for found in resolve.available() if found.manifest is not None}
+
+
+def _ask(manifest: Any, process: Any) -> dict[str, Any]:
+    try:
+        _imported(manifest.strategy)
+        present = None if manifest.present is None else bool(_imported(manifest.present)(process))
+    except Exception:
+        return {"present": None, "failed": traceback.format_exc()}
+    return {"present": present, "failed": ""}
+
+
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def main(what: str) -> None:
+    """Print what was found on the last line of the output."""
+    if what == "backends":
+        warnings.simplefilter("ignore")
+        found = probe_backends()
+    else:
+        found = probe_devices()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    # The folder of this file came first; nothing may be imported from there by accident.
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    main(sys.argv[1])
