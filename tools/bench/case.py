@@ -59,6 +59,7 @@ class Work:
         processes: how many take part in each side; their values are averaged.
         alone: in interpreters of its own, where others of its group would disturb it.
         once: each side a single time for each of its interpreters, without any call before.
+        rounds: how many rounds of each side an interpreter makes at least, where a disk makes them vary.
     """
 
     ours: Side
@@ -67,6 +68,7 @@ class Work:
     processes: int = field(default=1, kw_only=True)
     alone: bool = field(default=False, kw_only=True)
     once: bool = field(default=False, kw_only=True)
+    rounds: int = field(default=1, kw_only=True)
 
     @cached_property
     def sides(self) -> dict[str, Side]:

@@ -52,7 +52,7 @@ def measured(rows: Sequence[Case], sides: Sequence[str], folder: Path, kept: Pat
     calls = {kind: work.sides[kind](Scope(kind, folder, kept)) for kind in sides if kind in work.sides}
     if not calls:
         return {}
-    return averaged(measure(calls, list(dict.fromkeys(row.meter for row in rows)), agreed, work.once))
+    return averaged(measure(calls, list(dict.fromkeys(row.meter for row in rows)), agreed, work.once, work.rounds))
 
 
 def main() -> None:

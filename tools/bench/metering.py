@@ -145,7 +145,11 @@ def warm(call: Call) -> float:
 
 
 def measure(
-    calls: Mapping[str, Call], names: Iterable[str], agreed: Callable[[int], int], once: bool = False
+    calls: Mapping[str, Call],
+    names: Iterable[str],
+    agreed: Callable[[int], int],
+    once: bool = False,
+    least: int = 1,
 ) -> dict[str, dict[str, float]]:
     """What meters read for one call, by side.
 
@@ -154,17 +158,19 @@ def measure(
         names: of the meters.
         agreed: gives all processes the number of the first, since they have to make the same calls.
         once: a single call without any before.
+        least: rounds of each side at least.
     """
     if once:
         return {side: read(call, 1, names) for side, call in calls.items()}
     times = {side: warm(call) for side, call in calls.items()}
     number = {side: agreed(max(1, int(ROUND_SECONDS / seconds))) for side, seconds in times.items()}
     longest = max(number[side] * seconds for side, seconds in times.items())
-    rounds = agreed(max(1, min(MOST_ROUNDS, int(SIDE_SECONDS / longest))))
+    rounds = agreed(max(least, min(MOST_ROUNDS, int(SIDE_SECONDS / longest))))
     seen: dict[str, list[dict[str, float]]] = {side: [] for side in calls}
-    for _ in range(rounds):
-        for side, call in calls.items():
-            seen[side].append(read(call, number[side], names))
+    for turn in range(rounds):
+        # What a round leaves behind, in caches and on the disk, is met by each side in turn.
+        for side in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+            seen[side].append(read(calls[side], number[side], names))
     return {
         side: {name: METERS[name].typical([one[name] for one in found]) for name in found[0]}
         for side, found in seen.items()
