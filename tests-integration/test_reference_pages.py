@@ -267,7 +267,7 @@ def test_every_command_is_on_the_page_with_its_options() -> None:
     for line in (
         "| `--num_processes N` | Processes over all machines; one for each device when not given. |",
         "| `--config_file PATH` | The file; the user's own when not given. |",
-        "| `--dry_run` | Only tell what would go (prune). |",
+        "| `--dry_run` | Only print what prune would remove. |",
         "| `--timeout N` | Seconds to wait for them. Default: `60.0`. |",
         "### accel runs show",
     ):

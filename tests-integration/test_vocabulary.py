@@ -109,6 +109,7 @@ PHRASES: Mapping[str, tuple[str, str]] = {
     r"\bwhat (it|he|one) is called\b": ("It says what it is called.", '"its name"'),
     r"\bwhat (it|they) (come|comes|came) to\b": ("It shows what it comes to.", '"the result", "the settings"'),
     r"\b(as far as|where) it stands?\b": ("It says where it stands.", '"its position"'),
+    r"\bnobody (goes|can go) on\b": ("Nobody goes on.", '"none continues"'),
     r"\bfor whoever\b": ("For whoever reads it.", '"for users", "for contributors"'),
     r"\b(does|do) not go with\b": ("It does not go with fp16.", '"does not work with"'),
 }

@@ -62,7 +62,7 @@ class TorchFTConfig(KwargsHandler):
         replica_group_id: which of them this process belongs to; the launcher sets it.
         lighthouse: address of the lighthouse; the launcher starts one when None.
         replicas: numbers of the replicas that a launch starts on its machine; all of them when None.
-        min_replicas: with fewer replicas nobody goes on.
+        min_replicas: with fewer replicas, no replica continues.
         timeout: seconds that gradients or the state of a replica may take to travel.
         quorum_timeout: seconds that the replicas may take to agree on who makes the next step.
         heartbeat_timeout: seconds without a sign of life after which the lighthouse takes a replica for dead.
@@ -112,7 +112,7 @@ class TorchFTConfig(KwargsHandler):
     min_replicas: int = _setting(
         1,
         type=int_at_least(1),
-        help="With fewer replicas nobody goes on.",
+        help="With fewer replicas, no replica continues.",
     )
     timeout: float = _setting(
         60.0,

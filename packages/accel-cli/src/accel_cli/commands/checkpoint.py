@@ -36,7 +36,7 @@ class CheckpointCommand:
         )
         parser.add_argument("target", metavar="TARGET", nargs="?", help="The new folder, or its URL (copy).")
         parser.add_argument("--keep", type=int, metavar="N", help="How many to keep (prune).")
-        parser.add_argument(*spelled("--dry_run"), action="store_true", help="Only tell what would go (prune).")
+        parser.add_argument(*spelled("--dry_run"), action="store_true", help="Only print what prune would remove.")
         parser.add_argument("--json", action="store_true", help="Print JSON.")
 
     def run(self, arguments: Namespace) -> int:

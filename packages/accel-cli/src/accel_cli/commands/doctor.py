@@ -28,7 +28,9 @@ class Doctor:
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Whether to look at this machine or at all of them, and the arguments of the launch that is meant."""
         parser.usage = f"{parser.prog} [--nodes] [options] [-- launch arguments]"
-        parser.add_argument("--nodes", action="store_true", help="Meet the other machines; run it on each of them.")
+        parser.add_argument(
+            "--nodes", action="store_true", help="Check the links to the other machines; run it on each of them."
+        )
         parser.add_argument("--timeout", type=float, default=60.0, metavar="N", help="Seconds to wait for them.")
         parser.add_argument(*spelled("--shared_folder"), metavar="PATH", help="A folder that all machines should see.")
         parser.add_argument("--json", action="store_true", help="Print JSON.")

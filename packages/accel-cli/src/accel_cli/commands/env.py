@@ -55,7 +55,7 @@ class Env:
         parser.add_argument(
             *spelled("--config_file"), metavar="PATH", help="Config file to show; the user's own if any."
         )
-        parser.add_argument("--light", action="store_true", help="Leave out what only torch can tell.")
+        parser.add_argument("--light", action="store_true", help="Leave out what needs torch.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object.")
 
     def run(self, arguments: Namespace) -> int:

@@ -178,7 +178,7 @@ def _parse_seconds(text: str) -> float:
 
 
 class _Machines(int):
-    """The largest number of machines of a run that goes on with fewer."""
+    """The largest number of machines of a run that continues with fewer."""
 
     fewest: int
 
@@ -253,7 +253,7 @@ class MachineSettings:
         flag="--num_machines",
         key="num_machines",
         question="How many machines do you want to use?",
-        help="Machines that take part; 1:4 is a range, for a launcher that goes on with fewer.",
+        help="Machines that take part; 1:4 is a range, for a launcher that continues with fewer.",
         group=_MACHINES,
     )
     machine_rank: int = setting(
@@ -364,7 +364,7 @@ class SupervisionSettings:
         type=BOOLEAN,
         flag="--preflight",
         key="preflight",
-        help="With several machines: let them meet first, and start nothing when something is wrong between them.",
+        help="With several machines: check the links between them first, and start nothing if one fails.",
         group=_SUPERVISION,
     )
     prefix_output: bool = setting(
