@@ -95,9 +95,11 @@ def test_named_tensors() -> None:
         (torch.bfloat16, 2),
         (torch.complex64, 8),
         (CustomDtype.INT2, 0.25),
+        ("float32", 4),
+        ("torch.int8", 1),
     ],
 )
-def test_bytes_of_an_element(dtype: torch.dtype, size: float) -> None:
+def test_bytes_of_an_element(dtype: torch.dtype | CustomDtype | str, size: float) -> None:
     assert dtype_byte_size(dtype) == size
 
 

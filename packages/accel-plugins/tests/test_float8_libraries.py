@@ -151,6 +151,12 @@ def test_fp8_recipes_are_filled_from_the_environment(monkeypatch: pytest.MonkeyP
     assert AORecipeKwargs().pad_inner_dim is False
     assert both.to_dict()["backend"] == "TE"
     assert TERecipeKwargs(fp8_format="e5m2").to_kwargs()["fp8_format"] == "E5M2"  # type: ignore[arg-type]
+    assert MSAMPRecipeKwargs().to_kwargs() == {"opt_level": "O1"}
+
+
+@pytest.mark.parametrize("recipe", [TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs])
+def test_a_recipe_that_nobody_changed_has_no_arguments(recipe: type[Any]) -> None:
+    assert recipe().to_kwargs() == {}
 
 
 def test_what_a_launcher_passes_on_is_what_a_recipe_reads(monkeypatch: pytest.MonkeyPatch) -> None:

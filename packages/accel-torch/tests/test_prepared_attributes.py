@@ -150,3 +150,26 @@ def test_the_project_configuration_may_be_assigned(tmp_path: Path) -> None:
     assert accelerator.save_iteration == 1
     with pytest.raises(SettingError, match="ProjectConfiguration"):
         accelerator.project_configuration = str(tmp_path)  # type: ignore[assignment]
+
+
+def test_every_attribute_can_be_asked_for_before_and_after_preparing() -> None:
+    accelerator = Accelerator(cpu=True)
+    absent = {name for name in dir(accelerator) if not hasattr(accelerator, name)}
+    assert absent == {
+        "context_parallel_rank",
+        "data_parallel_rank",
+        "data_parallel_shard_rank",
+        "deepspeed_config",
+        "pipeline_parallel_rank",
+        "sequence_parallel_rank",
+        "tensor_parallel_rank",
+    }
+    accelerator.prepare(nn.Linear(1, 1))
+    assert {name for name in dir(accelerator) if not hasattr(accelerator, name)} == absent
+
+
+def test_an_attribute_that_is_read_only_is_named_when_it_is_set() -> None:
+    accelerator = Accelerator(cpu=True)
+    for name in ("device", "num_processes", "mixed_precision", "is_main_process"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(accelerator, name, None)

@@ -112,3 +112,11 @@ def gradients_after_each_micro_batch() -> list[bool]:
 
 def test_gradients_of_weighted_micro_batches_are_exchanged_at_the_end_of_their_window_alone(two: Processes) -> None:
     assert two.run(gradients_after_each_micro_batch) == [[False, True]] * 2
+
+
+def test_clipping_values_without_gradients_changes_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _ = model_with_optimizer(accelerator)
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator.clip_grad_value_([], 1.0)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -99,16 +99,20 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     return found
 
 
-def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+def dtype_byte_size(dtype: Dtype | CustomDtype) -> float:
     """Bytes of one element: 4 for float32, 0.125 for bool and 0.5 for int4, which are counted as if packed.
 
+    Raises:
+        SettingError: no dtype has that name.
+
     Example:
-        >>> dtype_byte_size(torch.float32), dtype_byte_size(CustomDtype.INT4)
-        (4, 0.5)
+        >>> dtype_byte_size(torch.float32), dtype_byte_size("bfloat16"), dtype_byte_size(CustomDtype.INT4)
+        (4, 2, 0.5)
     """
     if isinstance(dtype, CustomDtype):
         return _CUSTOM[dtype]
-    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+    known = torch_dtype(dtype)
+    return 1 / 8 if known == torch.bool else known.itemsize
 
 
 def named_module_tensors(

@@ -221,7 +221,10 @@ class Strategy:
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         """Cut every element of the gradients to `[-value, value]`. Called at complete, unscaled gradients."""
-        torch.nn.utils.clip_grad_value_(parameters, value)
+        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+        # torch refuses none at all.
+        if with_gradients:
+            torch.nn.utils.clip_grad_value_(with_gradients, value)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step the user's optimizer; False when the step was skipped.

@@ -237,8 +237,11 @@ class _Filled(KwargsHandler):
         fill_from_environment(self)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from the defaults of the class, wherever they came from."""
+        """The fields that differ from what nobody has set, whether an argument or the environment set them."""
         default = {known.name: known.default for known in dataclasses.fields(self)}
+        default |= {name: known.unset for name, known in settings_of(type(self)).items() if default[name] is None}
+        # Three variables together.
+        default["override_linear_precision"] = (False, False, False)
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 

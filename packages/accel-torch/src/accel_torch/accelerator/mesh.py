@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from accel_plugins.manifest import Axis
-from accel_state.errors import NotOffered, NotReady
+from accel_state.errors import NoState, NotOffered
 from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 __all__ = ("MeshMixin",)
+
+
+class _AbsentAttribute(NotOffered, AttributeError):
+    """Raised by an attribute that no run has; `hasattr` returns False then."""
 
 
 class MeshMixin(AcceleratorMembers):
@@ -48,7 +52,7 @@ class MeshMixin(AcceleratorMembers):
         """Place of this process among those that divide the tensors of a layer; 0 where nobody does.
 
         Raises:
-            NotReady: the run has no ParallelismConfig.
+            NoState: the run has no ParallelismConfig; `hasattr` returns False.
         """
         return self._place(Axis.TENSOR)
 
@@ -77,9 +81,9 @@ class MeshMixin(AcceleratorMembers):
         """Place of this process in a pipeline.
 
         Raises:
-            NotOffered: always; training runs in no pipeline.
+            NotOffered: always; training runs in no pipeline. `hasattr` returns False.
         """
-        raise NotOffered(
+        raise _AbsentAttribute(
             "Cannot read accelerator.pipeline_parallel_rank.",
             "Training is not divided into a pipeline.",
             "Use prepare_pippy for inference, or another axis of ParallelismConfig.",
@@ -87,7 +91,7 @@ class MeshMixin(AcceleratorMembers):
 
     def _place(self, axis: Axis) -> int:
         if self.parallelism_config is None:
-            raise NotReady(
+            raise NoState(
                 f"Cannot read the rank on the mesh axis {axis.value!r}.",
                 "This run has no ParallelismConfig.",
                 "Give parallelism_config=ParallelismConfig(...) to the Accelerator.",

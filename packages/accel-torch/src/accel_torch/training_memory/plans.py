@@ -180,6 +180,7 @@ def _largest_that_fits(
     progress: Callable[[TrainingPlan], None] | None,
 ) -> PlanEstimate:
     """The estimate of a plan with the largest micro-batch that fits, or with the smallest where none does."""
+    estimate = None
     for micro_batch in _halves(share):
         sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
         if progress is not None:
@@ -188,6 +189,7 @@ def _largest_that_fits(
         estimate = PlanEstimate(sized, memory, _seconds(facts, sized, memory), limit)
         if estimate.fits:
             break
+    assert estimate is not None  # The smallest micro-batch is 1.
     return estimate
 
 
