@@ -350,9 +350,9 @@ def download_aim(session: nox.Session) -> dict[str, str]:
 
 def download_transformer_engine(session: nox.Session) -> dict[str, str]:
     """The wheels of the oldest release that is supported, and of a recent one."""
-    for version in TRANSFORMER_ENGINE:
-        wheels = download(session, f"transformer-engine=={version}")
-    return {"ACCEL_TRANSFORMER_ENGINE_WHEELS": os.pathsep.join(wheels)}
+    releases = (download(session, f"transformer-engine=={version}") for version in TRANSFORMER_ENGINE)
+    wheels = {wheel for found in releases for wheel in found}
+    return {"ACCEL_TRANSFORMER_ENGINE_WHEELS": os.pathsep.join(sorted(wheels))}
 
 
 def keep_extensions(session: nox.Session) -> dict[str, str]:

@@ -6,7 +6,7 @@ offers at its top is documented under that address, and every other name under t
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
