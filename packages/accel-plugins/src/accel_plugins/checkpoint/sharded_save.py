@@ -300,7 +300,7 @@ class _Processes:
     def _scatter(self, parts: Sequence[Any] | None) -> Any:
         """The part for this process of what the first one gives."""
         if parts is None:
-            received: list[Any] = [None]
+            received: list[list[Any]] = [[]]
             dist.recv_object_list(received, group=self._group, group_src=self._above)
             parts = received[0]
         # Whoever hands on to the most comes first.
