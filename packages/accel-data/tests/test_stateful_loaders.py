@@ -180,6 +180,43 @@ def test_a_data_set_with_indices_and_a_state_of_its_own(
         assert other.progress.padding == padding
 
 
+class ByEpoch(IterableDataset[int]):
+    """A stream whose state holds its epoch, which `set_epoch` changes."""
+
+    def __init__(self) -> None:
+        self.epoch = self.read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.read = state["epoch"], state["read"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.read < 10:
+            self.read += 1
+            yield 100 * self.epoch + self.read
+        self.read = 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_after_one_that_was_saved_at_its_end_is_another_one(processes: int, workers: int) -> None:
+    def loader() -> Any:
+        return prepared(DataLoader(ByEpoch(), 4, num_workers=workers), processes)
+
+    straight = loader()
+    epochs = [[batch.tolist() for batch in straight] for _ in range(3)]
+    assert [epoch[0][0] // 100 for epoch in epochs] == [0, 1, 2]
+    _, state = rest_and_state(loader(), len(epochs[0]))
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [[batch.tolist() for batch in resumed] for _ in range(3)] == [[], *epochs[1:]]
+
+
 class Drawing(Counting):
     """A stream that draws a number for each sample."""
 

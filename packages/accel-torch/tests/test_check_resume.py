@@ -21,8 +21,6 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 SCRIPT = str(Path(__file__).with_name("resumed_script.py"))
 LOADERS = str(Path(__file__).with_name("resumed_loader_script.py"))
 KINDS = runpy.run_path(LOADERS)["KINDS"]
-UNTRACED = "stream_stateful"
-"""Kind of stream for which the check finds a difference, in the epoch after one that was saved at its end."""
 
 
 def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -69,15 +67,7 @@ def test_a_sharded_run_resumes(backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(reason="samples of the next epoch differ; not traced", strict=True))
-        if kind == UNTRACED
-        else kind
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_loaders_of_each_kind_raise_no_alarm(kind: str) -> None:
     if "stateful" in kind:
         pytest.importorskip("torchdata", reason="wraps the loader of torchdata, an optional library")

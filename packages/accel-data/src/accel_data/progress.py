@@ -148,7 +148,9 @@ class Progress:
 
     def position(self, rng_state: RNGState | None) -> Position:
         """Where the epoch stands now, with the random state behind its order."""
-        return Position(self.epoch, self.steps, self.samples, rng_state, self.base if self.steps else None)
+        # The state after the last batch says that the epoch has ended only once the reader has asked for another.
+        base = self.final_base or self.base
+        return Position(self.epoch, self.steps, self.samples, rng_state, base if self.steps else None)
 
     def move_to(self, epoch: int, resume: Position | None = None) -> None:
         """Let the next iteration be the one of an epoch, continued at `resume` if that is given."""

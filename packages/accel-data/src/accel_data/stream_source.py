@@ -134,10 +134,15 @@ class StreamSource(Source):
         self.last_rng.state = RNGState("fixed") if generator is None else restore_generator(generator, replay)
         self._reading = self.base
         if at is not None and at.base is not None:
-            self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
             # From the state of a finished epoch torchdata begins the next one, which comes after the rest of this one.
             ended = at.steps > 0 and is_finished(at.base)
-            return iter(()) if ended else opened(self.base, self._epoch)
+            if ended and self.base.num_workers:
+                # Workers begin each epoch with the stream as it is in this process.
+                return iter(())
+            self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
+            # torchdata sets the stream to the state when it is opened; in the next epoch it would undo `set_epoch`.
+            batches = opened(self.base, self._epoch)
+            return iter(()) if ended else batches
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
         if not steps:
