@@ -208,7 +208,7 @@ def refusal(what: str) -> str:
         ("blocks", "SettingError", "no list of blocks"),
         ("transform", "UnknownKind", "not a Transform"),
         ("compile", "Conflict", "They configure the same thing"),
-        ("rank", "NotReady", "ParallelismConfig"),
+        ("rank", "NoState", "ParallelismConfig"),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_once(four: Processes, what: str, error: str, named: str) -> None:
