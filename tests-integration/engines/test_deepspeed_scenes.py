@@ -163,7 +163,7 @@ def test_the_table_says_how_a_run_computes(play: Play) -> None:
     assert done["environment"] == "true"
     schedule, second = done["refusals"]
     assert schedule.startswith("Conflict: prepare() was given LambdaLR and a DummyOptim")
-    assert second.startswith("NotOffered: deepspeed_plugin=")
+    assert second.startswith("NotOffered: Cannot use deepspeed_plugin=")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
