@@ -44,7 +44,7 @@ WITHOUT_ENGINES = ("accel-ray", "accel-torchft")
 
 
 class BootstrapError(Exception):
-    """What was asked, what stands in the way, and what to do about it."""
+    """The request, the obstacle and the remedy."""
 
     def __init__(self, asked: str, obstacle: str, remedy: str) -> None:
         super().__init__(f"asked:  {asked}\nfailed: {obstacle}\nremedy: {remedy}")

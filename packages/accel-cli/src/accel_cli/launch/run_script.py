@@ -151,7 +151,7 @@ def _prepare_streams() -> None:
     try:
         faulthandler.enable()
     except (OSError, RuntimeError, ValueError, AttributeError):
-        # There is no standard error to write to.
+        # Standard error is closed.
         pass
 
 

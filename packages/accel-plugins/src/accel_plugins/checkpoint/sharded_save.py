@@ -54,7 +54,7 @@ class PortableWriter(FileSystemWriter):
         self.fs = _EarlyFlush()
 
     def storage_meta(self) -> StorageMeta | None:
-        """What stands in the `.metadata` besides the tensors."""
+        """What the `.metadata` holds besides the tensors."""
         meta = super().storage_meta()
         if meta is not None:
             meta.checkpoint_id = str(meta.checkpoint_id)

@@ -65,7 +65,7 @@ class PlanEstimate:
         memory: what its first rank holds, which no other rank exceeds.
         seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes of
             collectives / 100e9, plus bytes between host and device / 25e9.
-        limit: bytes of a device; None where there is no limit.
+        limit: bytes of a device; None for no limit.
     """
 
     plan: TrainingPlan
@@ -92,7 +92,7 @@ class PlanComparison:
         facts: what the plans of the model depend on.
         estimates: plans that fit by their cost, then the others by what is missing.
         refused: plans that do not apply to the model or to the global batch, and why.
-        limit: bytes of a device; None where there is no limit.
+        limit: bytes of a device; None for no limit.
     """
 
     facts: ModelFacts
