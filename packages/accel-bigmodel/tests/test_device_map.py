@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
+from accel_state.testing.profiling import count_calls
 
 
 class Block(nn.Module):
@@ -311,21 +311,13 @@ def calls_of(blocks: int) -> int:
     with init_empty_weights():
         model = Model(tie=True, blocks=blocks)
     total = compute_module_sizes(model)[""]
-    calls = 0
 
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
+    def work() -> None:
         infer_auto_device_map(model, {0: total // 3, "cpu": total // 3}, ["Block"])
         layout_of(model, infer_auto_device_map(model, {0: total // 3, "cpu": total // 3}, clean_result=False))
         get_balanced_memory(model, {0: total, 1: total})
-    finally:
-        sys.setprofile(before)
-    return calls
+
+    return count_calls(work)
 
 
 def test_work_grows_with_the_model_not_with_its_square() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 
 from accel_data.interleave import Interleaving
 from accel_data.permutation import Permutation
+from accel_state.testing.profiling import count_calls
 
 Schedule = list[tuple[int, list[int]]]
 
@@ -147,28 +145,12 @@ def test_each_number_comes_to_each_place_about_equally_often(size: int) -> None:
     assert chi_square < freedom + 6 * (2 * freedom) ** 0.5
 
 
-def calls_in(work: Callable[[], Any]) -> int:
-    """How many functions, Python's and C's, a call calls."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
 def test_a_far_position_costs_what_a_near_one_costs() -> None:
     order = Interleaving([5, 3, 2, 7])
     order.change(1000, [1, 2, 3, 4])
-    near, far = (calls_in(lambda at=at: order.locate(at)) for at in (2000, 10**18))  # type: ignore[misc]
+    near, far = (count_calls(lambda at=at: order.locate(at)) for at in (2000, 10**18))  # type: ignore[misc]
     assert near == far
-    near, far = (calls_in(lambda at=at: order.counts(at)) for at in (2000, 10**18))  # type: ignore[misc]
+    near, far = (count_calls(lambda at=at: order.counts(at)) for at in (2000, 10**18))  # type: ignore[misc]
     assert near == far
     counted = list(islice((order.locate(n) for n in range(10**18, 10**18 + 3)), 3))
     assert [at for _, at in counted] == [

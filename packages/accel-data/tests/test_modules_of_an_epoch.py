@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, prepare_data_loader
+from accel_state.testing.profiling import count_calls, profile
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -22,14 +22,11 @@ def modules_run_by(work: Callable[[], object]) -> set[str]:
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith("accel"):
+        if event == "call" and name.startswith("accel") and name != profile.__module__:
             seen.add(name)
 
-    sys.setprofile(look)
-    try:
+    with profile(look):
         work()
-    finally:
-        sys.setprofile(None)
     return seen
 
 
@@ -51,21 +48,10 @@ def test_an_epoch_of_a_loader_over_indices_runs_in_six_modules(shuffle: bool, pr
 
 def calls_per_batch(loader: Iterable[Any]) -> float:
     """How many functions, Python's and C's, run for a batch in the middle of an epoch."""
-    batches, calls = iter(loader), 0
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
+    batches = iter(loader)
     for _ in range(3):
         next(batches)
-    sys.setprofile(count)
-    try:
-        for _ in range(20):
-            next(batches)
-    finally:
-        sys.setprofile(None)
-    return calls / 20
+    return count_calls(lambda: [next(batches) for _ in range(20)]) / 20
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -18,6 +16,7 @@ from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
+from accel_state.testing.profiling import profile
 
 CALLS: dict[str, Callable[[Any], Any]] = {"gather": gather, "reduce": reduce, "broadcast": broadcast}
 
@@ -35,20 +34,14 @@ def python_calls(function: Callable[[Any], Any], data: Any, times: int) -> list[
     """The Python functions that each of several calls of one line runs, with their numbers."""
     found: list[Counter[str]] = []
 
-    def profile(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found[-1][frame.f_code.co_name] += 1
 
     for _ in range(times):
         found.append(Counter())
-        # A collection would call what somebody has registered for it.
-        gc.disable()
-        sys.setprofile(profile)
-        try:
+        with profile(note):
             function(data)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
     return found
 
 

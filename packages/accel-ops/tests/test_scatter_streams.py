@@ -18,7 +18,7 @@ import torch
 from accel_ops import gather
 from accel_ops.pending import ScatterStream, open_scatter_stream
 from accel_ops.testing.recording_transport import recording
-from accel_state import PartialState
+from accel_state import PartialState, current
 from accel_state.errors import CollectiveError, ShapeMismatch
 from accel_state.testing.processes import Processes
 
@@ -134,12 +134,17 @@ def test_a_process_that_calls_something_else_in_the_loop_is_named(two: Processes
 def takes_fewer() -> str:
     rank = PartialState(cpu=True).process_index
     stream = opened()
-    for _ in range(2):
-        if rank == 0:
+    store = current.process_or_start().transport.store()
+    assert store is not None
+    if rank == 0:
+        for _ in range(2):
             send(stream, 64)
             stream.wait()
-    if rank == 1:
+        store.set("both steps are made", b"")
+    else:
         receive(stream, 64)
+        # Before it leaves the stream, which would end the other's second step.
+        store.wait(["both steps are made"])
     stream.close()
     with pytest.raises(ShapeMismatch) as caught:
         gather(torch.ones(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +14,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.testing.fresh import fresh
+from accel_state.testing.profiling import count_calls
 from accel_torch import Accelerator
 
 
 def calls_in(work: Callable[[], Any]) -> int:
     """Calls of Python functions."""
-    count = 0
-
-    def note(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_calls(work, builtins=False)
 
 
 def bytes_in(work: Callable[[], Any]) -> int:

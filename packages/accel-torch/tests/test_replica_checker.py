@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from types import FrameType
 from typing import Any
 
@@ -16,6 +14,7 @@ from accel_ops.testing.recording_transport import recording
 from accel_state.errors import SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
+from accel_state.testing.profiling import profile
 from accel_torch import Accelerator, ReplicasDiffer, set_seed
 from accel_torch.replica_checker import bit_sums
 
@@ -152,14 +151,8 @@ def calls_of_a_step(**options: Any) -> list[str]:
                 optimizer.zero_grad()
 
         step()
-        # What is collected may end with a call of ours.
-        gc.disable()
-        sys.setprofile(note)
-        try:
+        with profile(note):
             step()
-        finally:
-            sys.setprofile(None)
-            gc.enable()
     return called
 
 
