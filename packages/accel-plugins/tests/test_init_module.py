@@ -139,10 +139,10 @@ def test_each_process_holds_its_shards_alone(two: Processes) -> None:
 
 def empty() -> str:
     _, model, _, _ = prepared(FSDP, 3, empty_init=True)
-    from accel_plugins.fsdp import loading
+    from accel_plugins.fsdp import weights
 
     alone = expected(5)
-    loading.put(model, alone.state_dict())
+    weights.put_full_weights(model, alone.state_dict())
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(full(one), other)
     return "loaded"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_plugins.manifest import Duty
-from accel_plugins.megatron import architecture, config
+from accel_plugins.megatron import config
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_plugins.megatron.engine import micro_batches
 from accel_plugins.megatron.manifest import MANIFEST
@@ -211,10 +211,10 @@ def test_a_model_without_sizes_and_one_that_nobody_reads_are_refused() -> None:
 
 def test_a_function_for_another_model_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        architecture, "MODEL_CONFIGS_TO_MEGATRON_PARSERS", dict(architecture.MODEL_CONFIGS_TO_MEGATRON_PARSERS)
+        config, "MODEL_CONFIGS_TO_MEGATRON_PARSERS", dict(config.MODEL_CONFIGS_TO_MEGATRON_PARSERS)
     )
 
-    @architecture.add_model_config_to_megatron_parser("mistral")
+    @config.add_model_config_to_megatron_parser("mistral")
     def parse(plugin: Any, model: Any, batch: Any) -> None:
         plugin.megatron_lm_default_args["num_layers"] = model.config.depth
 

@@ -1,26 +1,38 @@
-"""Starting an engine of DeepSpeed: the auto values that models, optimizers and loaders give, and its parts."""
+"""Engines of DeepSpeed: the auto values that models, optimizers and loaders give, its gradients, and its checkpoints.
+
+An engine writes its files by itself, in folders named as the original names them.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 from torch.nn import Module
 
 from accel_ops import recursively_apply
+from accel_ops.agreement import raise_on_any_rank
+from accel_plugins.checkpoint import pickled
 from accel_plugins.deepspeed.ds_config import AUTO_ENTRY, OFFLOADING, AutoValue, fill_auto, refuse_auto
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
 from accel_plugins.parameters import canonical_name
-from accel_state.errors import Conflict, SettingError
+from accel_state.current import Process
+from accel_state.errors import CheckpointError, Conflict, NotOffered, NotReady, SettingError
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
@@ -30,6 +42,7 @@ if TYPE_CHECKING:
     from accel_plugins.precision.base import Precision
 
 __all__ = (
+    "LOAD_OPTIONS",
     "Started",
     "batch_values",
     "before_each_update",
@@ -37,11 +50,16 @@ __all__ = (
     "dtype_of",
     "end",
     "is_engine",
+    "load_engine",
     "object_values",
     "parameters_behind",
+    "put_engine_weights",
+    "save_engine",
     "start",
+    "tag_of",
     "trains_in_fp16",
     "whole_gradients",
+    "whole_weights",
 )
 
 _WARM_UP: Final = "scheduler.params.warmup_num_steps"
@@ -66,7 +84,7 @@ def is_engine(model: object) -> bool:
     return isinstance(model, DeepSpeedEngine)
 
 
-def parameters_behind(loss: torch.Tensor) -> set[int]:
+def parameters_behind(loss: Tensor) -> set[int]:
     """Ids of the parameters that a loss was computed with."""
     found: set[int] = set()
     seen: set[Any] = set()
@@ -148,7 +166,7 @@ def before_each_update(engine: DeepSpeedEngine, notify: Callable[[DeepSpeedEngin
     engine.step = announced
 
 
-def whole_gradients(engine: Any) -> dict[str, torch.Tensor]:
+def whole_gradients(engine: Any) -> dict[str, Tensor]:
     """The gradients that an engine steps with, before it clips them; called on every process, between its two halves.
 
     Those of parameters that forward did not reach are zeros.
@@ -229,7 +247,7 @@ def _cast_inputs(engine: Any, precision: Precision) -> None:
 
 
 def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 _PERSISTENT: Final = 10
@@ -364,3 +382,205 @@ def _hidden_size(config: Any) -> int | None:
     if size is None and getattr(config, "hidden_sizes", None):
         size = max(config.hidden_sizes)
     return _hidden_size(getattr(config, "text_config", None)) if size is None else int(size)
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+LOAD_OPTIONS: Final = {
+    "strict": "load_module_strict",
+    "load_module_strict": "load_module_strict",
+    "load_optimizer_states": "load_optimizer_states",
+    "load_lr_scheduler_states": "load_lr_scheduler_states",
+    "load_module_only": "load_module_only",
+    "custom_load_fn": "custom_load_fn",
+}
+"""Options of DeepSpeed's `load_checkpoint`, by the names under which `load_state` is given them."""
+
+_CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""What files of DeepSpeed hold besides tensors and plain data."""
+
+_UNIVERSAL: Final = "_universal"
+_SETTING: Final = '"checkpoint": {"load_universal": true}'
+
+_PART: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
+
+
+def tag_of(index: int) -> str:
+    """Name of the folder for the model with this index."""
+    return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
+
+
+def save_engine(engine: Any, folder: Path, index: int, options: Mapping[str, Any]) -> None:
+    """Let an engine write its model, optimizer and schedule; called on every process.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint.
+        index: of the model.
+        options: of the manifest's `save_options`.
+    """
+    engine.save_checkpoint(str(folder), tag_of(index), **options)
+
+
+def load_engine(engine: Any, folder: Path, index: int, process: Process, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Let an engine read what `save_engine` wrote; called on every process.
+
+    DeepSpeed unpickles its files, so they are looked through before, each by one process, and nothing in them is run.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint.
+        index: of the model.
+        process: who this process is.
+        options: of `LOAD_OPTIONS`.
+
+    Returns:
+        What was saved as `client_state`.
+
+    Raises:
+        SettingError: DeepSpeed has no such option.
+        CheckpointError: files are missing, damaged, hold code, or belong to another stage or number of processes.
+    """
+    unknown = sorted(options.keys() - LOAD_OPTIONS.keys())
+    if unknown:
+        raise SettingError(
+            f"load_state() was given {', '.join(unknown)}.",
+            "DeepSpeed has no such options for loading.",
+            f"Leave them out; it knows {', '.join(LOAD_OPTIONS)}.",
+        )
+    place = folder / tag_of(index)
+    if engine.load_universal_checkpoint():
+        place = _universal(place)
+    whole = not options.get("load_module_only") and options.get("load_optimizer_states", True)
+    raise_on_any_rank(
+        process,
+        "deepspeed",
+        lambda: _look_through(engine, place, process, bool(whole)),
+        f"Cannot load the DeepSpeed checkpoint {place}.",
+        error=CheckpointError,
+    )
+    arguments = {LOAD_OPTIONS[name]: value for name, value in options.items()}
+    path, client_state = engine.load_checkpoint(str(folder), place.name, **arguments)
+    if path is None:
+        raise CheckpointError(
+            f"Cannot load the DeepSpeed checkpoint {place}.",
+            "DeepSpeed did not find its files.",
+            "Load an older checkpoint.",
+        )
+    return dict(client_state or {})
+
+
+def _universal(place: Path) -> Path:
+    """The folder that DeepSpeed's converter made of another.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for folder in (place.with_name(f"{place.name}{_UNIVERSAL}"), place):
+        if (folder / "zero").is_dir():
+            return folder
+    raise CheckpointError(
+        f"Cannot load the universal DeepSpeed checkpoint of {place} (checkpoint.load_universal).",
+        "It was not converted.",
+        f"Run: {_conversion(place)}",
+    )
+
+
+def _conversion(place: Path) -> str:
+    """The command that makes a universal checkpoint."""
+    return (
+        f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
+        f"--output_folder {place}{_UNIVERSAL}"
+    )
+
+
+def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -> None:
+    """Refuse files that do not fit or hold code; each is read by one process.
+
+    Args:
+        engine: reads them afterwards.
+        place: their folder.
+        process: who this process is.
+        optimizer: whether the states of the optimizer are to be read, too.
+    """
+    asked = f"Cannot load the DeepSpeed checkpoint {place}."
+    files = sorted(place.rglob("*.pt")) if place.is_dir() else []
+    if not files:
+        raise CheckpointError(asked, "There is no such folder with files of DeepSpeed.", "Name another checkpoint.")
+    ours = int(engine.zero_optimization_stage())
+    anything_fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
+    if not anything_fits:
+        _check_writers(asked, place, files, ours, process.world_size)
+    for file in files[process.rank :: process.world_size]:
+        with torch.serialization.safe_globals(list(_CLASSES)):
+            state = pickled.read(file, map_location="meta")
+        found = _PART.search(file.name)
+        if found and found[2] == "optim" and not anything_fits:
+            _check_stage(asked, place, state, ours)
+
+
+def _check_writers(asked: str, place: Path, files: Sequence[Path], ours: int, processes: int) -> None:
+    found = [part for file in files if (part := _PART.search(file.name))]
+    writers = {part[1] for part in found}
+    if writers and len(writers) != processes:
+        raise CheckpointError(
+            asked,
+            f"It was written by {len(writers)} processes, and these are {processes}.",
+            f"Start {len(writers)} processes, or convert it by {_conversion(place)} and load it with {_SETTING} in the "
+            "configuration of DeepSpeed.",
+        )
+    if ours and not any(part[2] == "optim" for part in found):
+        raise _other_stage(asked, place, 0, ours)
+
+
+def _check_stage(asked: str, place: Path, state: Any, ours: int) -> None:
+    held = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
+    stage = held.get("zero_stage") if isinstance(held, Mapping) else None
+    if stage is not None and int(stage) != ours:
+        raise _other_stage(asked, place, int(stage), ours)
+
+
+def _other_stage(asked: str, place: Path, theirs: int, ours: int) -> CheckpointError:
+    return CheckpointError(
+        asked,
+        f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
+        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_SETTING} in the configuration "
+        "of DeepSpeed, or take the weights alone with the script zero_to_fp32.py beside it.",
+    )
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """All weights of an engine's model on the process that writes; called on every process.
+
+    Raises:
+        NotReady: they are sharded, and the settings do not gather them.
+    """
+    if int(engine.zero_optimization_stage()) < 3:
+        weights: dict[str, Tensor] = engine.module.state_dict()
+        return weights
+    if not engine.zero_gather_16bit_weights_on_model_save():
+        raise NotReady(
+            "Cannot read the weights of a model that ZeRO stage 3 shards.",
+            "Gathering them when the model is saved is switched off.",
+            "Set DeepSpeedPlugin(zero3_save_16bit_model=True), or use the script zero_to_fp32.py on a checkpoint.",
+        )
+    gathered: dict[str, Tensor] | None = engine._zero3_consolidated_16bit_state_dict()
+    return gathered or {}
+
+
+def put_engine_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> None:
+    """Put whole weights into an engine's model, and into the copies that its optimizer keeps.
+
+    Raises:
+        NotOffered: parameters are divided.
+    """
+    if int(engine.zero_optimization_stage()) >= 3:
+        raise NotOffered(
+            "Cannot load weights into a model that ZeRO stage 3 shards.",
+            "DeepSpeed reads them while the model is built, or from a checkpoint of its own.",
+            "Load them before prepare().",
+        )
+    engine.module.load_state_dict(weights, strict=strict)
+    refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
+    if refresh is not None:
+        refresh()

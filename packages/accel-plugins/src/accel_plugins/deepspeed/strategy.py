@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.deepspeed import engines, saving
+from accel_plugins.deepspeed import engines
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.engines import batch_values, check_placeholders
 from accel_plugins.deepspeed.objects import (
@@ -247,7 +247,7 @@ class DeepSpeedStrategy(Strategy):
         **options: Any,
     ) -> None:
         if engines.is_engine(state):
-            saving.save_engine(state, folder, index, options)
+            engines.save_engine(state, folder, index, options)
         elif self.context.process.rank == 0 and not isinstance(
             state, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)
         ):
@@ -256,7 +256,7 @@ class DeepSpeedStrategy(Strategy):
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
         if engines.is_engine(item):
             options.pop("map_location", None)
-            client_state = saving.load_engine(item, folder, index, self.context.process, options)
+            client_state = engines.load_engine(item, folder, index, self.context.process, options)
             for wrapped in self._engines:
                 if wrapped.engine is item:
                     wrapped.client_state = client_state
@@ -264,11 +264,11 @@ class DeepSpeedStrategy(Strategy):
             super().load(part, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
-        return saving.whole_weights(model) if engines.is_engine(model) else super().state_dict(model)
+        return engines.whole_weights(model) if engines.is_engine(model) else super().state_dict(model)
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         if engines.is_engine(model):
-            saving.put_engine_weights(model, weights, strict)
+            engines.put_engine_weights(model, weights, strict)
         else:
             super().load_weights(model, weights, strict)
 

@@ -19,9 +19,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import Module, Parameter
 
 from accel_plugins.bundle import Bundle
-from accel_plugins.fsdp import loading
-from accel_plugins.fsdp.policies import ignored_parameters, shard_groups
-from accel_plugins.fsdp.sharded import ShardedStrategy
+from accel_plugins.fsdp import weights
+from accel_plugins.fsdp.sharded import ShardedStrategy, ignored_parameters, shard_groups
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name
@@ -143,7 +142,7 @@ class FSDP1Strategy(ShardedStrategy):
     def shard(self, model: Module) -> Module:
         config = self.config
         if config.sync_module_states or config.cpu_ram_efficient_loading:
-            loading.send_from_first(model, self.context.process.device)
+            weights.send_from_first(model, self.context.process.device)
         blocks = {id(block) for block in shard_groups(model, config)}
         return FullyShardedDataParallel(
             model,

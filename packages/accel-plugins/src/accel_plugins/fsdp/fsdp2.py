@@ -23,11 +23,10 @@ from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from accel_plugins.context import Context
-from accel_plugins.fsdp import loading
+from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import ignored_parameters, offload, shard_groups
-from accel_plugins.fsdp.sharded import ShardedStrategy
+from accel_plugins.fsdp.sharded import ShardedStrategy, ignored_parameters, offload, shard_groups
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 
@@ -66,10 +65,10 @@ class FSDP2Strategy(ShardedStrategy):
         if self.arrives_sharded(model):
             return model
         if is_built_in_shards(model):
-            return loading.place_values(model, self.context.process.device)
+            return weights.place_values(model, self.context.process.device)
         if self.config.cpu_ram_efficient_loading:
             # Transforms divide weights, and only whole ones can be sent.
-            self._sources[id(model)] = loading.weights_of_first(model, self.context.process.rank)
+            self._sources[id(model)] = weights.weights_of_first(model, self.context.process.rank)
         return super().place(model)
 
     def shard(self, model: Module) -> Module:
@@ -84,17 +83,17 @@ class FSDP2Strategy(ShardedStrategy):
             return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
         if source is None:
-            loading.send_from_first(model, process.device, self.context.mesh)
+            weights.send_from_first(model, process.device, self.context.mesh)
         if self._mesh is not None:
             divide(model, config, self._mesh, process.family.pins_memory)
         if source is not None:
-            loading.distribute(model, source)
+            weights.distribute(model, source)
         return model
 
     def _source(self, model: Module) -> dict[str, Tensor]:
         """All weights, where this is the first process; kept from before they were divided."""
         kept = self._sources.pop(id(model), None)
-        return loading.weights_of_first(model, self.context.process.rank) if kept is None else kept
+        return weights.weights_of_first(model, self.context.process.rank) if kept is None else kept
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:

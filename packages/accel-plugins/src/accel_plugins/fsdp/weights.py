@@ -1,19 +1,21 @@
-"""Weights and optimizer states of sharded models as files: one file, a folder of shards, or a file per process.
+"""Weights and optimizer states of sharded models: on their way into a model, and as files.
 
-The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes, and which
+Weights come from the first process, from a mapping, from the meta device or from files: one file, a folder of shards, or
+a file per process. The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes, and which
 `merge_weights` turns into one file without any process group. Only as many processes in the same order can read the
 files per process. What a backend wrote that does not shard is loaded too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -42,24 +46,178 @@ from accel_plugins.checkpoint.files import (
 )
 from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
 from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
-from accel_plugins.fsdp import loading
+from accel_plugins.fsdp.building import is_built_in_shards
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.manifest import Part
-from accel_plugins.parameters import by_name, names_parameters, restart, unstepped, with_tied_names
+from accel_plugins.parameters import (
+    by_name,
+    names_parameters,
+    preserved_ties,
+    restart,
+    unstepped,
+    with_tied_names,
+)
 from accel_state import current
-from accel_state.errors import CheckpointError, SettingError
+from accel_state.errors import CheckpointError, Conflict, SettingError
 
 __all__ = (
+    "check_weights",
+    "distribute",
     "load_model",
     "load_optimizer",
     "merge_weights",
     "merged_state",
     "model_state",
     "optimizer_state",
+    "place_values",
+    "put_full_weights",
     "put_model",
     "put_optimizer",
     "read_rank_file",
+    "send_from_first",
+    "to_device",
+    "train_in_fp32",
+    "weights_of_first",
+    "write",
     "write_rank_file",
 )
+
+_logger: Final = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------------- into a model
+
+
+def check_weights(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
+    """Refuse a model without weights where nobody would give it any."""
+    if is_built_in_shards(model):
+        return
+    empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
+    if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
+        raise Conflict(
+            f"{type(model).__name__} was given to prepare().",
+            f"{empty!r} is on the meta device of process {rank} and has no values.",
+            "Load its weights on the first process at least, and set cpu_ram_efficient_loading=True.",
+        )
+
+
+def _tensors(model: Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def to_device(model: Module, device: torch.device, initialise: Callable[[Module], None] | None = None) -> None:
+    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was.
+
+    Args:
+        model: the model.
+        device: where it goes.
+        initialise: gives the tensors of one module memory and values, where they have none.
+    """
+    if initialise is not None:
+        for module in list(model.modules()):
+            if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                initialise(module)
+    if not any(tensor.is_meta for _, tensor in _tensors(model)):
+        model.to(device)
+        return
+    with preserved_ties(model):
+        model.to_empty(device=device)
+
+
+def place_values(model: Module, device: torch.device) -> Module:
+    """Move what has values to the device, in place; what was built in shards stays on the meta device."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return model
+
+
+def train_in_fp32(model: Module) -> None:
+    """Let the optimizer step on fp32 weights: mixed precision gathers copies of them in 16 bits for forward.
+
+    Small updates would be lost in 16 bits, and FSDP divides parameters of one dtype only. Frozen parameters and buffers
+    keep their dtype.
+    """
+    changed = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+            changed += 1
+    if changed:
+        _logger.info("%s: %d parameters train in fp32, as checkpoints hold them.", type(model).__name__, changed)
+
+
+def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
+    """All weights and buffers on the first process, by name; empty elsewhere."""
+    if rank != 0:
+        return {}
+    kept = {**dict(model.named_buffers()), **model.state_dict()}
+    return {name: value.detach().cpu().clone() for name, value in kept.items()}
+
+
+def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    """Give every process the weights and buffers of the first, one tensor at a time and in place.
+
+    Args:
+        model: whole on every process, or sharded over an axis of the mesh by tensor parallelism. Processes with the
+            same shard get it from the first of them.
+        device: of the process groups; tensors that are elsewhere are copied there on their way.
+        mesh: of the run, or None without axes.
+    """
+    for _, tensor in _tensors(model):
+        value = tensor.detach()
+        if not isinstance(value, DTensor):
+            _send(value, device, None)
+        elif mesh is not None:
+            for axis in mesh.mesh_dim_names or ():
+                if axis not in (value.device_mesh.mesh_dim_names or ()):
+                    _send(value.to_local(), device, mesh[axis].get_group())
+
+
+def _send(tensor: Tensor, device: torch.device, group: torch.distributed.ProcessGroup | None) -> None:
+    """Overwrite a tensor by that of the first process of a group."""
+    fits = tensor.device.type == device.type and tensor.is_contiguous()
+    sent = tensor if fits else tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+    torch.distributed.broadcast(sent, group=group, group_src=0)
+    if not fits:
+        tensor.copy_(sent)
+
+
+def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
+    """Give every process its shards of the first process's weights, and its buffers."""
+    persistent = set(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    set_model_state_dict(model, {name: value for name, value in source.items() if name in persistent}, options=options)
+    for name, buffer in model.named_buffers():
+        if name not in persistent:
+            _broadcast(buffer, source.get(name))
+
+
+def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
+    if value is not None:
+        buffer.copy_(value)
+    torch.distributed.broadcast(buffer, src=0)
+
+
+def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Put complete weights, which every process has, into a sharded model.
+
+    Raises:
+        CheckpointError: names or shapes do not agree.
+    """
+    try:
+        set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"Cannot load weights into {type(model).__name__}.",
+            str(error),
+            "Build the model with the configuration it was saved with.",
+        ) from error
+
+
+# ---------------------------------------------------------------------- as files
 
 _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
 
@@ -166,7 +324,7 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     # Mapped, so that each process reads no more than the pages of its shards.
     mapped = {"mmap": zipfile.is_zipfile(whole)} if plain is None else {}
     weights = pickled.read(whole, **mapped) if plain is None else with_tied_names(model, load_weights_file(plain))
-    loading.put(model, weights, strict=strict)
+    put_full_weights(model, weights, strict=strict)
 
 
 def put_model(model: Module, shards: dict[str, Any], *, strict: bool = True) -> None:
@@ -204,8 +362,6 @@ def _full_name(part: Part, index: int) -> str:
 
 # ---------------------------------------------------------------------- one file per process
 
-_RANK_STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
-
 
 def write_rank_file(part: Part, state: dict[str, Any], folder: Path, index: int) -> None:
     """Write the shards of this process: `pytorch_model_fsdp_0_rank1.bin`, `optimizer_0_rank1.bin`, ...
@@ -235,7 +391,7 @@ def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
 
 
 def _rank_file_name(part: Part, index: int, rank: int | str) -> str:
-    return f"{_RANK_STEMS[part]}_{index}_rank{rank}.bin"
+    return f"{_STEMS[part]}_{index}_rank{rank}.bin"
 
 
 # ---------------------------------------------------------------------- merged into one file

@@ -1,23 +1,37 @@
-"""The optimizers, schedules and data of a script: placeholders for those that Megatron-LM makes, and wrappers."""
+"""The optimizers, schedules and data of a script: placeholders for those that Megatron-LM makes, and wrappers.
+
+Data are loaders whose micro-batches are joined to steps, or Megatron's own indexed datasets of tokens.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from torch.utils.data import DataLoader, Sampler
+
+from accel_ops import concatenate
 from accel_plugins.manifest import Part
+from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_plugins.megatron.parallel import parallel_state
 from accel_plugins.precision.base import Closure
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
-from accel_state.errors import NotOffered
+from accel_state.errors import NotOffered, SettingError
 
 if TYPE_CHECKING:
     from accel_state.gradient import GradientState
 
 __all__ = (
+    "JoinedLoader",
     "MegatronLMDummyDataLoader",
     "MegatronLMDummyScheduler",
     "MegatronLMOptimizerWrapper",
     "MegatronLMSchedulerWrapper",
+    "MegatronLoader",
+    "iterators",
+    "lengths",
+    "provider",
 )
 
 
@@ -80,8 +94,6 @@ class MegatronLMDummyDataLoader:
         Args:
             accelerator: has `state.megatron_lm_plugin`.
         """
-        from accel_plugins.megatron.data import provider
-
         return provider(accelerator.state.megatron_lm_plugin)
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
@@ -90,8 +102,6 @@ class MegatronLMDummyDataLoader:
         Args:
             accelerator: has `state.megatron_lm_plugin`.
         """
-        from accel_plugins.megatron.data import iterators
-
         self.set_megatron_data_args(accelerator.state.megatron_lm_plugin)
         return iterators(accelerator.state.megatron_lm_plugin)
 
@@ -155,3 +165,209 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         if ours is not None:
             return list(ours())
         return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]
+
+
+# ---------------------------------------------------------------------------- data
+
+
+class JoinedLoader:
+    """A prepared loader whose batches are joined, as many as a step has micro-batches.
+
+    The last batch of an epoch holds those that are left. Everything else is that of the loader inside.
+
+    Args:
+        loader: gives micro-batches.
+        count: micro-batches of a step.
+
+    Attributes:
+        micro_batches: how many that are.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.base_dataloader = loader
+        self.micro_batches = count
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting: list[Any] = []
+        for batch in self.base_dataloader:
+            waiting.append(batch)
+            if len(waiting) == self.micro_batches:
+                yield concatenate(waiting)
+                waiting = []
+        if waiting:
+            yield concatenate(waiting)
+
+    def __len__(self) -> int:
+        return -(-len(self.base_dataloader) // self.micro_batches)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step, over all processes."""
+        return int(self.base_dataloader.total_batch_size) * self.micro_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+
+class MegatronLoader:
+    """Batches of one of Megatron's datasets, made when they are first asked for; endless.
+
+    Args:
+        source: makes the three iterators, of training, validation and test data.
+        index: which of them this is.
+        dataset_args: what was said of the data.
+    """
+
+    def __init__(self, source: Any, index: int, dataset_args: Mapping[str, Any]) -> None:
+        self._source, self._index = source, index
+        self.dataset_args = dataset_args
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._source()[self._index]
+        return iter(()) if iterator is None else iter(iterator)
+
+
+_SEED: Final = 1234
+_MASKED: Final[dict[str, Any]] = {
+    "masking_probability": 0.15,
+    "short_sequence_probability": 0.1,
+    "masking_do_full_word": True,
+    "masking_do_permutation": False,
+    "masking_use_longer_ngrams": False,
+    "masking_use_geometric_distribution": False,
+}
+
+
+def lengths(plugin: MegatronLMPlugin) -> list[int]:
+    """Samples of training, validation and test data that a training needs.
+
+    Raises:
+        SettingError: nobody said how long training is.
+    """
+    batch = plugin.global_batch_size or 1
+    training = plugin.train_samples or (plugin.train_iters or 0) * batch
+    if not training:
+        raise SettingError(
+            "Cannot construct Megatron's data sets.",
+            "Nobody said how many samples training takes.",
+            "Give MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
+        )
+    evaluations = training // batch // plugin.eval_interval + 1
+    return [training, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
+
+
+def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """The function that makes three datasets from their three lengths; that of the settings where they bring one."""
+    if plugin.custom_megatron_datasets_provider_function is not None:
+        return plugin.custom_megatron_datasets_provider_function
+
+    def made(train_val_test_num_samples: Sequence[int]) -> Sequence[Any]:
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+        kind, config = _dataset(plugin)
+        builder = BlendedMegatronDatasetBuilder(kind, list(train_val_test_num_samples), _is_built_here, config)
+        datasets: Sequence[Any] = builder.build()
+        return datasets
+
+    return made
+
+
+def _is_built_here() -> bool:
+    """Every process reads: those that divide a tensor take the same samples, and need no sending of them."""
+    return True
+
+
+def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
+    """The class of a dataset and its configuration."""
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    megatron_args = plugin.megatron_lm_default_args
+    usual = {
+        "random_seed": megatron_args.get("seed", _SEED),
+        "sequence_length": megatron_args["seq_length"],
+        "blend": get_blend_from_list([str(part) for part in _listed(megatron_args)]),
+        "split": megatron_args.get("split", "969,30,1"),
+        "path_to_cache": megatron_args.get("data_cache_path"),
+        "tokenizer": megatron_args.get("tokenizer"),
+    }
+    kind = megatron_args["model_type_name"]
+    if kind == "bert":
+        more = {**_MASKED, "masking_max_ngram": 3, "classification_head": bool(megatron_args["bert_binary_head"])}
+        return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**usual, **more)
+    if kind == "t5":
+        more = {**_MASKED, "masking_max_ngram": 10, "sequence_length_decoder": megatron_args["decoder_seq_length"]}
+        return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**usual, **more)
+    marks = {
+        name: bool(megatron_args.get(name, False))
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    }
+    # The train step makes masks, in the form that it needs.
+    return GPTDataset, GPTDatasetConfig(**usual, **marks, create_attention_mask=False)
+
+
+def _listed(megatron_args: dict[str, Any]) -> list[Any]:
+    path = megatron_args.get("data_path")
+    if not path:
+        raise SettingError(
+            "Cannot construct Megatron's data sets.",
+            "The path of the data is missing.",
+            'Give MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
+        )
+    return [path] if isinstance(path, str) else list(path)
+
+
+def iterators(plugin: MegatronLMPlugin) -> tuple[Any, Any, Any]:
+    """Endless iterators over training, validation and test data, each None where there are none."""
+    datasets = provider(plugin)(lengths(plugin))
+    begun = list(plugin.consumed_samples or (0, 0, 0))
+    made = [
+        None if dataset is None else _endless(dataset, plugin, consumed)
+        for dataset, consumed in zip(datasets, begun, strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+def _endless(dataset: Any, plugin: MegatronLMPlugin, consumed: int) -> Iterator[Any]:
+    per_process = (plugin.micro_batch_size or 1) * plugin.num_micro_batches
+    sampler = _Share(len(dataset), consumed, per_process)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, pin_memory=False)
+    while True:
+        yield from loader
+
+
+class _Share(Sampler[list[int]]):
+    """Batches of one process: steps are cut one after the other from the data, and each among those that share them.
+
+    Args:
+        total: samples of the data.
+        consumed: samples that were seen before.
+        size: samples of a step on one process.
+    """
+
+    def __init__(self, total: int, consumed: int, size: int) -> None:
+        ways: int = parallel_state.get_data_parallel_world_size()
+        self._total, self._size = total, size
+        self._rank = parallel_state.get_data_parallel_rank()
+        self._step = size * ways
+        self._begin = consumed % max(total - total % self._step, 1)
+        if total < self._step:
+            raise SettingError(
+                f"Cannot read a step of {self._step} samples.",
+                f"The dataset has {total}.",
+                "Take smaller batches or more data.",
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(self._begin, self._total - self._step + 1, self._step):
+            first = begin + self._rank * self._size
+            yield list(range(first, first + self._size))
+        self._begin = 0
+
+    def __len__(self) -> int:
+        return self._total // self._step

@@ -20,12 +20,13 @@ from accel_plugins.context import Context
 from accel_plugins.manifest import Part
 from accel_plugins.megatron import building, parallel
 from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.data import JoinedLoader, MegatronLoader
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.objects import (
+    JoinedLoader,
     MegatronLMDummyDataLoader,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
+    MegatronLoader,
 )
 from accel_plugins.megatron.parallel import parallel_state
 from accel_plugins.strategy import Shards, Strategy

@@ -10,9 +10,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
-from accel_plugins.fsdp import loading
+from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.fsdp2 import divide
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.fsdp.sharded import blocks_to_shard, ignored_parameters
 from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -41,7 +41,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
     strategy = getattr(getattr(accelerator, "_backend", None), "strategy", None)
     if not isinstance(strategy, Strategy):
         if accelerator.mixed_precision != "no":
-            loading.train_in_fp32(model)
+            weights.train_in_fp32(model)
         pins_memory = current.process_or_start().family.pins_memory
         divide(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
         return model
@@ -73,7 +73,7 @@ def fsdp2_load_full_state_dict(
         full_sd: full weights on the main process; ignored elsewhere.
         cpu_offload: the model's shards are in CPU memory, and stay there.
     """
-    loading.distribute(model, full_sd if accelerator.is_main_process else {})
+    weights.distribute(model, full_sd if accelerator.is_main_process else {})
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:

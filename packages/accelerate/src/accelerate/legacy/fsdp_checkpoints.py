@@ -13,7 +13,7 @@ from torch.nn import Module
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, shards_name
 from accel_plugins.checkpoint.shards import read_into
-from accel_plugins.fsdp import loading, weights
+from accel_plugins.fsdp import weights
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.manifest import Part
 from accel_plugins.wrapped.optimizer import inner_optimizer
@@ -142,7 +142,7 @@ def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp:
     else:
         saved = weights.read_rank_file(Part.MODEL, folder, index)
     renamed = {names.get(name, name): value for name, value in saved.items()}
-    put = loading.put if whole else weights.put_model
+    put = weights.put_full_weights if whole else weights.put_model
     put(model, renamed, strict=False)
 
 

@@ -264,11 +264,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.ddp.config": "DDPCommunicationHookType DistributedDataParallelKwargs",
         "accel_plugins.deepspeed.config": "DeepSpeedPlugin",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
-        "accel_plugins.megatron.architecture": """
-            MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
+        "accel_plugins.megatron.config": """
+            MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config
             parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
         """,
-        "accel_plugins.megatron.config": "MegatronLMPlugin",
         "accel_plugins.precision.config": """
             AORecipeKwargs AmaxComputeAlgorithm AutocastKwargs FP8BackendType FP8Format FP8RecipeKwargs
             GradScalerKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
