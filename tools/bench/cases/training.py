@@ -40,6 +40,11 @@ SHARDING: Final = (
     "The original runs DDP when it is asked for FSDP on a CPU, so it is not here. Memory is what a process grew by at "
     "most, from before the model was built until it had trained."
 )
+BUILDING: Final = (
+    "A model of 2,013 MB (15 blocks of two linear layers) is built inside `Accelerator.init_module()` on two processes "
+    "over gloo, with random weights, and prepared; memory is what a process grew by at most, and the limit is 0.6 of "
+    "the model."
+)
 
 
 # ---------------------------------------------------------------- steps
@@ -412,6 +417,28 @@ def train_from_nothing(shard: Shard, scope: Scope) -> Call:
     return train
 
 
+def build_in_shards(scope: Scope) -> Call:
+    """Building and preparing a model of which each process keeps its shards, after all that this needs was imported."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.inwards, self.outwards = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    accelerator = accelerator_of_shards(scope)
+
+    def build(count: int, width: int) -> Any:
+        with accelerator.init_module():
+            model = nn.Sequential(*(Block(width) for _ in range(count)))
+        return accelerator.prepare(model)
+
+    torch.set_num_threads(1)
+    build(1, 8)
+    return partial(build, 15, 2048)
+
+
 def sharding(name: str, unit: str, how: Callable[[Shard, Scope], Call], once: bool = False) -> Case:
     """A case of sharding."""
     sides: tuple[Side, Side] = (partial(how, sharded), partial(how, plainly_sharded))
@@ -479,4 +506,13 @@ CASES: Final = (
     sharding("prepare", "CPU ms", prepare_shards),
     sharding("training step", "CPU ms", train_shards),
     sharding("peak memory", "MB", train_from_nothing, once=True),
+    Case(
+        "sharding",
+        "peak memory: FSDP2 init_module and prepare of a model of 2 GB, 2 processes",
+        "MB",
+        "ours",
+        1208.0,
+        Work(build_in_shards, processes=2, once=True),
+        BUILDING,
+    ),
 )
