@@ -18,6 +18,7 @@ from accel_plugins.deepspeed import zero_init
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.ds_config import AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse_auto
 from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
+from accel_state.settings.environ import from_environment, to_environment
 
 TABLE = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -176,6 +177,33 @@ def test_variables_are_read_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4")
     with pytest.raises(SettingError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE"):
         DeepSpeedPlugin()
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        DeepSpeedPlugin(),
+        DeepSpeedPlugin(zero_stage=0, gradient_clipping=0.5, gradient_accumulation_steps=4),
+        DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False, zero3_save_16bit_model=True, offload_param_device="cpu"),
+        DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/disk"),
+        DeepSpeedPlugin(hf_ds_config=TABLE, transformer_moe_cls_names="Experts"),
+        DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": "auto"}}),
+        DeepSpeedPlugin(hf_ds_config=HfDeepSpeedConfig(TABLE), train_batch_size=8, steps_per_print=10),
+    ],
+)
+def test_a_plugin_reaches_another_process_through_variables(plugin: DeepSpeedPlugin) -> None:
+    found = from_environment(DeepSpeedPlugin, to_environment(plugin))
+    # JSON has no infinity.
+    if plugin.deepspeed_config.get("steps_per_print") == float("inf"):
+        plugin.deepspeed_config["steps_per_print"] = sys.maxsize
+    assert found == plugin
+    assert found.deepspeed_config == plugin.deepspeed_config
+
+
+def test_a_table_that_json_cannot_hold_is_refused_where_it_is_passed_on() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, "tags": {"a"}})
+    with pytest.raises(SettingError, match="JSON has not"):
+        to_environment(plugin)
 
 
 def test_a_table_without_zero_is_refused() -> None:

@@ -20,18 +20,18 @@ from accel_plugins.deepspeed.ds_config import (
     AutoValue,
     HfDeepSpeedConfig,
     contradictions,
+    encoded,
     fill_auto,
     refuse,
 )
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read_setting
-from accel_state.settings.schema import BOOLEAN, ValueType, choice, int_at_least, setting, settings_of
+from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("DeepSpeedPlugin",)
 
 _GROUP: Final = "DeepSpeed"
-_DEVICES: Final = choice("none", "cpu", "nvme")
 _DEFAULT_STAGE: Final = 2
 _FP8: Final = settings_of(FP8Settings)
 _IN_16_BITS: Final = ("fp16", "bf16")
@@ -50,6 +50,11 @@ _KEYS: Final = {
 """The keys of the settings in DeepSpeed's table."""
 
 
+def _in_table(kind: ValueType) -> ValueType:
+    """The type of a setting that DeepSpeed's table has: what the table leaves open is an empty text, which sets nothing."""
+    return kind._replace(format=lambda value: "" if value in (AUTO_ENTRY, "none") else kind.format(value))
+
+
 _SELECT: Final = (
     "The run has to know which of its configurations is in use.",
     "Call AcceleratorState().select_deepspeed_plugin(name).",
@@ -61,6 +66,10 @@ def _stage(text: str) -> int:
     if not 0 <= stage <= 3:
         raise ValueError(text)
     return stage
+
+
+_FOLDER: Final = _in_table(TEXT)
+_DEVICES: Final = _in_table(choice("none", "cpu", "nvme"))
 
 
 def _norm(text: str) -> float | str | None:
@@ -111,6 +120,7 @@ class DeepSpeedPlugin:
 
     hf_ds_config: Any = setting(
         None,
+        type=ValueType("the path of a JSON file, or JSON text in base64", str, encoded),
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         flag="--deepspeed_config_file",
         key="deepspeed_config.deepspeed_config_file",
@@ -119,7 +129,7 @@ class DeepSpeedPlugin:
     )
     gradient_accumulation_steps: int = setting(
         None,
-        type=int_at_least(1),
+        type=_in_table(int_at_least(1)),
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flag="--gradient_accumulation_steps",
         key="deepspeed_config.gradient_accumulation_steps",
@@ -128,23 +138,26 @@ class DeepSpeedPlugin:
     )
     gradient_clipping: float = _carried(
         help="Largest norm of the gradients, or auto.",
-        type=ValueType("a number, auto or none", _norm),
+        type=_in_table(ValueType("a number, auto or none", _norm)),
         variable="ACCELERATE_GRADIENT_CLIPPING",
     )
     zero_stage: int = _carried(
         help="What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
-        type=ValueType("a stage from 0 to 3", _stage),
+        type=_in_table(ValueType("a stage from 0 to 3", _stage)),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
     is_train_batch_min: bool = True
     offload_optimizer_device: str = _carried(help="Where optimizer states are kept between uses.", type=_DEVICES)
     offload_param_device: str = _carried(help="Where parameters are kept between uses.", type=_DEVICES)
-    offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.")
-    offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.")
+    offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER)
+    offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER)
     zero3_init_flag: bool = _carried(
         help="Divide parameters while the model is built.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
-    zero3_save_16bit_model: bool = _carried(help="Gather 16-bit weights when the model is saved.", type=BOOLEAN)
+    zero3_save_16bit_model: bool = _carried(
+        help="Gather 16-bit weights when the model is saved.",
+        type=BOOLEAN._replace(format=lambda value: "true" if value is True else ""),
+    )
     transformer_moe_cls_names: str = setting(
         None,
         variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,7 @@ __all__ = (
     "AutoValue",
     "HfDeepSpeedConfig",
     "contradictions",
+    "encoded",
     "fill_auto",
     "read_ds_config",
     "refuse",
@@ -50,6 +52,9 @@ class HfDeepSpeedConfig:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return self.config == other.config if isinstance(other, HfDeepSpeedConfig) else NotImplemented
 
     def set_stage_and_offload(self) -> None:
         """Note stage and offloading of the configuration as it is now."""
@@ -140,6 +145,38 @@ def read_ds_config(given: Any) -> dict[str, Any]:
     if os.path.exists(path):
         return _parsed(_text_of(path), f"Cannot read the DeepSpeed configuration {path}.")
     return _parsed(_decoded(path), "Cannot read a DeepSpeed configuration in base64.")
+
+
+def encoded(ds_config: HfDeepSpeedConfig | str | os.PathLike[str]) -> str:
+    """A configuration as a variable carries it: the path that it was given as, or its JSON text in base64.
+
+    JSON has no infinity: entries such as `steps_per_print` become the largest integer of 64 bits.
+
+    Raises:
+        SettingError: the configuration has a value that JSON has not.
+    """
+    if isinstance(ds_config, (str, os.PathLike)):
+        return os.fspath(ds_config)
+    import base64
+    import json
+
+    try:
+        text = json.dumps(_finite(ds_config.config), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            "Cannot pass a DeepSpeed configuration on to another process.",
+            f"It has a value that JSON has not: {error}.",
+            "Replace the value by a number, a text, a list or a table.",
+        ) from error
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return sys.maxsize if value == float("inf") else value
 
 
 def _text_of(path: str) -> str:
