@@ -210,9 +210,7 @@ def test_a_model_without_sizes_and_one_that_nobody_reads_are_refused() -> None:
 
 
 def test_a_function_for_another_model_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        config, "MODEL_CONFIGS_TO_MEGATRON_PARSERS", dict(config.MODEL_CONFIGS_TO_MEGATRON_PARSERS)
-    )
+    monkeypatch.setattr(config, "MODEL_CONFIGS_TO_MEGATRON_PARSERS", dict(config.MODEL_CONFIGS_TO_MEGATRON_PARSERS))
 
     @config.add_model_config_to_megatron_parser("mistral")
     def parse(plugin: Any, model: Any, batch: Any) -> None:

@@ -51,7 +51,7 @@ _KEYS: Final = {
 
 
 def _in_table(kind: ValueType) -> ValueType:
-    """The type of a setting that DeepSpeed's table has: what the table leaves open is an empty text, which sets nothing."""
+    """The type of a setting in DeepSpeed's table; what the table leaves open is written as nothing."""
     return kind._replace(format=lambda value: "" if value in (AUTO_ENTRY, "none") else kind.format(value))
 
 

@@ -1,9 +1,9 @@
 """Weights and optimizer states of sharded models: on their way into a model, and as files.
 
-Weights come from the first process, from a mapping, from the meta device or from files: one file, a folder of shards, or
-a file per process. The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes, and which
-`merge_weights` turns into one file without any process group. Only as many processes in the same order can read the
-files per process. What a backend wrote that does not shard is loaded too.
+Weights come from the first process, from a mapping, from the meta device or from files: one file, a folder of shards,
+or a file per process. The folders of shards are those of `torch.distributed.checkpoint`, which load on another number
+of processes, and which `merge_weights` turns into one file without any process group. Only as many processes in the
+same order can read the files per process. What a backend wrote that does not shard is loaded too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Settings of Megatron-LM; plain data, without torch.
 
 They end up in `megatron_lm_default_args`, a table under the names that Megatron-LM itself uses, which the objects of
-one `prepare` call complete. Megatron-LM builds the model anew in its sharded form: of the model given it takes the sizes
-alone, from the configuration that models of transformers carry.
+one `prepare` call complete. Megatron-LM builds the model anew in its sharded form: of the model given it takes the
+sizes alone, from the configuration that models of transformers carry.
 """
 
 from __future__ import annotations

@@ -438,7 +438,8 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool
 def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
     """The tensors that Megatron-LM writes or fills, with the position of each shard in the full tensor."""
     models = {
-        _part_name(index): _innermost(part).sharded_state_dict(metadata=_FORM) for index, part in enumerate(engine.module)
+        _part_name(index): _innermost(part).sharded_state_dict(metadata=_FORM)
+        for index, part in enumerate(engine.module)
     }
     state: dict[str, Any] = dict(models)
     if optimizer:
