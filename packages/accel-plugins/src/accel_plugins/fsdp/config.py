@@ -541,7 +541,7 @@ class FullyShardedDataParallelPlugin:
             SettingError: the classes of blocks are not known, or the model has none of them.
         """
         if isinstance(plain_value(self, "auto_wrap_policy"), str):
-            from accel_plugins.fsdp.sharded import block_classes, named_policy
+            from accel_plugins.fsdp.policies import block_classes, named_policy
 
             policy = named_policy(model, self)
             if self.transformer_cls_names_to_wrap is None and plain_value(self, "auto_wrap_policy") == WRAP_POLICIES[0]:

@@ -20,7 +20,8 @@ from torch.nn import Module, Parameter
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.sharded import ShardedStrategy, ignored_parameters, shard_groups
+from accel_plugins.fsdp.policies import ignored_parameters, shard_groups
+from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name

@@ -26,7 +26,8 @@ from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.sharded import ShardedStrategy, ignored_parameters, offload, shard_groups
+from accel_plugins.fsdp.policies import ignored_parameters, offload, shard_groups
+from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 

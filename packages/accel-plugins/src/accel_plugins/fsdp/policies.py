@@ -1,0 +1,161 @@
+"""From the settings to what torch's functions of both versions take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.nn import Module, Parameter
+
+from accel_plugins.blocks import blocks_of_class
+from accel_state.errors import NotOffered, SettingError
+from accel_state.settings.schema import plain_value
+
+__all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload", "shard_groups")
+
+_SIZE: Final = 100_000_000
+"""Parameters that make a block when nothing was said, as launchers have it."""
+
+
+class ShardingSettings(Protocol):
+    """What is read of a `FullyShardedDataParallelPlugin`, whose module imports this one."""
+
+    cpu_offload: Any
+    ignored_modules: Any
+    min_num_params: int | None
+    transformer_cls_names_to_wrap: Any
+
+
+def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
+    """The parts of a model that are sharded by themselves, the innermost first.
+
+    Raises:
+        SettingError: the classes of blocks are not known, or the model has none of them.
+        NotOffered: a `CustomPolicy` gives some blocks arguments of their own.
+    """
+    policy = plain_value(config, "auto_wrap_policy")
+    if isinstance(policy, str):
+        policy = named_policy(model, config)
+    if policy is None:
+        return []
+    if callable(policy):
+        return _blocks_by_function(model, policy)
+    chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    if any(chosen.values()):
+        raise NotOffered(
+            "A CustomPolicy with arguments of their own for some blocks.",
+            "Every block is sharded with the settings of the plugin.",
+            "Let the function of the policy answer True or False.",
+        )
+    return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
+
+
+def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
+    """The blocks whose parameters are gathered together; those of no block are gathered with the whole model.
+
+    Modules that share a parameter are in one group, because a group replaces the parameters of its own modules alone:
+    a block that has some of them, and not all, belongs to the group around it.
+
+    Raises:
+        SettingError, NotOffered: as `blocks_to_shard`.
+    """
+    holders: dict[Parameter, set[Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    tied = [modules for modules in holders.values() if len(modules) > 1]
+    blocks = blocks_to_shard(model, config)
+    if not tied:
+        return blocks
+    inside = {block: set(block.modules()) for block in blocks}
+    return [block for block in blocks if all(inside[block] >= one or not inside[block] & one for one in tied)]
+
+
+def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool] | None:
+    """Torch's policy for a model, of the name that the settings have; None for one that makes no blocks.
+
+    Raises:
+        SettingError: as `block_classes`.
+    """
+    name = plain_value(config, "auto_wrap_policy")
+    if name == "TRANSFORMER_BASED_WRAP":
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=block_classes(model, config))
+    least = _SIZE if config.min_num_params is None else config.min_num_params
+    if name == "SIZE_BASED_WRAP" and least > 0:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    return None
+
+
+def block_classes(model: Module, config: ShardingSettings) -> set[type[Module]]:
+    """The classes of blocks that the settings name, else those that the model names.
+
+    Raises:
+        SettingError: neither names any, or the model has none of them.
+    """
+    names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
+    if not names:
+        raise SettingError(
+            f"Shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
+            "Neither the settings nor the model name the classes.",
+            "Give transformer_cls_names_to_wrap=['...'], or wrap by size.",
+        )
+    return {type(block) for block in blocks_of_class(model, names)}
+
+
+def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Module]:
+    """Blocks by a policy with torch's three arguments (module, recurse, nonwrapped_numel), or by one with a module.
+
+    With three, parts of a module are looked at where the policy wants to recurse into it, and the module is a block by
+    the parameters that are not in blocks inside of it.
+    """
+    if not _takes_torch_arguments(policy):
+        return [part for part in reversed(list(model.modules())) if part is not model and policy(part)]
+    blocks: list[Module] = []
+    seen: set[Module] = set()
+
+    def claimed(part: Module) -> int:
+        """Number of parameters of a part that are in blocks."""
+        seen.add(part)
+        total = sum(parameter.numel() for parameter in part.parameters())
+        if not policy(module=part, recurse=True, nonwrapped_numel=total):
+            return 0
+        inside = sum(claimed(child) for child in part.children() if child not in seen)
+        if part is model or not policy(module=part, recurse=False, nonwrapped_numel=total - inside):
+            return inside
+        blocks.append(part)
+        return total
+
+    claimed(model)
+    return blocks
+
+
+def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
+    """Where version 2 keeps parameters between uses; memory is pinned where the device can, by default."""
+    policy = config.cpu_offload
+    if not isinstance(policy, CPUOffloadPolicy):
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=policy.pin_memory and pins_memory)
+
+
+def ignored_parameters(model: Module, config: ShardingSettings) -> set[Parameter]:
+    """Parameters that stay whole on every process."""
+    ignored = config.ignored_modules
+    if ignored is None:
+        return set()
+    if isinstance(ignored, str):
+        ignored = [part for name, part in model.named_modules() if re.fullmatch(ignored, name)]
+    modules: Iterable[Any] = ignored
+    return {parameter for module in modules for parameter in module.parameters()}
