@@ -96,7 +96,7 @@ def test_an_argument_goes_before_a_variable(monkeypatch: pytest.MonkeyPatch) -> 
         ({"tp_degree": 0}, SettingError, "at least 1"),
         ({"recompute_method": "all"}, SettingError, "uniform, block"),
         ({"attention_backend": "quick"}, SettingError, "flash"),
-        ({"pipeline_model_parallel_split_rank": 1}, NotOffered, "no longer divides"),
+        ({"pipeline_model_parallel_split_rank": 1}, NotOffered, "no longer splits"),
         ({"train_iters": 1, "train_samples": 1}, Conflict, "Both say how long"),
         ({"sequence_parallelism": True}, Conflict, "tp_degree is 1"),
         ({"consumed_samples": [1]}, SettingError, "three numbers"),

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: where they come from, what they divide, and what is refused."""
+"""Plans of tensor parallelism: where they come from, what they shard, and what is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-def divide(plan: str, given_mesh: str) -> dict[str, Any]:
+def shard(plan: str, given_mesh: str) -> dict[str, Any]:
     around = context()
     model = Planned() if plan == "own" else Language()
     axes = {"one": ("any",), "several": ("x", "tp")}.get(given_mesh, ())
@@ -77,24 +77,24 @@ def divide(plan: str, given_mesh: str) -> dict[str, Any]:
     outputs.sum().backward()
     return {
         "near": torch.allclose(outputs, expected, atol=1e-5),
-        "divided": sorted(name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)),
+        "sharded": sorted(name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)),
         "tied": model.head.weight is model.embedding.weight,
     }
 
 
-DIVIDED = ["down.bias", "down.weight", "up.bias", "up.weight"]
+SHARDED = ["down.bias", "down.weight", "up.bias", "up.weight"]
 
 
 @pytest.mark.parametrize("plan", ["names", "patterns", "objects", "replicated", "head", "own"])
-def test_a_plan_divides_what_it_names_and_keeps_ties(two: Group, plan: str) -> None:
-    divided = ["embedding.weight"] if plan == "head" else DIVIDED
-    for answer in two.run(divide, plan, ""):
-        assert answer == {"near": True, "divided": divided, "tied": True}
+def test_a_plan_shards_what_it_names_and_keeps_ties(two: Group, plan: str) -> None:
+    sharded = ["embedding.weight"] if plan == "head" else SHARDED
+    for answer in two.run(shard, plan, ""):
+        assert answer == {"near": True, "sharded": sharded, "tied": True}
 
 
 @pytest.mark.parametrize("given_mesh", ["one", "several"])
 def test_tensor_parallelism_on_a_given_mesh(two: Group, given_mesh: str) -> None:
-    assert [answer["divided"] for answer in two.run(divide, "names", given_mesh)] == [DIVIDED] * 2
+    assert [answer["sharded"] for answer in two.run(shard, "names", given_mesh)] == [SHARDED] * 2
 
 
 def refusal(what: str) -> str:
@@ -123,16 +123,16 @@ def refusal(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "error", "named"),
     [
-        ("no plan", "SettingError", "Nothing says how its layers are divided"),
+        ("no plan", "SettingError", "Nothing says how its layers are sharded"),
         ("name", "SettingError", "Did you mean 'up'"),
         ("style", "SettingError", "Did you mean 'colwise'"),
         ("mesh", "SettingError", "none is called 'tp'"),
-        ("stepped", "NotReady", "not divided yet"),
+        ("stepped", "NotReady", "not sharded yet"),
         ("no axis", "Conflict", "ParallelismConfig(tp_size=...)"),
         ("tie", "Conflict", "Embedding and Linear"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(two: Group, what: str, error: str, named: str) -> None:
+def test_what_cannot_be_sharded_is_refused(two: Group, what: str, error: str, named: str) -> None:
     for answer in two.run(refusal, what):
         assert answer.startswith(error)
         assert named in answer

@@ -79,7 +79,7 @@ def train(sizes: dict[str, int] | None, how: str = "", **options: Any) -> dict[s
         "seen": seen,
         "weights": {name: value.tolist() for name, value in accelerator.get_state_dict(prepared_model).items()},
         "type": str(accelerator.distributed_type),
-        "divided": sum(isinstance(parameter, DTensor) for parameter in prepared_model.parameters()),
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in prepared_model.parameters()),
         "same": accelerator.unwrap_model(prepared_model, keep_torch_compile=False) is model,
     }
 
@@ -112,7 +112,7 @@ def test_every_arrangement_trains_like_one_process(
         assert answer["losses"] == near(expected["losses"])
         assert answer["seen"] == expected["seen"]
         assert answer["type"] == label
-        assert bool(answer["divided"]) == (label == "FSDP")
+        assert bool(answer["sharded"]) == (label == "FSDP")
         assert answer["same"]
     assert answers[0]["weights"] == near(expected["weights"])
 
@@ -202,7 +202,7 @@ def refusal(what: str) -> str:
         ("backend", "Conflict", "not dp_shard"),
         ("sizes", "Conflict", "Both set the size"),
         ("engine", "Conflict", "sp_backend='torch'"),
-        ("no plan", "SettingError", "Nothing says how its layers are divided"),
+        ("no plan", "SettingError", "Nothing says how its layers are sharded"),
         ("plan", "SettingError", "no module of that name"),
         ("style", "SettingError", "'colwise'"),
         ("blocks", "SettingError", "no list of blocks"),

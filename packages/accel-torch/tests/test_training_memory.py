@@ -87,14 +87,14 @@ def allocated(kind: str, name: str) -> int:
 def divided(model: nn.Module, name: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from accel_plugins.fsdp.fsdp2 import divide
+    from accel_plugins.fsdp.fsdp2 import apply_fully_shard
     from accel_plugins.transforms.tensor_parallel import TensorParallel
 
     context: Any = None
     if name == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if name == "fsdp2":
-        divide(model, fsdp_settings(model, PLANS[name]), init_device_mesh("cpu", (2,)), False)
+        apply_fully_shard(model, fsdp_settings(model, PLANS[name]), init_device_mesh("cpu", (2,)), False)
     if name == "tp":
         return TensorParallel(mesh=init_device_mesh("cpu", (2,))).apply(model, context)
     return model

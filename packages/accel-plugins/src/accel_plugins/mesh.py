@@ -59,7 +59,7 @@ def submesh(mesh: DeviceMesh | None, axis: Axis) -> DeviceMesh | None:
 
 
 def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
-    """The axis along which the sequence is divided, with the neighbours along it; None where it is whole."""
+    """The axis along which the sequence is sharded, with the neighbours along it; None where it is whole."""
     for axis in SEQUENCE_AXES:
         neighbours = submesh(mesh, axis)
         if neighbours is not None:
@@ -78,7 +78,7 @@ def flattened(mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
 # ---------------------------------------------------------------------- combinations of axes
 
 SHARDING_AXES: Final = frozenset({Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE})
-"""Axes over which a sharding backend divides parameters."""
+"""Axes over which a sharding backend shards parameters."""
 
 
 class Combination(NamedTuple):
@@ -108,50 +108,50 @@ def _of(*axes: Axis) -> frozenset[Axis]:
 PERMITTED: Final = (
     Combination(_of(), "the backend decides"),
     Combination(_of(Axis.REPLICATE), "copies of the model"),
-    Combination(_of(Axis.SHARD), "parameters divided"),
-    Combination(_of(Axis.REPLICATE, Axis.SHARD), "copies of groups that divide the parameters (HSDP)"),
-    Combination(_of(Axis.TENSOR), "tensors of a layer divided"),
-    Combination(_of(Axis.SHARD, Axis.TENSOR), "tensors of a layer divided, and what is left of each parameter again"),
+    Combination(_of(Axis.SHARD), "parameters sharded"),
+    Combination(_of(Axis.REPLICATE, Axis.SHARD), "copies of groups that shard the parameters (HSDP)"),
+    Combination(_of(Axis.TENSOR), "tensors of a layer sharded"),
+    Combination(_of(Axis.SHARD, Axis.TENSOR), "tensors of a layer sharded, and what is left of each parameter again"),
     Combination(_of(Axis.REPLICATE, Axis.SHARD, Axis.TENSOR), "the same, in copies"),
-    Combination(_of(Axis.CONTEXT), "the sequence divided; a sharding backend divides parameters over the same axis"),
-    Combination(_of(Axis.REPLICATE, Axis.CONTEXT), "copies of the model whose sequence is divided"),
-    Combination(_of(Axis.SHARD, Axis.CONTEXT), "parameters divided over both axes, the sequence over one"),
-    Combination(_of(Axis.SEQUENCE), "the sequence divided, and heads in attention"),
-    Combination(_of(Axis.REPLICATE, Axis.SEQUENCE), "copies of the model whose sequence is divided"),
-    Combination(_of(Axis.SHARD, Axis.SEQUENCE), "parameters divided over both axes, the sequence over one"),
+    Combination(_of(Axis.CONTEXT), "the sequence sharded; a sharding backend shards parameters over the same axis"),
+    Combination(_of(Axis.REPLICATE, Axis.CONTEXT), "copies of the model whose sequence is sharded"),
+    Combination(_of(Axis.SHARD, Axis.CONTEXT), "parameters sharded over both axes, the sequence over one"),
+    Combination(_of(Axis.SEQUENCE), "the sequence sharded, and heads in attention"),
+    Combination(_of(Axis.REPLICATE, Axis.SEQUENCE), "copies of the model whose sequence is sharded"),
+    Combination(_of(Axis.SHARD, Axis.SEQUENCE), "parameters sharded over both axes, the sequence over one"),
 )
 """Every combination that trains; each is tested to give the losses of a single process."""
 
 EXCLUSIONS: Final = (
     Exclusion(
         _of(Axis.CONTEXT, Axis.SEQUENCE),
-        "Both divide the sequence.",
+        "Both shard the sequence.",
         "Set one of cp_size and sp_size to 1.",
     ),
     Exclusion(
         _of(Axis.SEQUENCE, Axis.TENSOR),
-        "Both divide the heads of attention.",
+        "Both shard the heads of attention.",
         "Set one of sp_size and tp_size to 1.",
     ),
     Exclusion(
         _of(Axis.CONTEXT, Axis.TENSOR),
-        "Attention over a divided sequence takes plain tensors, and tensor parallelism hands it divided ones.",
+        "Attention over a sharded sequence takes plain tensors, and tensor parallelism hands it sharded ones.",
         "Set one of cp_size and tp_size to 1.",
     ),
     Exclusion(
         _of(Axis.REPLICATE, Axis.TENSOR),
-        "Copies are kept alike by DistributedDataParallel, which does not take divided tensors.",
+        "Copies are kept alike by DistributedDataParallel, which does not take sharded tensors.",
         "Set dp_shard_size instead of dp_replicate_size, or both above 1.",
     ),
     Exclusion(
         _of(Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT),
-        "Copies of groups that divide both parameters and the sequence are not tested.",
-        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are divided over the axis of the sequence too.",
+        "Copies of groups that shard both parameters and the sequence are not tested.",
+        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are sharded over the axis of the sequence too.",
     ),
     Exclusion(
         _of(Axis.REPLICATE, Axis.SHARD, Axis.SEQUENCE),
-        "Copies of groups that divide both parameters and the sequence are not tested.",
-        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are divided over the axis of the sequence too.",
+        "Copies of groups that shard both parameters and the sequence are not tested.",
+        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are sharded over the axis of the sequence too.",
     ),
 )
 """Why a combination outside of the table does not work; messages have the first that applies."""
@@ -215,7 +215,7 @@ def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> Non
     if axes and not _suits_sharding(axes, manifest):
         raise Conflict(
             asked,
-            "That backend divides parameters, and no axis says over how many processes.",
+            "That backend shards parameters, and no axis says over how many processes.",
             "Set dp_shard_size above 1, or use the backend 'ddp'.",
         )
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.precision.base import Closure
     from accel_plugins.prepared import PreparedObjects
-    from accel_plugins.wrapped.optimizer import Stepping
+    from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.gradient import GradientState
     from accel_torch.assemble import ActiveBackend
     from accel_torch.replica_comparison import ReplicaComparison
@@ -122,7 +122,7 @@ class MisuseGuard:
             ]
             weakref.finalize(self, _spent.extend, self._step_hooks)
 
-    def watching(self, stepping: Stepping) -> Stepping:
+    def watching(self, stepping: SupportsStep) -> SupportsStep:
         """The same way to step, by which the guard knows that it was the prepared optimizer that stepped."""
         return _Guarded(stepping, self) if self.active else stepping
 
@@ -378,7 +378,7 @@ class _Guarded:
 
     __slots__ = ("_guard", "stepping")
 
-    def __init__(self, stepping: Stepping, guard: MisuseGuard) -> None:
+    def __init__(self, stepping: SupportsStep, guard: MisuseGuard) -> None:
         self.stepping, self._guard = stepping, guard
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:

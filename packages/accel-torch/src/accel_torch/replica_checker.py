@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_plugins.precision.base import Closure
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
-    from accel_plugins.wrapped.optimizer import Stepping
+    from accel_plugins.wrapped.optimizer import SupportsStep
 
 __all__ = ("CheckingStepper", "ReplicaChecker", "ReplicasDiffer", "bit_sums", "digest", "local_part", "part_of")
 
@@ -80,7 +80,7 @@ class ReplicaChecker:
         if steps % self.every == 0:
             self._check(optimizer, steps)
 
-    def watching(self, stepping: Stepping) -> CheckingStepper:
+    def watching(self, stepping: SupportsStep) -> CheckingStepper:
         """The same stepper, which reports each step to the checker."""
         return CheckingStepper(stepping, self)
 
@@ -138,7 +138,7 @@ class CheckingStepper:
 
     __slots__ = ("_replica_checker", "_stepping")
 
-    def __init__(self, stepping: Stepping, sentinel: ReplicaChecker) -> None:
+    def __init__(self, stepping: SupportsStep, sentinel: ReplicaChecker) -> None:
         self._stepping, self._replica_checker = stepping, sentinel
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:

@@ -91,13 +91,13 @@ class DeepSpeedPlugin:
         hf_ds_config: DeepSpeed's configuration: a table, the path of a JSON file, or an object that has it as `config`.
         gradient_accumulation_steps: micro-batches per optimizer step.
         gradient_clipping: largest norm of the gradients; 1.0 where nobody says.
-        zero_stage: what is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        zero_stage: what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
         is_train_batch_min: of several loaders, the smallest batch counts as the size of a batch; else the largest.
         offload_optimizer_device: where optimizer states are kept between uses: "none", "cpu" or "nvme".
         offload_param_device: the same for parameters, with stage 3.
         offload_optimizer_nvme_path: folder on the NVMe disk.
         offload_param_nvme_path: folder on the NVMe disk.
-        zero3_init_flag: divide parameters while transformers builds a model; by default with stage 3.
+        zero3_init_flag: shard parameters while transformers builds a model; by default with stage 3.
         zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
         enable_msamp: train in fp8 with MS-AMP; such a run is refused, as no package index offers MS-AMP.
@@ -142,7 +142,7 @@ class DeepSpeedPlugin:
         variable="ACCELERATE_GRADIENT_CLIPPING",
     )
     zero_stage: int = _carried(
-        help="What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        help="What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
         type=_in_table(ValueType("a stage from 0 to 3", _stage)),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
@@ -152,7 +152,7 @@ class DeepSpeedPlugin:
     offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER)
     offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER)
     zero3_init_flag: bool = _carried(
-        help="Divide parameters while the model is built.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
+        help="Shard parameters while the model is built.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
     zero3_save_16bit_model: bool = _carried(
         help="Gather 16-bit weights when the model is saved.",
@@ -201,20 +201,20 @@ class DeepSpeedPlugin:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        sources = {name: source for name in _KEYS if (source := self._settle(name))}
+        sources = {name: source for name in _KEYS if (source := self._from_environment(name))}
         for name in ("hf_ds_config", "zero3_init_flag", "transformer_moe_cls_names"):
-            self._settle(name)
+            self._from_environment(name)
         if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._made_table())
         elif not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         self._complete(sources)
         self._read_back()
-        self._settle_msamp()
+        self._configure_msamp()
 
     # ------------------------------------------------------------------ making the table
 
-    def _settle(self, name: str) -> str | None:
+    def _from_environment(self, name: str) -> str | None:
         """Take a setting that was not given from the environment; where its value is from, or None."""
         known, given = settings_of(type(self))[name], getattr(self, name)
         if given is not None:
@@ -279,7 +279,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = ds_config.is_zero3()
         if self.zero3_init_flag and not ds_config.is_zero3():
             warnings.warn(
-                "DeepSpeed divides parameters while a model is built (zero3_init_flag) with ZeRO stage 3 only.",
+                "DeepSpeed shards parameters while a model is built (zero3_init_flag) with ZeRO stage 3 only.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -295,7 +295,7 @@ class DeepSpeedPlugin:
                 f"Give {path}.",
             )
 
-    def _settle_msamp(self) -> None:
+    def _configure_msamp(self) -> None:
         if self.enable_msamp is None:
             found = read_setting(_FP8["backend"])
             self.enable_msamp = found is not None and found.value == "msamp"
@@ -410,12 +410,12 @@ class DeepSpeedPlugin:
     # ------------------------------------------------------------------ building models in parts
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether transformers divides parameters while it builds a model."""
+        """Whether transformers shards parameters while it builds a model."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch dividing while models are built on or off for a block."""
+        """Switch sharding while models are built on or off for a block."""
         before = self.zero3_init_flag
         try:
             self.zero3_init_flag = enable
@@ -434,9 +434,9 @@ class DeepSpeedPlugin:
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Let ZeRO stage 3 take each mixture-of-experts layer of a model as one piece."""
         if self.transformer_moe_cls_names:
-            from accel_plugins.deepspeed.zero_init import take_whole
+            from accel_plugins.deepspeed.zero_init import set_leaf_modules
 
-            take_whole(model, self.transformer_moe_cls_names.split(","))
+            set_leaf_modules(model, self.transformer_moe_cls_names.split(","))
 
     # ------------------------------------------------------------------ one of several
 

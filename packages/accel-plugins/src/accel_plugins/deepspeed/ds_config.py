@@ -111,11 +111,11 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether optimizer states and gradients are divided."""
+        """Whether optimizer states and gradients are sharded."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are divided as well."""
+        """Whether parameters are sharded as well."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:

@@ -49,6 +49,8 @@ __all__ = (
     "check_placeholders",
     "dtype_of",
     "end",
+    "full_gradients",
+    "full_weights",
     "is_engine",
     "load_engine",
     "object_values",
@@ -58,8 +60,6 @@ __all__ = (
     "start",
     "tag_of",
     "trains_in_fp16",
-    "whole_gradients",
-    "whole_weights",
 )
 
 _WARM_UP: Final = "scheduler.params.warmup_num_steps"
@@ -115,7 +115,7 @@ def start(
     context: Context,
     bundle: Bundle,
     sizes: Iterable[AutoValue],
-    division: Ulysses | None = None,
+    ulysses: Ulysses | None = None,
 ) -> Started:
     """Complete the configuration and make the engine; called on every process.
 
@@ -124,12 +124,12 @@ def start(
         context: the context of the run.
         bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
         sizes: of batches, as `batch_values` knows them.
-        division: of the sequences, where DeepSpeed divides them.
+        ulysses: shards the sequences of the model; None where they are not sharded.
 
     Raises:
         SettingError: the configuration is incomplete.
-        Conflict: it contradicts what was prepared, or the model's sequences cannot be divided.
-        NotOffered: DeepSpeed has no such optimizer on the host, or divides no sequences of such a model.
+        Conflict: it contradicts what was prepared, or the model's sequences cannot be sharded.
+        NotOffered: DeepSpeed has no such optimizer on the host, or shards no sequences of such a model.
     """
     (model,) = bundle.models
     ds_config = plugin.hf_ds_config
@@ -146,8 +146,8 @@ def start(
     if not bundle.optimizers:
         for entry in ("optimizer", "scheduler"):
             table.pop(entry, None)
-    if division is not None:
-        arguments["mpu"] = division.divide(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
+    if ulysses is not None:
+        arguments["mpu"] = ulysses.shard(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
@@ -166,7 +166,7 @@ def before_each_update(engine: DeepSpeedEngine, notify: Callable[[DeepSpeedEngin
     engine.step = announced
 
 
-def whole_gradients(engine: Any) -> dict[str, Tensor]:
+def full_gradients(engine: Any) -> dict[str, Tensor]:
     """The gradients that an engine steps with, before it clips them; called on every process, between its two halves.
 
     Those of parameters that forward did not reach are zeros.
@@ -183,9 +183,9 @@ def end(engine: DeepSpeedEngine) -> None:
     """Let an engine give back what it holds."""
     inside = set(engine.modules())
     engine.destroy()
-    # ZeRO stage 3 keeps every model that it divided in a list, and in the caches of methods (seen in 0.19.8).
-    divided = getattr(parameter_offload, "FWD_MODULE_STACK", [])
-    divided[:] = [module for module in divided if module not in inside]
+    # ZeRO stage 3 keeps every model that it sharded in a list, and in the caches of methods (seen in 0.19.8).
+    sharded = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    sharded[:] = [module for module in sharded if module not in inside]
     for method in vars(PartitionedParameterCoordinator).values():
         for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
@@ -549,7 +549,7 @@ def _other_stage(asked: str, place: Path, theirs: int, ours: int) -> CheckpointE
     )
 
 
-def whole_weights(engine: Any) -> dict[str, Tensor]:
+def full_weights(engine: Any) -> dict[str, Tensor]:
     """All weights of an engine's model on the process that writes; called on every process.
 
     Raises:
@@ -572,7 +572,7 @@ def put_engine_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool)
     """Put whole weights into an engine's model, and into the copies that its optimizer keeps.
 
     Raises:
-        NotOffered: parameters are divided.
+        NotOffered: parameters are sharded.
     """
     if int(engine.zero_optimization_stage()) >= 3:
         raise NotOffered(

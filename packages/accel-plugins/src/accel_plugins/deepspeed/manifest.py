@@ -58,7 +58,7 @@ MANIFEST: Final = Manifest(
     ),
     switch=_USE,
     parameter="deepspeed_plugin",
-    # Below those that divide parameters by torch: axes alone must not choose an engine.
+    # Below those that shard parameters by torch: axes alone must not choose an engine.
     priority=45,
     tier=1,
     protocol=PROTOCOL,

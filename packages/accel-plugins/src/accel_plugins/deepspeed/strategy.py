@@ -58,7 +58,7 @@ class DeepSpeedStrategy(Strategy):
         self._forwarded: set[int] = set()
         self._stepping: Module | None = None
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._division: Ulysses | None = None
+        self._ulysses: Ulysses | None = None
         current.publish_for_run({"ACCELERATE_USE_DEEPSPEED": "true"})
         current.on_run_end(lambda: self.release([wrapped.engine for wrapped in self._engines], []))
         self._tell_precision()
@@ -70,7 +70,7 @@ class DeepSpeedStrategy(Strategy):
         if parallelism_config is not None and parallelism_config.sp_by_engine:
             from accel_plugins.deepspeed.ulysses import Ulysses
 
-            self._division = Ulysses(parallelism_config, context.process.device)
+            self._ulysses = Ulysses(parallelism_config, context.process.device)
 
     @property
     def engine(self) -> DeepSpeedEngineWrapper | None:
@@ -139,15 +139,15 @@ class DeepSpeedStrategy(Strategy):
         if not bundle.optimizers and not plugin.hf_ds_config.is_zero3():
             bundle.models[:] = [self._plain(model) for model in bundle.models]
             return bundle
-        gradient, division = self.context.gradient, self._division
-        together = 1 if division is None else division.count
+        gradient, ulysses = self.context.gradient, self._ulysses
+        together = 1 if ulysses is None else ulysses.count
         sizes = batch_values(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
-        made = engines.start(plugin, self.context, bundle, sizes, division)
+        made = engines.start(plugin, self.context, bundle, sizes, ulysses)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
         engines.before_each_update(made.engine, self._announce_gradients)
         self._engines.append(DeepSpeedEngineWrapper(made.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
-            # Also a model that was built whole is divided now: transformers lets its processes generate in step.
+            # Also a model that was built whole is sharded now: transformers lets its processes generate in step.
             plugin.dschf = transformers_view(plugin.deepspeed_config, in_parts=True)
         bundle.models[:] = [made.engine]
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
@@ -158,12 +158,12 @@ class DeepSpeedStrategy(Strategy):
         return bundle
 
     def _plain(self, model: Module) -> Module:
-        """A model that is only evaluated, where nothing of it is divided."""
+        """A model that is only evaluated, where nothing of it is sharded."""
         return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
 
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
         self._loaders.add(loader)
-        wrapped: Iterable[Any] = loader if self._division is None else self._division.loader(loader)
+        wrapped: Iterable[Any] = loader if self._ulysses is None else self._ulysses.loader(loader)
         return wrapped
 
     def unwrap(self, model: Module) -> Module:
@@ -214,7 +214,7 @@ class DeepSpeedStrategy(Strategy):
         if not engines.is_engine(model):
             return super().gradients(model)
         # Before backward there are none, and the step takes them away.
-        return engines.whole_gradients(model) if model is self._stepping else {}
+        return engines.full_gradients(model) if model is self._stepping else {}
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         listed = list(parameters)
@@ -264,7 +264,7 @@ class DeepSpeedStrategy(Strategy):
             super().load(part, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
-        return engines.whole_weights(model) if engines.is_engine(model) else super().state_dict(model)
+        return engines.full_weights(model) if engines.is_engine(model) else super().state_dict(model)
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         if engines.is_engine(model):
@@ -283,8 +283,8 @@ class DeepSpeedStrategy(Strategy):
             self._forwarded.discard(id(wrapped.engine))
 
     def close(self) -> None:
-        if self._division is not None:
-            self._division.close()
+        if self._ulysses is not None:
+            self._ulysses.close()
 
 
 def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:
@@ -293,7 +293,7 @@ def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:
 
 
 def _check_scaling(plugin: DeepSpeedPlugin) -> None:
-    """Refuse fp16 where nothing is divided: steps would be made with gradients that are far too small.
+    """Refuse fp16 where nothing is sharded: steps would be made with gradients that are far too small.
 
     Raises:
         NotOffered: fp16 with stage 0.

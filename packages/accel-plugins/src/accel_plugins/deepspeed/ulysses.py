@@ -1,6 +1,6 @@
-"""Sequences divided by DeepSpeed (Ulysses): each process has a part of them, and in attention the whole of some heads.
+"""Sequences sharded by DeepSpeed (Ulysses): each process has a shard of them, and in attention some heads in full.
 
-DeepSpeed steps into the attention of transformers, so it divides the sequences of such models only.
+DeepSpeed steps into the attention of transformers, so it shards the sequences of such models only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("DividedLoader", "Ulysses")
+__all__ = ("SequenceShardedLoader", "Ulysses")
 
 _NEEDED: Final = ("input_ids", "labels", "position_ids")
 
 
 class Ulysses:
-    """The division of the sequences of one model.
+    """Sequence parallelism of one model.
 
     Args:
         parallelism_config: how many processes share a sequence, and the options.
@@ -47,11 +47,11 @@ class Ulysses:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a model whose sequences are divided."""
+        """Whether there is a model whose sequences are sharded."""
         return self._replaced is not None
 
-    def divide(self, model: Module, samples: int) -> Any:
-        """Let the attention of a model work on divided sequences; called on every process.
+    def shard(self, model: Module, samples: int) -> Any:
+        """Let the attention of a model work on sharded sequences; called on every process.
 
         Args:
             model: one of transformers.
@@ -62,17 +62,17 @@ class Ulysses:
 
         Raises:
             NotOffered: the model is not of transformers.
-            Conflict: its attention cannot be divided so, or that of another model is.
+            Conflict: its attention cannot be sharded so, or that of another model is.
         """
         asked = f"Cannot shard the sequences of {type(model).__name__} with DeepSpeed (sp_size={self.count})."
         config = getattr(model, "config", None)
         name = getattr(config, "_attn_implementation", None)
         if config is None or name is None:
             raise NotOffered(
-                asked, "It divides those of transformers' models only.", "Set sp_backend='torch', or sp_size=1."
+                asked, "It shards those of transformers' models only.", "Set sp_backend='torch', or sp_size=1."
             )
         if self.ready:
-            raise Conflict(asked, "It divides those of one model, and has one.", "Train the other in a run of its own.")
+            raise Conflict(asked, "It shards those of one model, and has one.", "Train the other in a run of its own.")
         self._replaced = self._registered(asked, model, self._options.sp_attn_implementation or name, samples)
         return groups
 
@@ -94,9 +94,9 @@ class Ulysses:
             ) from error
         return name, before
 
-    def loader(self, loader: Any) -> DividedLoader:
-        """A loader whose sequences are divided."""
-        return DividedLoader(loader, self)
+    def loader(self, loader: Any) -> SequenceShardedLoader:
+        """A loader whose sequences are sharded."""
+        return SequenceShardedLoader(loader, self)
 
     def close(self) -> None:
         """Give transformers its attention back."""
@@ -110,7 +110,7 @@ class Ulysses:
         groups._release_sequence_parallel_groups()
 
 
-class DividedLoader:
+class SequenceShardedLoader:
     """The batches of all processes of a group, one after the other, of each the part that is this process's.
 
     Every batch is a mapping of tensors of the shape (samples, tokens), with "input_ids", "labels" and "position_ids".
@@ -118,53 +118,53 @@ class DividedLoader:
 
     Args:
         loader: a prepared one.
-        division: of the sequences.
+        ulysses: how the sequences are sharded.
 
     Raises:
         DataError: a batch lacks something; while it is read.
     """
 
-    def __init__(self, loader: Any, division: Ulysses) -> None:
-        self._loader, self._division = loader, division
+    def __init__(self, loader: Any, ulysses: Ulysses) -> None:
+        self._loader, self._ulysses = loader, ulysses
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_division"):  # not there yet: it is being unpickled
+        if name in ("_loader", "_ulysses"):  # not there yet: it is being unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader) * self._division.count
+        return len(self._loader) * self._ulysses.count
 
     def __iter__(self) -> Iterator[Any]:
-        division = self._division
-        if not division.ready:
+        ulysses = self._ulysses
+        if not ulysses.ready:
             raise NotReady(
-                "A loader was read whose sequences DeepSpeed is to divide.",
-                "It divides them with the groups of a model, and none was prepared.",
+                "Cannot read a loader whose sequences DeepSpeed shards.",
+                "It shards them with the groups of a model, and none was prepared.",
                 "Prepare model, optimizer and loader before.",
             )
         rank, group = groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_group()
         batches = _Once(self._checked())
-        adapter: Iterator[Any] = UlyssesSPDataLoaderAdapter(batches, rank, group, division.count, division.device)
+        adapter: Iterator[Any] = UlyssesSPDataLoaderAdapter(batches, rank, group, ulysses.count, ulysses.device)
         return adapter
 
     def _checked(self) -> Iterator[Any]:
-        length = self._division.length
+        length = self._ulysses.length
         for batch in self._loader:
             missing = [name for name in _NEEDED if name not in batch] if hasattr(batch, "keys") else list(_NEEDED)
             if missing:
                 raise DataError(
-                    "A batch was read whose sequences DeepSpeed is to divide.",
+                    "Cannot shard the sequences of a batch with DeepSpeed.",
                     f"It has no {', '.join(missing)}.",
                     "Let the collate function return a dict with them; position_ids count the tokens of each sample: "
                     "torch.arange(tokens).",
                 )
             tokens = batch["input_ids"].shape[1]
-            if tokens % self._division.count or tokens != (length or tokens):
+            if tokens % self._ulysses.count or tokens != (length or tokens):
                 raise DataError(
-                    f"Cannot shard a batch with sequences of {tokens} tokens over {self._division.count} processes.",
+                    f"Cannot shard a batch with sequences of {tokens} tokens over {self._ulysses.count} processes.",
                     "All parts have the same length" + (f", and sp_seq_length={length} was given." if length else "."),
-                    f"Pad sequences to {length or f'a multiple of {self._division.count}'} tokens.",
+                    f"Pad sequences to {length or f'a multiple of {self._ulysses.count}'} tokens.",
                 )
             yield dict(batch) if isinstance(batch, Mapping) else {name: batch[name] for name in batch.keys()}  # noqa: SIM118
 

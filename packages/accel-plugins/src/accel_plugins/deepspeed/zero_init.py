@@ -1,4 +1,4 @@
-"""Dividing parameters while models are built (ZeRO stage 3), through transformers and DeepSpeed."""
+"""Sharding parameters while models are built (ZeRO stage 3), through transformers and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_plugins.deepspeed.manifest import REQUIREMENT
 from accel_state.errors import SettingError
 from accel_state.settings.installed import importable, installed_version
 
-__all__ = ("gathered", "take_whole", "transformers_view")
+__all__ = ("gathered", "set_leaf_modules", "transformers_view")
 
 _logger: Final = logging.getLogger(__name__)
 _WHILE_BUILDING: Final = {
@@ -30,19 +30,19 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
     """The object through which transformers, and who asks it, sees the configuration; None where it cannot be had.
 
     It is seen for as long as it lives and no other is made. It cannot be had without transformers, nor without the
-    distribution `accelerate`, whose name transformers looks for; models are built whole then, and divided when they are
+    distribution `accelerate`, whose name transformers looks for; models are built whole then, and sharded when they are
     prepared.
 
     Args:
         table: DeepSpeed's configuration.
-        in_parts: whether parameters of stage 3 are divided: while models are built, and when they generate.
+        in_parts: whether parameters of stage 3 are sharded: while models are built, and when they generate.
     """
     if not importable("transformers"):
         return None
     if installed_version("accelerate") is None:
         if in_parts:
             _logger.warning(
-                "transformers builds models whole: it divides them where the package accelerate is installed."
+                "transformers builds models whole: it shards them where the package accelerate is installed."
             )
         return None
     from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
@@ -62,7 +62,7 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
     return View(ds_config.config)
 
 
-def take_whole(model: Any, names: Iterable[str]) -> None:
+def set_leaf_modules(model: Any, names: Iterable[str]) -> None:
     """Let ZeRO stage 3 take each layer of some classes as one piece.
 
     Raises:
@@ -85,7 +85,7 @@ def take_whole(model: Any, names: Iterable[str]) -> None:
 def gathered(
     parameters: Any, modifier_rank: int | None = None, forward_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[None]:
-    """A block in which parameters are whole that DeepSpeed divides; where none are divided, it changes nothing.
+    """A block in which parameters are whole that DeepSpeed shards; where none are sharded, it changes nothing.
 
     Args:
         parameters: one or several.
@@ -94,7 +94,7 @@ def gathered(
         enabled: False makes it do nothing.
 
     Raises:
-        Missing: parameters are divided, and DeepSpeed is not installed.
+        Missing: parameters are sharded, and DeepSpeed is not installed.
     """
     single = hasattr(parameters, "shape")
     listed = [parameters] if single else list(parameters)

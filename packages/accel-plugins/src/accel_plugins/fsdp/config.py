@@ -449,12 +449,12 @@ class FullyShardedDataParallelPlugin:
             self.fsdp_version, self.sharding_strategy = None, self.fsdp_version  # type: ignore[assignment]
         given = [name for name in (*_ONLY_FIRST, "sharding_strategy") if given_value(self, name) is not None]
         for name in settings_of(type(self)):
-            self._settle(name)
+            self._configure(name)
         if self.fsdp_version >= 2:
-            self._settle_second(given)
+            self._configure_second(given)
         self.validate_mixed_precision_policy()
 
-    def _settle(self, name: str) -> None:
+    def _configure(self, name: str) -> None:
         """Put the value of one field in its final form: given, from the environment, or the default."""
         known, given = settings_of(type(self))[name], given_value(self, name)
         if given is None:
@@ -469,7 +469,7 @@ class FullyShardedDataParallelPlugin:
             given = list(given)
         setattr(self, name, given)
 
-    def _settle_second(self, given: list[str]) -> None:
+    def _configure_second(self, given: list[str]) -> None:
         """Leave out what version 2 does not have, with a word to those who gave it."""
         if "sharding_strategy" in given:
             raise Conflict(
@@ -531,7 +531,7 @@ class FullyShardedDataParallelPlugin:
         """
         self.state_dict_type = state_dict_type
         if state_dict_type is None:
-            self._settle("state_dict_type")
+            self._configure("state_dict_type")
         self._refuse_flat_shards()
 
     def set_auto_wrap_policy(self, model: Any) -> None:

@@ -1,6 +1,6 @@
 """The sharding strategy over `torch.distributed.fsdp.FullyShardedDataParallel`, the first version of FSDP.
 
-Parameters of a block are joined to one flat tensor that is divided. Of the CPU, torch supports a part of it only; what
+Parameters of a block are joined to one flat tensor that is sharded. Of the CPU, torch supports a part of it only; what
 is not supported there is refused.
 """
 
@@ -70,7 +70,7 @@ class FSDP1Strategy(ShardedStrategy):
         if self.context.mesh is not None and copies != (name in _HYBRID):
             raise Conflict(
                 f"{asked[:-1]} and a ParallelismConfig {'with' if copies else 'without'} dp_replicate_size above 1.",
-                "Copies of groups that divide the parameters are what the hybrid strategies are for.",
+                "Copies of groups that shard the parameters are what the hybrid strategies are for.",
                 "Use 'HYBRID_SHARD' with dp_replicate_size, and 'FULL_SHARD' without.",
             )
 
@@ -170,7 +170,7 @@ class FSDP1Strategy(ShardedStrategy):
         return process.topology.local_rank if self._strategy_name in _HYBRID else process.rank
 
     def _mesh(self) -> DeviceMesh:
-        """The mesh of the run; without one, the hybrid strategies divide within a node and copy between nodes."""
+        """The mesh of the run; without one, the hybrid strategies shard within a node and copy between nodes."""
         process = self.context.process
         if self.context.mesh is not None:
             return self.context.mesh

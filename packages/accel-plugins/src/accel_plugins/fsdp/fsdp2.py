@@ -31,10 +31,12 @@ from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 
-__all__ = ("FSDP2Strategy", "divide")
+__all__ = ("FSDP2Strategy", "apply_fully_shard")
 
 
-def divide(model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh | None, pins_memory: bool) -> None:
+def apply_fully_shard(
+    model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh | None, pins_memory: bool
+) -> None:
     """Shard each block of a model, and what is in none, over a mesh; None is one of all processes."""
     arguments: dict[str, Any] = {
         "mesh": mesh,
@@ -68,7 +70,7 @@ class FSDP2Strategy(ShardedStrategy):
         if is_built_in_shards(model):
             return weights.place_values(model, self.context.process.device)
         if self.config.cpu_ram_efficient_loading:
-            # Transforms divide weights, and only whole ones can be sent.
+            # Transforms shard weights, and only whole ones can be sent.
             self._sources[id(model)] = weights.weights_of_first(model, self.context.process.rank)
         return super().place(model)
 
@@ -80,32 +82,32 @@ class FSDP2Strategy(ShardedStrategy):
             offloads = isinstance(offload(config, process.family.pins_memory), fsdp.CPUOffloadPolicy)
             device = torch.device("cpu") if offloads else process.device
             pins = process.family.pins_memory
-            materialise(model, self._mesh, device, lambda: divide(model, config, self._mesh, pins))
+            materialise(model, self._mesh, device, lambda: apply_fully_shard(model, config, self._mesh, pins))
             return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
         if source is None:
             weights.send_from_first(model, process.device, self.context.mesh)
         if self._mesh is not None:
-            divide(model, config, self._mesh, process.family.pins_memory)
+            apply_fully_shard(model, config, self._mesh, process.family.pins_memory)
         if source is not None:
             weights.distribute(model, source)
         return model
 
     def _source(self, model: Module) -> dict[str, Tensor]:
-        """All weights, where this is the first process; kept from before they were divided."""
+        """All weights, where this is the first process; kept from before they were sharded."""
         kept = self._sources.pop(id(model), None)
         return weights.weights_of_first(model, self.context.process.rank) if kept is None else kept
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:
-        """The mesh that parameters are divided over, behind that of their copies; None when no axis divides them."""
+        """The mesh that parameters are sharded over, behind that of their copies; None when no axis shards them."""
         whole, process = self.context.mesh, self.context.process
         if whole is None:
             return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(Axis.SHARD.value,))
-        dividing = flattened(whole, SHARDING_AXES)
-        if dividing is None or submesh(whole, Axis.REPLICATE) is None:
-            return dividing
-        names = (Axis.REPLICATE.value, *(dividing.mesh_dim_names or ()))
+        sharding = flattened(whole, SHARDING_AXES)
+        if sharding is None or submesh(whole, Axis.REPLICATE) is None:
+            return sharding
+        names = (Axis.REPLICATE.value, *(sharding.mesh_dim_names or ()))
         return whole[names]
 
     # ------------------------------------------------------------------ one step

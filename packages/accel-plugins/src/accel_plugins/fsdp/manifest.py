@@ -20,7 +20,7 @@ _USE: Final = Setting(
     False,
     variable="ACCELERATE_USE_FSDP",
     flag="--use_fsdp",
-    help="Divide parameters with torch's FSDP.",
+    help="Shard parameters with torch's FSDP.",
 )
 _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 

@@ -137,7 +137,7 @@ def place_values(model: Module, device: torch.device) -> Module:
 def train_in_fp32(model: Module) -> None:
     """Let the optimizer step on fp32 weights: mixed precision gathers copies of them in 16 bits for forward.
 
-    Small updates would be lost in 16 bits, and FSDP divides parameters of one dtype only. Frozen parameters and buffers
+    Small updates would be lost in 16 bits, and FSDP shards parameters of one dtype only. Frozen parameters and buffers
     keep their dtype.
     """
     changed = 0

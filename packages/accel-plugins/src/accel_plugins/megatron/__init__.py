@@ -1,1 +1,1 @@
-"""Training large language models with Megatron-LM: tensors, layers, the sequence and experts divided over processes."""
+"""Training large language models with Megatron-LM: tensors, layers, the sequence and experts sharded over processes."""

@@ -115,7 +115,7 @@ def take_sizes(plugin: MegatronLMPlugin, bundle: Bundle, shards: int) -> None:
 
 
 def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> MegatronParts:
-    """Build the model in its divided form, its optimizer and its schedule; the settings know all sizes.
+    """Build the model in its sharded form, its optimizer and its schedule; the settings know all sizes.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
@@ -275,11 +275,11 @@ def transformer_config(plugin: MegatronLMPlugin) -> Any:
 
 
 def _demand_divided_norms() -> None:
-    """Norms of a divided sequence are brought by Transformer Engine or Apex; torch's compute on the whole one."""
+    """Norms of a sharded sequence are brought by Transformer Engine or Apex; torch's compute on the whole one."""
     if not (importable("transformer_engine") or importable("apex")):
         raise Missing(
             "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
-            "Megatron-LM takes the norms of a divided sequence from Transformer Engine or from Apex; neither is here.",
+            "Megatron-LM takes the norms of a sharded sequence from Transformer Engine or from Apex; neither is here.",
             "Install transformer-engine for this machine's CUDA, or leave out sequence_parallelism.",
         )
 
@@ -408,7 +408,7 @@ def build_schedule(plugin: MegatronLMPlugin, optimizer: Any) -> Any:
 # ---------------------------------------------------------------------------- the models of Megatron-LM
 
 PADDING: Final = 128
-"""Vocabularies are made multiples of this, so that matrices can be divided and are computed fast."""
+"""Vocabularies are made multiples of this, so that matrices can be sharded and are computed fast."""
 
 
 def provide_model(
@@ -423,7 +423,7 @@ def provide_model(
         vp_stage: which part of an interleaved stage.
 
     Raises:
-        NotOffered: Megatron-LM has no such model, or cannot divide it so.
+        NotOffered: Megatron-LM has no such model, or cannot shard it so.
     """
     megatron_args = plugin.megatron_lm_default_args
     makers: dict[str, Callable[..., Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
@@ -438,7 +438,7 @@ def provide_model(
 
 
 def padded_vocabulary(plugin: MegatronLMPlugin) -> int:
-    """Size of a vocabulary that can be divided over the processes that divide a tensor."""
+    """Size of a vocabulary that can be sharded over the processes of tensor parallelism."""
     megatron_args = plugin.megatron_lm_default_args
     multiple = int(megatron_args.get("make_vocab_size_divisible_by", PADDING)) * plugin.tp_degree
     return -(-int(megatron_args["vocab_size"]) // multiple) * multiple
@@ -510,7 +510,7 @@ def _t5(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_sta
 
     if plugin.pp_degree > 1:
         raise NotOffered(
-            f"Cannot divide a T5 over pp_degree={plugin.pp_degree} stages.",
+            f"Cannot split a T5 over pp_degree={plugin.pp_degree} stages.",
             "Megatron-LM keeps encoder and decoder of a T5 in one stage.",
             "Use tp_degree.",
         )

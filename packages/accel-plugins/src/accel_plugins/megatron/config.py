@@ -76,7 +76,7 @@ def _own_args(plugin: Any) -> dict[str, Any]:
     if found["recompute_granularity"] == "full":
         found["recompute_method"] = found["recompute_method"] or "uniform"
         found["recompute_num_layers"] = found["recompute_num_layers"] or 1
-    # The optimizer with states in lower precision is a form of the one that divides them.
+    # The optimizer with states in lower precision is a form of the one that shards them.
     found["use_distributed_optimizer"] = bool(plugin.use_distributed_optimizer or plugin.use_precision_aware_optimizer)
     megatron_args = {name: value for name, value in found.items() if value is not None}
     return {**megatron_args, **(plugin.other_megatron_args or {})}
@@ -193,12 +193,12 @@ _number: Final = partial(_megatron, type=_COUNT)
 
 @dataclass
 class MegatronLMPlugin:
-    """How Megatron-LM divides a model, trains it and optimizes it. What is None comes from the environment.
+    """How Megatron-LM shards a model, trains it and optimizes it. What is None comes from the environment.
 
     Args:
-        tp_degree: processes that divide a tensor.
+        tp_degree: processes over which each tensor is sharded.
         pp_degree: stages of the pipeline.
-        use_custom_fsdp: divide parameters as Megatron's own FSDP does.
+        use_custom_fsdp: shard parameters as Megatron's own FSDP does.
         overlap_cpu_optimizer_d2h_h2d: copy optimizer states while the device computes.
         no_load_optim: do not load optimizer states.
         eod_mask_loss: leave ends of documents out of the loss.
@@ -210,19 +210,19 @@ class MegatronLMPlugin:
         recompute_method: with "full", which layers: "uniform" or "block".
         recompute_num_layers: with "full", layers that are computed again at once; 1 by default.
         attention_backend: "flash", "fused", "unfused", "local" or "auto"; True is "auto", False is "unfused".
-        expert_model_parallel_size: processes among which experts are divided.
-        context_parallel_size: processes among which the sequence is divided; 1 by default.
+        expert_model_parallel_size: processes over which experts are sharded.
+        context_parallel_size: processes over which the sequence is sharded; 1 by default.
         attention_dropout, hidden_dropout: 0 by default.
         attention_softmax_in_fp32: compute the softmax of attention in 32 bits; the default.
-        expert_tensor_parallel_size: processes that divide a tensor of an expert.
+        expert_tensor_parallel_size: processes over which each tensor of an expert is sharded.
         calculate_per_token_loss: average the loss over the tokens of the whole batch; the default.
         use_rotary_position_embeddings: rotary positions; as the model's configuration says when None.
         num_micro_batches: micro-batches of one step; they take the place of gradient accumulation.
         gradient_clipping: largest norm of the gradients; 1.0 by default, 0 clips nothing.
-        sequence_parallelism: divide the sequence where tensors are not divided.
+        sequence_parallelism: shard the sequence where tensors are not sharded.
         recompute_activations: compute again what is cheap, the same as `recompute_granularity="selective"`.
-        use_distributed_optimizer: divide optimizer states over the processes that share data.
-        pipeline_model_parallel_split_rank: refused: a pipeline is no longer divided between encoder and decoder.
+        use_distributed_optimizer: shard optimizer states over the processes that share data.
+        pipeline_model_parallel_split_rank: refused: a pipeline is no longer split between encoder and decoder.
         num_layers_per_virtual_pipeline_stage: layers of each of several parts of a stage (interleaved pipeline).
         is_train_batch_min: of several loaders, the smallest batch is the size of a micro-batch; else the largest.
         train_iters, train_samples: length of training in steps or in samples; one of the two.
@@ -269,12 +269,14 @@ class MegatronLMPlugin:
     """
 
     tp_degree: int = _number(
-        help="Processes that divide a tensor.", unset=1, question="How many processes divide a tensor?"
+        help="Processes over which each tensor is sharded.",
+        unset=1,
+        question="Over how many processes is each tensor sharded?",
     )
     pp_degree: int = _number(
         help="Stages of the pipeline.", unset=1, question="How many stages does the pipeline have?"
     )
-    use_custom_fsdp: bool = _switch(help="Divide parameters as Megatron's own FSDP does.")
+    use_custom_fsdp: bool = _switch(help="Shard parameters as Megatron's own FSDP does.")
     overlap_cpu_optimizer_d2h_h2d: bool = _switch(help="Copy optimizer states while the device computes.")
     no_load_optim: bool = _switch(help="Do not load optimizer states.")
     eod_mask_loss: bool = _switch(help="Leave ends of documents out of the loss.")
@@ -294,19 +296,19 @@ class MegatronLMPlugin:
         type=ValueType("one of flash, fused, unfused, local, auto, or true or false", _attention),
         unset="auto",
     )
-    expert_model_parallel_size: int = _number(help="Processes among which experts are divided.", unset=1)
-    context_parallel_size: int = _number(help="Processes among which the sequence is divided.", unset=1)
+    expert_model_parallel_size: int = _number(help="Processes over which experts are sharded.", unset=1)
+    context_parallel_size: int = _number(help="Processes over which the sequence is sharded.", unset=1)
     attention_dropout: float = _megatron(help="Dropout in attention.", type=FLOAT, unset=0.0)
     hidden_dropout: float = _megatron(help="Dropout in hidden states.", type=FLOAT, unset=0.0)
     attention_softmax_in_fp32: bool = _switch(help="Compute its softmax in 32 bits.", unset=True)
-    expert_tensor_parallel_size: int = _number(help="Processes among which tensors of experts are divided.")
+    expert_tensor_parallel_size: int = _number(help="Processes over which tensors of experts are sharded.")
     calculate_per_token_loss: bool = _switch(help="Average the loss over tokens.", unset=True)
     use_rotary_position_embeddings: bool | None = _switch(help="Use rotary positions.", unset=None)
     num_micro_batches: int = _number(help="Micro-batches in the pipeline.", unset=1)
     gradient_clipping: float = _megatron(help="Largest norm of the gradients.", type=FLOAT, unset=1.0)
-    sequence_parallelism: bool = _switch(help="Divide the sequence where tensors are not.")
+    sequence_parallelism: bool = _switch(help="Shard the sequence where tensors are not.")
     recompute_activations: bool = _switch(help="Recompute activations in backward.")
-    use_distributed_optimizer: bool = _switch(help="Divide optimizer states.")
+    use_distributed_optimizer: bool = _switch(help="Shard optimizer states.")
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool | str = True
@@ -365,7 +367,7 @@ class MegatronLMPlugin:
         if self.pipeline_model_parallel_split_rank is not None:
             raise NotOffered(
                 "Cannot use MegatronLMPlugin(pipeline_model_parallel_split_rank=...).",
-                "Megatron-LM no longer divides a pipeline between an encoder and a decoder.",
+                "Megatron-LM no longer splits a pipeline between an encoder and a decoder.",
                 "Remove it; both are in one stage.",
             )
         if self.train_iters is not None and self.train_samples is not None:
@@ -377,7 +379,7 @@ class MegatronLMPlugin:
         if self.sequence_parallelism and self.tp_degree == 1:
             raise Conflict(
                 "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
-                "It divides the sequence over the processes that divide a tensor, and tp_degree is 1.",
+                "It shards the sequence over the processes of tensor parallelism, and tp_degree is 1.",
                 "Set tp_degree, or use context_parallel_size.",
             )
         if self.consumed_samples is not None and len(self.consumed_samples) != 3:

@@ -360,7 +360,7 @@ FOLDER: Final = "megatron"
 
 _GENERATORS: Final = "rng_state"
 _FORM: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Divided optimizer states are written in the form that can be read in any other division."""
+"""Sharded optimizer states are written in the form that any other number of processes can read."""
 
 
 def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
@@ -389,7 +389,7 @@ def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
 def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     """Read what `save` wrote, on as many processes or on others.
 
-    Generators are restored where the model is divided as it was; their states are of no use to other parts.
+    Generators are restored where the model is sharded as it was; their states are of no use to other parts.
 
     Raises:
         CheckpointError: it is missing, damaged, holds code, or is of another model.
@@ -455,13 +455,13 @@ def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
 
 
 def _demand_readable(optimizer: Any) -> None:
-    """Megatron-LM does not read divided states again where torch's Adam, which also counts steps, keeps them."""
+    """Megatron-LM does not read sharded states again where torch's Adam, which also counts steps, keeps them."""
     if any(
         isinstance(one.optimizer, torch.optim.Adam) for one in getattr(optimizer, "chained_optimizers", [optimizer])
     ):
         raise NotOffered(
             "Cannot write a checkpoint with sharded optimizer states (use_distributed_optimizer=True).",
-            "Megatron-LM steps with torch's Adam here, whose divided states it writes and cannot read again.",
+            "Megatron-LM steps with torch's Adam here, whose sharded states it writes and cannot read again.",
             "Install transformer-engine or apex, whose Adam it reads, or set no_save_optim=True.",
         )
 

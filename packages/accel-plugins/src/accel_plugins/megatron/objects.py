@@ -276,7 +276,7 @@ def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any
 
 
 def _is_built_here() -> bool:
-    """Every process reads: those that divide a tensor take the same samples, and need no sending of them."""
+    """Every process reads: the processes of one tensor take the same samples, and need no sending of them."""
     return True
 
 

@@ -1,6 +1,6 @@
 """The strategy over Megatron-LM, which owns accumulation, precision and clipping.
 
-Megatron-LM builds the model anew in its divided form. What comes back from `prepare` in the model's place is an engine:
+Megatron-LM builds the model anew in its sharded form. What comes back from `prepare` in the model's place is an engine:
 calling it with a batch is a whole step, and backward, the optimizer and the schedule have nothing left to do.
 """
 
@@ -40,7 +40,7 @@ _OwnStore: Any = torch._C._distributed_c10d.HashStore
 
 
 class MegatronStrategy(Strategy):
-    """Tensors, layers, the sequence and experts divided over processes.
+    """Tensors, layers, the sequence and experts sharded over processes.
 
     Args:
         context: the context of the run.
@@ -187,7 +187,7 @@ class MegatronStrategy(Strategy):
             raise NotOffered(
                 f"Cannot {what} all weights of a model of Megatron-LM.",
                 f"It has {held} shards, whose names and shapes are not those of a full model.",
-                "Use save_state() and load_state(): Megatron-LM reads its checkpoints in other divisions too.",
+                "Use save_state() and load_state(): Megatron-LM reads its checkpoints with other degrees too.",
             )
 
     def writes_weights(self) -> bool:

@@ -195,7 +195,7 @@ class Float16(Autocasting):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        self._settle()
+        self._update_scale()
         return self._scaler
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -203,7 +203,7 @@ class Float16(Autocasting):
         self._stepped.clear()
         self._unscaled.clear()
 
-    def _settle(self) -> None:
+    def _update_scale(self) -> None:
         """Update the scale when optimizers have stepped since the last update."""
         if self._stepped:
             self._scaler.update()
@@ -211,7 +211,7 @@ class Float16(Autocasting):
             self._unscaled.clear()
 
     def backward_scale(self, loss: Tensor) -> Tensor:
-        self._settle()
+        self._update_scale()
         self._backwards += 1
         return self._scaler.scale(loss)
 
@@ -240,17 +240,17 @@ class Float16(Autocasting):
         if not self._scaler.is_enabled() or not _has_gradients(optimizer):
             return super().step(optimizer)
         if id(optimizer) in self._stepped:
-            self._settle()
+            self._update_scale()
         self._scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         return not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
 
     def state_dict(self) -> dict[str, object]:
-        self._settle()
+        self._update_scale()
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self._settle()
+        self._update_scale()
         self._scaler.load_state_dict(dict(state))
 
 

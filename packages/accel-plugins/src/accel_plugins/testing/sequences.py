@@ -1,6 +1,6 @@
 """A small model of causal attention, its data, and its runs with every combination of axes that processes can have.
 
-Every axis finds something to divide in it: blocks, layers of a block, heads, a sequence, samples.
+Every axis finds something to shard in it: blocks, layers of a block, heads, a sequence, samples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAN: Final = {
     "blocks.*.values": "colwise",
     "blocks.*.out": "rowwise",
 }
-"""How its layers are divided along the axis of tensors."""
+"""How its layers are sharded along the axis of tensors."""
 
 
 class AttentionBlock(nn.Module):

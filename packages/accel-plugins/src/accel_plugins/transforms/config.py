@@ -130,12 +130,12 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """How tensors of layers are divided among processes.
+    """How tensors of layers are sharded among processes.
 
     Args:
-        tp_size: processes among which each tensor is divided; 1 leaves it to `ParallelismConfig`.
+        tp_size: processes over which each tensor is sharded; 1 leaves it to `ParallelismConfig`.
         torch_device_mesh: mesh whose axis "tp", or only axis, is used; made from the sizes when None.
-        parallelize_plan: by name of a module, with `*` for any part of a name, how it is divided: "colwise",
+        parallelize_plan: by name of a module, with `*` for any part of a name, how it is sharded: "colwise",
             "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel" or a `ParallelStyle` of torch. When None, the
             model's own plan (`tp_plan`).
         tensor_parallel_degree: another name of `tp_size`.

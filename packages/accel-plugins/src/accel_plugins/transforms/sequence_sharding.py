@@ -61,7 +61,7 @@ def by_torch(
     """
     if not buffers:
         raise SettingError(
-            "A block with a divided sequence was entered without buffers.",
+            "A block with a sharded sequence was entered without buffers.",
             "torch's context parallelism takes the length of the sequence from the first of them.",
             "Give the inputs and targets as buffers.",
         )
@@ -134,7 +134,7 @@ def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Te
     if mask.shape[-1] == columns and mask.shape[-2] == rows * parts:
         return mask.narrow(-2, mine * rows, rows)
     raise ShapeMismatch(
-        f"Attention over a divided sequence was given a mask of the shape {tuple(mask.shape)}.",
+        f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
         f"It has to cover all {columns} keys, for the {rows} queries of this process or for all of them.",
         "Leave the mask out and use is_causal, or make it for the whole sequence.",
     )
@@ -163,9 +163,9 @@ def _check_heads(query: Tensor, key: Tensor, parts: int) -> None:
     for what, tensor in (("queries", query), ("keys and values", key)):
         if tensor.ndim < 3 or tensor.shape[-3] % parts:
             raise ShapeMismatch(
-                f"Cannot divide attention of {what} of the shape {tuple(tensor.shape)} among {parts} processes.",
+                f"Cannot shard attention of {what} of the shape {tuple(tensor.shape)} among {parts} processes.",
                 "Its heads (the third dim from the end) cannot be shared out evenly.",
-                "Set sp_size to a divisor of the number of heads, or divide the sequence by cp_size.",
+                "Set sp_size to a divisor of the number of heads, or shard the sequence by cp_size.",
             )
 
 
@@ -176,28 +176,28 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, pa
     """
     given = (query, key, value)
     if len({(one.shape, one.dtype) for one in given}) == 1:
-        return _exchanged(torch.stack(given), -3, -2, group, parts).unbind(0)
-    return tuple(_exchanged(one, -3, -2, group, parts) for one in given)
+        return _all_to_all(torch.stack(given), -3, -2, group, parts).unbind(0)
+    return tuple(_all_to_all(one, -3, -2, group, parts) for one in given)
 
 
 def _to_parts(output: Tensor, group: ProcessGroup, parts: int) -> Tensor:
-    return _exchanged(output, -2, -3, group, parts)
+    return _all_to_all(output, -2, -3, group, parts)
 
 
-def _exchanged(tensor: Tensor, given: int, taken: int, group: ProcessGroup, parts: int) -> Tensor:
+def _all_to_all(tensor: Tensor, split_dim: int, join_dim: int, group: ProcessGroup, parts: int) -> Tensor:
     """Give away parts of one dim and collect those of another.
 
     Args:
         tensor: any number of dims.
-        given: dim that is whole, and is divided afterwards; counted from the end.
-        taken: dim that is divided, and is whole afterwards; counted from the end.
+        split_dim: dim that is full, and is sharded afterwards; counted from the end.
+        join_dim: dim that is sharded, and is full afterwards; counted from the end.
         group: the processes.
         parts: their number.
     """
-    given, taken = given % tensor.ndim, taken % tensor.ndim
-    outgoing = torch.stack(tensor.chunk(parts, given))
+    split_dim, join_dim = split_dim % tensor.ndim, join_dim % tensor.ndim
+    outgoing = torch.stack(tensor.chunk(parts, split_dim))
     incoming = all_to_all_single_autograd(outgoing, None, None, group)
-    return torch.cat(incoming.unbind(0), taken)
+    return torch.cat(incoming.unbind(0), join_dim)
 
 
 def _for_heads(mask: Tensor, query: Tensor, heads: int, mine: int) -> Tensor:
@@ -205,7 +205,7 @@ def _for_heads(mask: Tensor, query: Tensor, heads: int, mine: int) -> Tensor:
     length = query.shape[-2]
     if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise ShapeMismatch(
-            f"Attention over a divided sequence was given a mask of the shape {tuple(mask.shape)}.",
+            f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
             f"Each process attends over the whole sequence of {length} for its heads.",
             "Leave the mask out and use is_causal, or make it for the whole sequence.",
         )
@@ -220,7 +220,7 @@ def shard_sequences(
     kept_cut: Iterable[Tensor] | None = None,
     exchange: str = "allgather",
 ) -> AbstractContextManager[None]:
-    """A block in which the sequence is divided along the axis "cp" or "sp" of the run; no change where it has neither.
+    """A block in which the sequence is sharded along the axis "cp" or "sp" of the run; no change where it has neither.
 
     Args:
         context: the context of the run.
@@ -270,8 +270,8 @@ class ShardedSequences:
     """The block; entered around forward and backward, because recomputed activations need its attention again.
 
     Args:
-        attention: makes, of the attention there is, one for the divided sequence.
-        neighbours: the processes among which sequences are divided.
+        attention: makes, of the attention there is, one for the sharded sequence.
+        neighbours: the processes among which sequences are sharded.
         buffers: what is cut.
         dims: dim of the sequence in each of them.
         kept_cut: those of them that stay cut.
@@ -296,7 +296,7 @@ class ShardedSequences:
         plain: Any = functional.scaled_dot_product_attention
         if getattr(plain, "of_sharded_sequences", False):
             raise NotReady(
-                "A block with a divided sequence was entered.",
+                "A block with a sharded sequence was entered.",
                 "There is one around it already.",
                 "Leave the first one before.",
             )
@@ -333,7 +333,7 @@ class ShardedSequences:
                 buffer.data = whole
         if error is None and not self._calls and not torch.compiler.is_compiling():
             raise NotReady(
-                "A block with a divided sequence was left.",
+                "A block with a sharded sequence was left.",
                 "Nothing in it called torch.nn.functional.scaled_dot_product_attention, so attention saw parts only.",
                 "Let the model use that function (attn_implementation='sdpa'), and call it inside of the block.",
             )

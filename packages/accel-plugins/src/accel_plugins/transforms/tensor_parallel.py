@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose weights are divided among the processes of one axis, as DTensors of torch."""
+"""Tensor parallelism: layers whose weights are sharded among the processes of one axis, as DTensors of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""How a layer may be divided, by the names that plans use."""
+"""How a layer may be sharded, by the names that plans use."""
 
 
 class TensorParallel(Transform):
@@ -50,7 +50,7 @@ class TensorParallel(Transform):
     Args:
         plan: by name of a module, with `*` for any part of a name, one of `STYLES` or a `ParallelStyle` of torch; the
             model's own plan when None.
-        mesh: the mesh to divide along; the axis "tp" of the run when None.
+        mesh: the mesh to shard along; the axis "tp" of the run when None.
     """
 
     name: ClassVar[str] = "tensor parallelism"
@@ -69,7 +69,7 @@ class TensorParallel(Transform):
             if optimizer.state:
                 raise NotReady(
                     f"{type(optimizer).__name__} was given to prepare() with tensor parallelism.",
-                    "It has stepped before, and its state belongs to parameters that are not divided yet.",
+                    "It has stepped before, and its state belongs to parameters that are not sharded yet.",
                     "Prepare it first, and load its state afterwards.",
                 )
 
@@ -77,10 +77,10 @@ class TensorParallel(Transform):
         if _is_divided(model):
             return model
         ties = _ties(model)
-        divided: Module = parallelize_module(model, self._mesh(context), self._styles(model))
+        sharded: Module = parallelize_module(model, self._mesh(context), self._styles(model))
         for places in ties:
             _tie(places)
-        return divided
+        return sharded
 
     def _mesh(self, context: Context) -> DeviceMesh:
         if self._given_mesh is not None:
@@ -105,7 +105,7 @@ class TensorParallel(Transform):
         if not plan:
             raise SettingError(
                 f"{type(model).__name__} was given to prepare() with tensor parallelism.",
-                "Nothing says how its layers are divided.",
+                "Nothing says how its layers are sharded.",
                 "Give torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan={'layers.*.up': 'colwise', ...}).",
             )
         names = [name for name, _ in model.named_modules()]
@@ -122,7 +122,7 @@ def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
         raise SettingError(
             f"A device mesh with the axes {mesh.mesh_dim_names} was given for tensor parallelism.",
             "It has several axes, and none is called 'tp'.",
-            "Name its axes, or give the part to divide along.",
+            "Name its axes, or give the part to shard along.",
         )
     return along
 
@@ -133,7 +133,7 @@ def _check_pattern(pattern: str, names: list[str], model: Module) -> None:
         return
     near = closest(pattern, names)
     raise SettingError(
-        f"The plan of tensor parallelism divides {pattern!r}.",
+        f"The plan of tensor parallelism shards {pattern!r}.",
         f"{type(model).__name__} has no module of that name.",
         f"Did you mean {near!r}?" if near else "Take names from model.named_modules().",
     )
@@ -145,7 +145,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
     if style not in STYLES:
         near = closest(str(style), STYLES)
         raise SettingError(
-            f"The plan of tensor parallelism divides {pattern!r} by {style!r}.",
+            f"The plan of tensor parallelism shards {pattern!r} by {style!r}.",
             f"The styles known by name are {', '.join(STYLES)}.",
             f"Did you mean {near!r}?" if near else "Give a ParallelStyle of torch.distributed.tensor.parallel.",
         )
@@ -166,13 +166,13 @@ def _ties(model: Module) -> list[list[Place]]:
 
 
 def _tie(places: list[Place]) -> None:
-    """Make one parameter of what dividing made several of."""
+    """Make one parameter of what sharding made several of."""
     now: list[Tensor] = [getattr(module, name) for module, name in places]
     if len({getattr(parameter, "placements", None) for parameter in now}) > 1:
         raise Conflict(
-            f"Tensor parallelism divided a parameter of the shape {tuple(now[0].shape)} in several ways.",
+            f"Tensor parallelism sharded a parameter of the shape {tuple(now[0].shape)} in several ways.",
             f"It is shared by {' and '.join(type(module).__name__ for module, _ in places)}.",
-            "Let the plan divide both along the same dim, or neither.",
+            "Let the plan shard both along the same dim, or neither.",
         )
     for module, name in places[1:]:
         setattr(module, name, now[0])

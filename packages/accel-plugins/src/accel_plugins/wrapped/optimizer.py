@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
 
-__all__ = ("AcceleratedOptimizer", "Stepping", "inner_optimizer")
+__all__ = ("AcceleratedOptimizer", "SupportsStep", "inner_optimizer")
 
 Step = Callable[[Optimizer, "Closure | None"], bool]
 
 
-class Stepping(Protocol):
+class SupportsStep(Protocol):
     """Whoever knows how an optimizer steps: a strategy or a precision."""
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
@@ -56,7 +56,7 @@ class AcceleratedOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         gradient: GradientState | None = None,
-        strategy: Stepping | None = None,
+        strategy: SupportsStep | None = None,
         precision: Precision | None = None,
     ) -> None:
         if gradient is None:
@@ -67,9 +67,9 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self.scaler = scaler if scaler is not None or precision is None else precision.scaler
         self.gradient_state = gradient
-        stepping = strategy or precision
+        stepper = strategy or precision
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
-        self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepping, scaler)
+        self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepper, scaler)
         self._is_overflow = False
 
     @property
@@ -209,10 +209,10 @@ def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) ->
     return True
 
 
-def _step_of(stepping: Stepping | Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
+def _step_of(stepper: SupportsStep | Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
     """How to step: the given way, else plainly, or with a scaler that is updated at once."""
-    if stepping is not None:
-        return stepping.step
+    if stepper is not None:
+        return stepper.step
     if scaler is None:
         return Precision().step
     given = scaler

@@ -19,9 +19,9 @@ class XLAPlugin(KwargsHandler):
     """How models train on devices that torch_xla drives; give it in `kwargs_handlers`.
 
     Args:
-        fsdp: let each process drive all devices that it has, and divide parameters and batches between them (FSDP v2
+        fsdp: let each process drive all devices that it has, and shard parameters and batches between them (FSDP v2
             by SPMD); from ACCEL_XLA_FSDP when None. The devices must not have been used before the Accelerator is made.
-        blocks: names of the classes of modules whose outputs are divided too, as those of a transformer's layers.
+        blocks: names of the classes of modules whose outputs are sharded too, as those of a transformer's layers.
         downcast_bf16: with mixed precision bf16, hold floats on the device in bfloat16 and doubles in 32 bits; from
             ACCELERATE_DOWNCAST_BF16 when None.
         prefetch: batches that torch_xla's `MpDeviceLoader` reads and sends ahead in its own threads when DataLoader

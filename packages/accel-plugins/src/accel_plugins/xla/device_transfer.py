@@ -50,7 +50,7 @@ class XLADeviceTransfer:
     Args:
         device: where they go.
         prefetch: how many `MpDeviceLoader` reads ahead, where it may; 0 never uses it.
-        sharding: says to torch_xla how a tensor is divided between devices, or None.
+        sharding: says to torch_xla how a tensor is sharded between devices, or None.
     """
 
     def __init__(self, device: torch.device, prefetch: int, sharding: Any = None) -> None:

@@ -1,6 +1,6 @@
-"""FSDP v2 by SPMD: one process drives several devices as one, and says how parameters and batches are divided.
+"""FSDP v2 by SPMD: one process drives several devices as one, and says how parameters and batches are sharded.
 
-torch_xla's `SpmdFullyShardedDataParallel` divides the parameters of a model; the compiler derives which collectives
+torch_xla's `SpmdFullyShardedDataParallel` shards the parameters of a model; the compiler derives which collectives
 that takes. Modules inside are not wrapped, so that names and classes of the user's model stay what they are.
 """
 
@@ -23,7 +23,7 @@ from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullySha
 from accel_ops.tree import recursively_apply
 from accel_state.errors import SettingError
 
-__all__ = ("BatchSharding", "divide", "divide_parameters", "divide_state", "mesh_of_all_devices", "whole")
+__all__ = ("BatchSharding", "mesh_of_all_devices", "shard_model", "shard_parameters", "shard_state", "unwrapped")
 
 _AXIS: Final = "fsdp"
 """The name that torch_xla's wrapper looks for."""
@@ -36,7 +36,7 @@ def mesh_of_all_devices() -> Any:
 
 
 class BatchSharding:
-    """Says how the tensors of a batch are divided: by their first dim, the samples.
+    """Says how the tensors of a batch are sharded: by their first dim, the samples.
 
     It replaces a `ShardingSpec` of torch_xla, which would fit tensors of one number of dims only.
 
@@ -56,51 +56,51 @@ class BatchSharding:
         return spmd.ShardingSpec(self._mesh, _by_first_dim(tensor), minibatch=self.minibatch).xla_spec(tensor)
 
 
-def divide(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
-    """A model whose parameters are divided between the devices of a mesh, and the outputs of itself and its blocks.
+def shard_model(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
+    """A model whose parameters are sharded between the devices of a mesh, and the outputs of itself and its blocks.
 
     Raises:
         SettingError: no module is of a class that was named.
     """
     for block in _blocks(model, blocks):
-        block.register_forward_hook(lambda module, inputs, output: _divide_output(output, mesh))
+        block.register_forward_hook(lambda module, inputs, output: _shard_output(output, mesh))
         apply_backward_optimization_barrier(block)
     # torch warns of hooks that fire at inputs without gradients, such as the wrapper's on the whole model, and of those
     # that never fire because an output is not a tensor. They only keep the compiler from fusing too much.
     for told in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
         warnings.filterwarnings("ignore", told, UserWarning)
-    wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_divide_output)
+    wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_shard_output)
     return wrapped
 
 
-def whole(model: Module) -> Module | None:
-    """The model that `divide` was given, or None for one that it did not make."""
+def unwrapped(model: Module) -> Module | None:
+    """The model that `shard_model` was given, or None for one that it did not make."""
     inner: Any = model.module if isinstance(model, SpmdFullyShardedDataParallel) else None
     return inner  # type: ignore[no-any-return]
 
 
-def divide_state(optimizer: Optimizer, mesh: Any) -> None:
-    """Divide the state of an optimizer as its parameters are, where every device has it in full."""
+def shard_state(optimizer: Optimizer, mesh: Any) -> None:
+    """Shard the state of an optimizer as its parameters are, where every device has it in full."""
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
-                _divide_parameter(value, mesh)
+                _shard_parameter(value, mesh)
 
 
-def divide_parameters(model: Module, mesh: Any) -> None:
-    """Divide the parameters of a model that every device has in full, for example after loading."""
+def shard_parameters(model: Module, mesh: Any) -> None:
+    """Shard the parameters of a model that every device has in full, for example after loading."""
     for parameter in model.parameters():
-        _divide_parameter(parameter, mesh)
+        _shard_parameter(parameter, mesh)
 
 
-def _divide_parameter(tensor: Tensor, mesh: Any) -> None:
+def _shard_parameter(tensor: Tensor, mesh: Any) -> None:
     if tensor.ndim > 0 and not torch_xla._XLAC._get_xla_sharding_spec(tensor):
         longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
         spmd.mark_sharding(tensor, mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.ndim)))
 
 
-def _divide_output(output: Any, mesh: Any) -> None:
-    """Divide the tensors of an output, however it holds them, by their first dim."""
+def _shard_output(output: Any, mesh: Any) -> None:
+    """Shard the tensors of an output, however it holds them, by their first dim."""
 
     def mark(tensor: Tensor) -> Tensor:
         if tensor.ndim > 0:

@@ -64,10 +64,10 @@ class XLAStrategy(Strategy):
         for model in bundle.models:
             self._make_equal(model)
         if self._mesh is not None:
-            bundle.models[:] = [spmd.divide(model, self._mesh, self.config.blocks) for model in bundle.models]
+            bundle.models[:] = [spmd.shard_model(model, self._mesh, self.config.blocks) for model in bundle.models]
         for optimizer in bundle.optimizers:
             move_state(optimizer)
-            self._divide_state(optimizer)
+            self._shard_state(optimizer)
         torch_xla.sync()
         return bundle
 
@@ -78,7 +78,7 @@ class XLAStrategy(Strategy):
                 self.context.process.transport.broadcast(tensor.detach(), 0).wait()
 
     def unwrap(self, model: Module) -> Module:
-        inner = spmd.whole(model)
+        inner = spmd.unwrapped(model)
         return model if inner is None else inner
 
     def wrap_loader(self, loader: Any) -> Any:
@@ -135,9 +135,9 @@ class XLAStrategy(Strategy):
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
         super().load(part, item, folder, index, **options)
         if part is Part.MODEL:
-            self._divide_parameters(item)
+            self._shard_parameters(item)
         elif part is Part.OPTIMIZER:
-            self._divide_state(inner_optimizer(item))
+            self._shard_state(inner_optimizer(item))
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         state: dict[str, Tensor] = _on_host(super().state_dict(model))
@@ -145,7 +145,7 @@ class XLAStrategy(Strategy):
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         super().load_weights(model, weights, strict)
-        self._divide_parameters(model)
+        self._shard_parameters(model)
 
     def writes_weights(self) -> bool:
         return self.context.process.rank == 0
@@ -154,14 +154,14 @@ class XLAStrategy(Strategy):
         gradients: dict[str, Tensor] = _on_host(super().gradients(model))
         return gradients
 
-    def _divide_parameters(self, model: Module) -> None:
+    def _shard_parameters(self, model: Module) -> None:
         if self._mesh is not None:
-            spmd.divide_parameters(self.unwrap(model), self._mesh)
+            spmd.shard_parameters(self.unwrap(model), self._mesh)
         torch_xla.sync()
 
-    def _divide_state(self, optimizer: Optimizer) -> None:
+    def _shard_state(self, optimizer: Optimizer) -> None:
         if self._mesh is not None:
-            spmd.divide_state(optimizer, self._mesh)
+            spmd.shard_state(optimizer, self._mesh)
 
 
 def _on_host(state: Any) -> Any:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from accel_ops.tree import find_batch_size, recursively_apply
 from accel_plugins.blocks import repeated_blocks
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.fsdp2 import divide
+from accel_plugins.fsdp.fsdp2 import apply_fully_shard
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
@@ -230,7 +230,7 @@ class Trial:
             model = ActivationCheckpoint().apply(model, context)
         trained = [one for one in model.parameters() if one.requires_grad]
         if plan.backend == "fsdp2":
-            divide(model, fsdp_settings(model, plan), self._along_data, False)
+            apply_fully_shard(model, fsdp_settings(model, plan), self._along_data, False)
             trained = [one for one in model.parameters() if one.requires_grad]
         elif plan.backend == "ddp":
             # The wrapper itself reads values. It holds buckets of the size of all gradients from its start to its end.

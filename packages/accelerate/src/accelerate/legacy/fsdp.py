@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.fsdp2 import divide
+from accel_plugins.fsdp.fsdp2 import apply_fully_shard
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Strategy
@@ -43,7 +43,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
         if accelerator.mixed_precision != "no":
             weights.train_in_fp32(model)
         pins_memory = current.process_or_start().family.pins_memory
-        divide(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
+        apply_fully_shard(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
         return model
     prepared: Module = strategy.setup(Bundle.of([strategy.place(model)])).models[0]
     return prepared
