@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -21,10 +22,11 @@ import pytest
 
 from accel_cli.commands.doctor import Doctor
 from accel_cli.doctor.examine import EXAMINATIONS, FINE, TROUBLE, WORRY, lines_of
-from accel_cli.doctor.nodes import Line, Meeting, Member, Unreachable, compare, connect, listen, meet
+from accel_cli.doctor.nodes import Meeting, Member, compare, connect, listen, meet, receive
 from accel_cli.launch.rendezvous import is_own_address
 from accel_state.errors import LaunchError, SettingError
 from accel_state.testing.processes import ReservedPort
+from accel_state.untrusted import anything
 
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
 SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
@@ -131,9 +133,8 @@ def test_strangers_are_not_machines_of_the_run(port):
     host.start()
     connect("127.0.0.1", port, time.monotonic() + 60).close()
     for message in (5, {"member": {"rank": 0}}, {"member": {"rank": 1, "host": "x"}, "listener": "none"}):
-        stranger = connect("127.0.0.1", port, time.monotonic() + 60)
-        stranger.send(message)
-        stranger.close()
+        with connect("127.0.0.1", port, time.monotonic() + 60) as stranger:
+            stranger.sendall(json.dumps(message).encode() + b"\n")
     meet(meeting, SECOND)
     host.join(60)
     assert [finding.verdict for finding in results[0]] == [FINE]
@@ -156,16 +157,21 @@ def test_doctor_refuses_a_port_that_is_in_use():
 
 def test_messages_are_bounded():
     one, other = socket.socketpair()
-    line = Line(one)
-    other.sendall(b"no json\n" + b"x" * 10)
-    with pytest.raises(Unreachable, match="not a message"):
-        line.receive(time.monotonic() + 60)
-    with pytest.raises(Unreachable, match="no answer in time"):
-        line.receive(time.monotonic() + 0.1)
-    other.close()
-    with pytest.raises(Unreachable, match="closed"):
-        line.receive(time.monotonic() + 60)
-    line.close()
+    with one, other, one.makefile("rb") as file:
+        one.settimeout(0.1)
+        other.sendall(b"no json\n")
+        with pytest.raises(ValueError, match="not JSON"):
+            receive(file, anything)
+        with pytest.raises(TimeoutError):
+            receive(file, anything)
+    one, other = socket.socketpair()
+    with one, one.makefile("rb") as file:
+        other.sendall(b"x" * 10)
+        other.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            receive(file, anything)
+    with pytest.raises(ConnectionError, match="too long"):
+        receive(io.BytesIO(b" " * 2**20 + b"1\n"), anything)
 
 
 def test_is_own_address():
@@ -366,6 +372,7 @@ def test_a_launch_on_two_nodes_that_meet_first(cable, script):
 HELLO = {
     "member": {"rank": 1, "host": "other", "versions": {}, "settings": {}},
     "listener": 1,
+    "time": 0,
 }
 HOSTILE = {
     "silence": b"",
@@ -381,6 +388,8 @@ HOSTILE = {
     "version is a list": json.dumps({**HELLO, "member": {**HELLO["member"], "versions": {"a": []}}}).encode() + b"\n",
     "listener out of range": json.dumps({**HELLO, "listener": 65536}).encode() + b"\n",
     "listener is true": json.dumps({**HELLO, "listener": True}).encode() + b"\n",
+    "time is not a number": json.dumps({**HELLO, "time": float("nan")}).encode() + b"\n",
+    "time is endless": json.dumps(HELLO).encode().replace(b'"time": 0', b'"time": 1e9999') + b"\n",
 }
 
 
@@ -396,7 +405,7 @@ def test_hostile_clients_keep_no_machine_away(port, times):
         line = connect("127.0.0.1", port, deadline)
         strangers.append(line)
         with contextlib.suppress(OSError):
-            line._connection.sendall(said)
+            line.sendall(said)
     try:
         meet(meeting, SECOND)
         host.join(60)
@@ -410,12 +419,11 @@ ANSWERS = [
     b"",
     b"\xff\n",
     b"[]\n",
-    b'{"unreachable": {"0": "\\u001b[2Jgood"}, "clock": 0, "shares": null}\n',
-    b'{"unreachable": {"x": "y"}, "clock": 0, "shares": null}\n',
-    b'{"unreachable": {}, "clock": NaN, "shares": null}\n',
-    b'{"unreachable": {}, "clock": 1e9999, "shares": null}\n',
-    b'{"unreachable": {}, "clock": 1e300, "shares": []}\n',
-    b'{"unreachable": {"' + b"9" * 5000 + b'": ""}, "clock": 0}\n',
+    b'{"unreachable": {"0": "\\u001b[2Jgood"}, "shares": null}\n',
+    b'{"unreachable": {"x": "y"}, "shares": null}\n',
+    b'{"unreachable": {"0": NaN}, "shares": null}\n',
+    b'{"unreachable": {}, "shares": []}\n',
+    b'{"unreachable": {"' + b"9" * 5000 + b'": ""}}\n',
 ]
 
 
@@ -426,10 +434,11 @@ def test_a_hostile_machine_of_the_run_is_reported(port, answer):
     host.start()
     with connect("127.0.0.1", port, time.monotonic() + 60) as line, listen(0) as listener:
         own = listener.getsockname()[1]
-        line.send({"member": {**HELLO["member"], "host": "\x1b[31mred"}, "listener": own})
-        line.receive(time.monotonic() + 60)
-        line.receive(time.monotonic() + 60)
-        line._connection.sendall(answer)
+        hello = {**HELLO, "member": {**HELLO["member"], "host": "\x1b[31mred"}, "listener": own}
+        line.sendall(json.dumps(hello).encode() + b"\n")
+        with line.makefile("rb") as file:
+            receive(file, anything)
+        line.sendall(answer)
     host.join(60)
     assert TROUBLE in [finding.verdict for finding in results[0]]
     assert all(line.isprintable() for line in lines_of(results[0]))
@@ -438,12 +447,12 @@ def test_a_hostile_machine_of_the_run_is_reported(port, answer):
 PLANS = [
     b"[]\n",
     b"1e9999\n",
-    b'0\n{"roster": [[1, "x", 70000]], "token": ""}\n',
-    b'0\n{"roster": [[0, "127.0.0.1", 1], [0, "127.0.0.1", 1], [0, "127.0.0.1", 1]], "token": ""}\n',
-    b'0\n{"roster": [], "token": "../../etc/passwd"}\n',
-    b'0\n{"roster": [], "token": ""}\n[{"subject": 3}]\n',
-    b'0\n{"roster": [], "token": ""}\n[{}]\n',
-    b'0\n{"roster": [], "token": ""}\n' + b"[" * 100_000 + b"\n",
+    b'{"roster": [{"rank": 1, "host": "x", "port": 70000}], "token": ""}\n',
+    json.dumps({"roster": [{"rank": 0, "host": "127.0.0.1", "port": 1}] * 3, "token": ""}).encode() + b"\n",
+    b'{"roster": [], "token": "../../etc/passwd"}\n',
+    b'{"roster": [], "token": ""}\n[{"subject": 3}]\n',
+    b'{"roster": [], "token": ""}\n[{}]\n',
+    b'{"roster": [], "token": ""}\n' + b"[" * 100_000 + b"\n",
 ]
 
 
@@ -461,7 +470,7 @@ def test_a_hostile_main_machine_is_a_typed_error(port, plan):
         peer = threading.Thread(target=visit)
         peer.start()
         connection, _ = hall.accept()
-        with Line(connection):
+        with connection:
             connection.sendall(plan)
             peer.join(60)
     assert isinstance(results[0], LaunchError)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from accel_state.testing.processes import Processes
+from accel_state.testing.processes import Processes, fork_server_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are new interpreters instead")
 
@@ -43,6 +43,39 @@ def test_a_group_ends_although_its_pipe_stays_open_elsewhere() -> None:
         held = os.dup(member._calls.fileno())  # as a process has it that the tests forked
     os.close(held)
     assert member.process.returncode == 0
+
+
+class Interrupted(Exception):
+    """The timeout of a test, which comes anywhere."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+def test_a_group_whose_end_was_interrupted_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Processes(2) as group:
+        group.run(imported)
+        started = [member.process for member in group._members]
+        with monkeypatch.context() as patched:
+            patched.setattr(type(group._members[1]), "end", interrupt)
+            with pytest.raises(Interrupted):
+                group.close()
+        group.close()
+        assert [process.returncode for process in started] == [0, 0]
+        assert group.run(imported) == [[], []]
+
+
+def test_a_group_whose_start_was_interrupted_starts_as_a_whole_at_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Processes(2) as group:
+        with monkeypatch.context() as patched:
+            patched.setattr(fork_server_of(1), "fork", interrupt)
+            with pytest.raises(Interrupted):
+                group.run(imported)
+        assert not group._members
+        assert group.run(imported) == [[], []]
 
 
 def objects_that_collections_spare() -> int:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import Conflict, SettingError
@@ -44,6 +45,14 @@ BETA_TP_AVAILABLE_TRANSFORMERS_VERSION: Final = "4.52.0"
 
 MESH_GROUP: Final = "ParallelismConfig"
 """Heading of these settings in `--help` and the reference."""
+
+_mesh: Final = partial(
+    setting,
+    variable="PARALLELISM_CONFIG_{NAME}",
+    flag="--parallelism_config_{name}",
+    key="parallelism_config.parallelism_config_{name}",
+    group=MESH_GROUP,
+)
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Axes of the device mesh, outermost first."""
@@ -90,14 +99,10 @@ class TorchContextParallelConfig:
         SettingError: there is no such strategy.
     """
 
-    cp_comm_strategy: str | None = setting(
+    cp_comm_strategy: str | None = _mesh(
         None,
         type=choice("allgather", "alltoall"),
-        variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        flag="--parallelism_config_cp_comm_strategy",
-        key="parallelism_config.parallelism_config_cp_comm_strategy",
         help="How the processes of context parallelism exchange keys and values.",
-        group=MESH_GROUP,
         unset="allgather",
     )
 
@@ -123,33 +128,21 @@ class DeepSpeedSequenceParallelConfig:
         Conflict: all sequences have the same length, and it is not given.
     """
 
-    sp_seq_length: int | None = setting(
+    sp_seq_length: int | None = _mesh(
         None,
         type=ValueType("an integer of at least 1", _length),
-        variable="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
-        flag="--parallelism_config_sp_seq_length",
-        key="parallelism_config.parallelism_config_sp_seq_length",
         help="Tokens of a full sequence, when all have the same number.",
-        group=MESH_GROUP,
     )
-    sp_seq_length_is_variable: bool | None = setting(
+    sp_seq_length_is_variable: bool | None = _mesh(
         None,
         type=BOOLEAN,
-        variable="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
-        flag="--parallelism_config_sp_seq_length_is_variable",
-        key="parallelism_config.parallelism_config_sp_seq_length_is_variable",
         help="Whether sequences differ in length.",
-        group=MESH_GROUP,
         unset=True,
     )
-    sp_attn_implementation: str | None = setting(
+    sp_attn_implementation: str | None = _mesh(
         None,
         type=TEXT,
-        variable="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
-        flag="--parallelism_config_sp_attn_implementation",
-        key="parallelism_config.parallelism_config_sp_attn_implementation",
         help="Attention that works on a sharded sequence.",
-        group=MESH_GROUP,
     )
 
     def __post_init__(self) -> None:
@@ -170,30 +163,12 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-def _size(name: str, what: str) -> Any:
-    return setting(
-        None,
-        type=int_at_least(1),
-        variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
-        flag=f"--parallelism_config_{name}_size",
-        key=f"parallelism_config.parallelism_config_{name}_size",
-        help=f"Number of processes over which {what}; 1 for none.",
-        group=MESH_GROUP,
-        unset=1,
-    )
+def _size(what: str) -> Any:
+    return _mesh(type=int_at_least(1), help=f"Number of processes over which {what}; 1 for none.", unset=1)
 
 
-def _backend(name: str, what: str, *libraries: str) -> Any:
-    return setting(
-        None,
-        type=choice(*libraries),
-        variable=f"PARALLELISM_CONFIG_{name.upper()}_BACKEND",
-        flag=f"--parallelism_config_{name}_backend",
-        key=f"parallelism_config.parallelism_config_{name}_backend",
-        help=f"Library that shards {what}.",
-        group=MESH_GROUP,
-        unset=libraries[0],
-    )
+def _backend(what: str, *libraries: str) -> Any:
+    return _mesh(type=choice(*libraries), help=f"Library that shards {what}.", unset=libraries[0])
 
 
 @dataclass
@@ -224,13 +199,13 @@ class ParallelismConfig:
         (8, ['dp_shard', 'tp'])
     """
 
-    dp_replicate_size: int | None = _size("dp_replicate", "the model is replicated")
-    dp_shard_size: int | None = _size("dp_shard", "parameters are sharded")
-    tp_size: int | None = _size("tp", "each tensor of a layer is sharded")
-    cp_size: int | None = _size("cp", "torch shards the sequence")
-    cp_backend: str | None = _backend("cp", "the sequence over `cp`", "torch")
-    sp_size: int | None = _size("sp", "the sequence, and in attention the heads, are sharded")
-    sp_backend: str | None = _backend("sp", "the sequence over `sp`", "deepspeed", "torch")
+    dp_replicate_size: int | None = _size("the model is replicated")
+    dp_shard_size: int | None = _size("parameters are sharded")
+    tp_size: int | None = _size("each tensor of a layer is sharded")
+    cp_size: int | None = _size("torch shards the sequence")
+    cp_backend: str | None = _backend("the sequence over `cp`", "torch")
+    sp_size: int | None = _size("the sequence, and in attention the heads, are sharded")
+    sp_backend: str | None = _backend("the sequence over `sp`", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None

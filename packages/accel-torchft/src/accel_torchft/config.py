@@ -88,8 +88,8 @@ class TorchFTConfig(KwargsHandler):
     replica_groups: int = _setting(
         1,
         type=int_at_least(1),
-        variable="NUM_REPLICA_GROUPS",
-        flag="--replica_groups",
+        variable="NUM_{NAME}",
+        flag="--{name}",
         help="Replicas of the whole run, each a group of --num_processes processes.",
     )
     replica_group_id: int | None = _setting(

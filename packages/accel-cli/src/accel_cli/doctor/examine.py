@@ -18,6 +18,7 @@ from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
 from accel_state.settings.extension import extensions
+from accel_state.untrusted import printable
 
 __all__ = ("EXAMINATIONS", "FINE", "TROUBLE", "WORRY", "Finding", "examine", "examine_launch", "lines_of")
 
@@ -48,9 +49,11 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {finding.told}")
-        if finding.remedy:
-            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
+        # Another machine may have said it.
+        told, remedy = printable(finding.told), printable(finding.remedy)
+        lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {told}")
+        if remedy:
+            lines.append(f"{'':<7}  {'':<{width}}  -> {remedy}")
     return lines
 
 
@@ -68,10 +71,9 @@ def examine(request: Request) -> Iterator[Finding]:
 
 
 def _python(request: Request) -> Iterator[Finding]:
-    version = sys.version.split()[0]
     old = sys.version_info[:2] < _OLDEST_PYTHON
-    remedy = f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later." if old else ""
-    yield Finding("Python", TROUBLE if old else FINE, f"{version} at {sys.executable}", remedy)
+    told = f"{sys.version.split()[0]} at {sys.executable}"
+    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", TROUBLE)
 
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
@@ -159,12 +161,10 @@ def _name(request: Request) -> Iterator[Finding]:
 
 
 def _shared_memory(request: Request) -> Iterator[Finding]:
-    if not os.path.isdir(_SHARED_MEMORY):
-        return
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    remedy = "Give the container more, as with docker run --shm-size=8g: workers of data loaders need it."
-    little = free < _LEAST_SHARED_MEMORY
-    yield Finding("shared memory", WORRY if little else FINE, f"{_size(free)} free", remedy if little else "")
+    if os.path.isdir(_SHARED_MEMORY):
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        remedy = "Give the container more, as with docker run --shm-size=8g: workers of data loaders need it."
+        yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
 
 
 def _open_files(request: Request) -> Iterator[Finding]:
@@ -173,17 +173,19 @@ def _open_files(request: Request) -> Iterator[Finding]:
     except ImportError:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    little = 0 <= limit < _LEAST_OPEN_FILES
-    remedy = f"Raise the limit, as with ulimit -n {_LEAST_OPEN_FILES}." if little else ""
     told = "no limit" if limit < 0 else f"at most {limit}"
-    yield Finding("open files", WORRY if little else FINE, told, remedy)
+    remedy = f"Raise the limit, as with ulimit -n {_LEAST_OPEN_FILES}."
+    yield _judged("open files", told, 0 <= limit < _LEAST_OPEN_FILES, remedy)
 
 
 def _disk(request: Request) -> Iterator[Finding]:
     free = shutil.disk_usage(os.getcwd()).free
-    little = free < _LEAST_DISK
-    remedy = "Make room, or start from another folder: checkpoints go here by default." if little else ""
-    yield Finding("disk", WORRY if little else FINE, f"{_size(free)} free in {os.getcwd()}", remedy)
+    remedy = "Make room, or start from another folder: checkpoints go here by default."
+    yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
+
+
+def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WORRY) -> Finding:
+    return Finding(subject, verdict, told, remedy) if wrong else Finding(subject, FINE, told)
 
 
 def _size(count: int) -> str:

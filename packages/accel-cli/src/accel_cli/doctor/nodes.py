@@ -1,10 +1,9 @@
 """The machines of a run meet before it: the main one collects what all say and tells everybody the verdict.
 
-Their messages, in order:
+Their messages are lines of JSON, in this order:
 
     main machine                              every other machine
-    listens on the port of the run     <--    hello: rank, host, versions, settings, port of its own
-    its time                           -->    how far the clocks are apart
+    listens on the port of the run     <--    hello: rank, host, versions, settings, its time, a port of its own
     who is where, token of the folder  -->    connects to all others, looks into the shared folder
                                        <--    what it found
     findings                           -->    the same report everywhere
@@ -15,14 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import queue
 import socket
+import socketserver
+import tempfile
+import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from accel_cli.distributions import versions
 from accel_cli.doctor.examine import FINE, TROUBLE, WORRY, Finding, lines_of
@@ -35,150 +36,17 @@ from accel_state.network import DEFAULT_PORT
 from accel_state.untrusted import Shape, dict_of, integer, list_of, number, parse_json, printable, record, text
 
 __all__ = (
-    "Line",
     "Meeting",
     "Member",
-    "Unreachable",
     "clear_for_launch",
     "compare",
     "connect",
     "listen",
     "meet",
     "meet_machines",
+    "receive",
+    "send",
 )
-
-_LONGEST: Final = 2**20
-_BETWEEN_TRIES: Final = 0.2
-_ONE_TRY: Final = 5.0
-_CHUNK: Final = 65536
-_DEEPEST: Final = 8
-
-
-class Unreachable(Exception):
-    """The other side cannot be reached, has gone, or does not speak as expected."""
-
-
-class Line:
-    """One connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._pending = bytearray()
-        self._complete = False
-
-    def fileno(self) -> int:
-        """The descriptor of the connection, to be waited for."""
-        return self._connection.fileno()
-
-    @property
-    def peer(self) -> str:
-        """Address of the other side.
-
-        Raises:
-            Unreachable: it has gone.
-        """
-        try:
-            return str(self._connection.getpeername()[0])
-        except OSError as error:
-            raise Unreachable(str(error)) from None
-
-    def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            Unreachable: the other side has gone.
-        """
-        try:
-            self._connection.settimeout(_ONE_TRY)
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise Unreachable(str(error)) from None
-
-    def receive(self, deadline: float, shape: Shape | None = None) -> Any:
-        """The next message.
-
-        Args:
-            deadline: until when to wait, by `time.monotonic()`.
-            shape: what the message has to be like.
-
-        Raises:
-            Unreachable: no message arrived in time, or one of another shape.
-        """
-        while not self._complete:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise Unreachable("no answer in time")
-            self.read_chunk(left)
-        text, _, rest = self._pending.partition(b"\n")
-        self._pending, self._complete = rest, b"\n" in rest
-        try:
-            return parse_json(bytes(text), shape, depth=_DEEPEST)
-        except ValueError as error:
-            raise Unreachable(f"the answer is not a message of accel: {error}") from None
-
-    def read_chunk(self, patience: float) -> bool:
-        """Take what has come, after waiting for it for some seconds; whether a message is complete.
-
-        Raises:
-            Unreachable: the other side has gone, or its message is too long.
-        """
-        if self._complete:
-            return True
-        try:
-            self._connection.settimeout(patience)
-            chunk = self._connection.recv(_CHUNK)
-        except (TimeoutError, BlockingIOError):
-            return False
-        except OSError as error:
-            raise Unreachable(str(error)) from None
-        if not chunk:
-            raise Unreachable("the connection was closed")
-        self._pending += chunk
-        # Only the chunk is searched: one byte at a time must not cost the whole message each time.
-        self._complete = b"\n" in chunk
-        if len(self._pending) > _LONGEST:
-            raise Unreachable("the answer is too long")
-        return self._complete
-
-    def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
-
-    def __enter__(self) -> Line:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def listen(port: int) -> socket.socket:
-    """A listening socket on all addresses; port 0 takes a free one.
-
-    Raises:
-        OSError: the port cannot be used.
-    """
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def connect(host: str, port: int, deadline: float) -> Line:
-    """Connect, trying again while the other side is not there yet.
-
-    Raises:
-        Unreachable: it was not there until the deadline.
-    """
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return Line(socket.create_connection((host, port), timeout=max(min(left, _ONE_TRY), 0.01)))
-        except (OSError, ValueError, OverflowError) as error:
-            if time.monotonic() + _BETWEEN_TRIES >= deadline:
-                raise Unreachable(str(error)) from None
-        time.sleep(_BETWEEN_TRIES)
-
 
 _LARGEST_CLOCK_DIFFERENCE: Final = 2.0
 
@@ -214,12 +82,23 @@ def compare(members: Sequence[Member], machines: int, waited: float) -> list[Fin
         machines: how many should have come.
         waited: for how many seconds they were waited for.
     """
-    checks = (_ranks(members, machines, waited), _differences(members), _clocks(members), _links(members))
-    found = [finding for check in (*checks, _folders(members)) for finding in check]
+    found = [*_wrong_ranks(members, machines, waited)]
+    for member in members:
+        found += _differences(members[0], member)
+    hosts = {member.rank: member.host for member in members}
+    remedy = "Open the ports between the machines: every process connects to others."
+    for member in members:
+        for rank, reason in sorted(member.unreachable.items()):
+            told = f"{member.host} cannot connect to {hosts.get(rank, f'machine {rank}')}: {reason}."
+            found.append(Finding("network", TROUBLE, told, remedy))
+    apart = ", ".join(member.host for member in members if member.shares_folder is False)
+    if apart:
+        told = f"{apart} do not see what {members[0].host} writes into the shared folder."
+        found.append(Finding("shared folder", TROUBLE, told, "Mount the same file system at the same path everywhere."))
     return found or [Finding("machines", FINE, f"all {machines} are there, agree and reach each other")]
 
 
-def _ranks(members: Sequence[Member], machines: int, waited: float) -> Iterator[Finding]:
+def _wrong_ranks(members: Sequence[Member], machines: int, waited: float) -> Iterator[Finding]:
     by_rank: dict[int, list[str]] = {}
     for member in members:
         by_rank.setdefault(member.rank, []).append(member.host)
@@ -230,89 +109,102 @@ def _ranks(members: Sequence[Member], machines: int, waited: float) -> Iterator[
         if rank >= machines:
             told = f"{hosts[0]} says that it is machine {rank} of {machines}."
             yield Finding("machine ranks", TROUBLE, told, "Give the same --num_machines everywhere.")
+    remedy = "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
     for rank in sorted(set(range(machines)) - set(by_rank)):
-        told = f"Machine {rank} did not come within {waited:.0f} s."
-        remedy = (
-            "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
-        )
-        yield Finding("machine ranks", TROUBLE, told, remedy)
+        yield Finding("machine ranks", TROUBLE, f"Machine {rank} did not come within {waited:.0f} s.", remedy)
 
 
-def _differences(members: Sequence[Member]) -> Iterator[Finding]:
-    main = members[0]
-    for member in members[1:]:
-        for name, version in _differing(main.versions, member.versions):
-            told = f"{name} is {version[0]} on {main.host} and {version[1]} on {member.host}."
-            yield Finding("versions", WORRY, told, "Install the same version everywhere.")
-        for name, value in _differing(main.settings, member.settings):
-            told = f"{name} is {value[0]} on {main.host} and {value[1]} on {member.host}."
-            yield Finding("settings", TROUBLE, told, "Use the same config file and options everywhere.")
+def _differences(main: Member, member: Member) -> Iterator[Finding]:
+    """What one machine has otherwise than the main one."""
+    compared = (
+        ("versions", WORRY, main.versions, member.versions, "Install the same version everywhere."),
+        ("settings", TROUBLE, main.settings, member.settings, "Use the same config file and options everywhere."),
+    )
+    for subject, verdict, one, other, remedy in compared:
+        for name in sorted({*one, *other}):
+            here, there = one.get(name, "absent"), other.get(name, "absent")
+            if here != there:
+                told = f"{name} is {here} on {main.host} and {there} on {member.host}."
+                yield Finding(subject, verdict, told, remedy)
+    if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
+        told = f"The clock of {member.host} differs from that of {main.host} by {member.clock:+.1f} s."
+        yield Finding("clocks", WORRY, told, "Set the clocks by NTP: the times in logs and checkpoints would mislead.")
 
 
-def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    for name in sorted({*one, *other}):
-        pair = one.get(name, "absent"), other.get(name, "absent")
-        if pair[0] != pair[1]:
-            yield name, pair
-
-
-def _clocks(members: Sequence[Member]) -> Iterator[Finding]:
-    for member in members:
-        if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
-            told = f"The clock of {member.host} differs from that of {members[0].host} by {member.clock:+.1f} s."
-            remedy = "Set the clocks by NTP: the times in logs and checkpoints would mislead."
-            yield Finding("clocks", WORRY, told, remedy)
-
-
-def _links(members: Sequence[Member]) -> Iterator[Finding]:
-    hosts = {member.rank: member.host for member in members}
-    for member in members:
-        for rank, reason in sorted(member.unreachable.items()):
-            told = f"{member.host} cannot connect to {hosts.get(rank, f'machine {rank}')}: {reason}."
-            yield Finding(
-                "network", TROUBLE, told, "Open the ports between the machines: every process connects to others."
-            )
-
-
-def _folders(members: Sequence[Member]) -> Iterator[Finding]:
-    apart: list[Any] = [member.host for member in members if member.shares_folder is False]
-    if apart:
-        told = f"{', '.join(apart)} do not see what {members[0].host} writes into the shared folder."
-        yield Finding("shared folder", TROUBLE, told, "Mount the same file system at the same path everywhere.")
-
-
+_LONGEST: Final = 2**20
+_DEEPEST: Final = 8
+_BETWEEN_TRIES: Final = 0.2
+_ONE_CONNECTION: Final = 5.0
 # How long machines have for each other once all are there.
 _PATIENCE: Final = 20.0
-_ONE_CONNECTION: Final = 5.0
-_MOST_WAITING: Final = 64
-"""Connections that have not said who they are; the oldest goes when there are more."""
-_LONGEST_TEXT: Final = 300
 
 _NAMES: Final = dict_of(text())
 _HELLO: Final = record(
     {
         "member": record({"rank": integer(), "host": text(), "versions": _NAMES, "settings": _NAMES}),
         "listener": integer(1, 65535),
+        "time": number(),
     }
 )
-_LOOKED: Final = record({"unreachable": dict_of(text(), text("[0-9]{1,9}")), "clock": number()})
+_PLACE: Final = record({"rank": integer(), "host": text(), "port": integer(1, 65535)})
+_TOKEN: Final = text(r"(\.accel-doctor-\w{1,99})?")
+_LOOKED: Final = record({"unreachable": dict_of(text(), text("[0-9]{1,9}"))})
 _FIELDS: Final = ("subject", "verdict", "told", "remedy")
 _FINDINGS: Final = list_of(record(dict.fromkeys(_FIELDS, text())))
 
 
-def _plan(machines: int) -> Shape:
-    """Shape of what the main machine tells: who is where, and the name of a file in the shared folder."""
+def send(file: IO[bytes], message: Any) -> None:
+    """Send a message.
 
-    def place(value: Any) -> str:
-        shapes = (integer(), text(), integer(1, 65535))
-        if not isinstance(value, list) or len(value) != len(shapes):
-            return " is not a rank, an address and a port"
-        return next((wrong for shape, one in zip(shapes, value, strict=True) if (wrong := shape(one))), "")
+    Raises:
+        OSError: the other side has gone.
+    """
+    file.write(json.dumps(message).encode() + b"\n")
+    file.flush()
 
-    def roster(value: Any) -> str:
-        return list_of(place)(value) or ("" if len(value) <= machines else " has too many machines")
 
-    return record({"roster": roster, "token": text(r"(\.accel-doctor-[0-9a-f]{32})?")})
+def receive(file: IO[bytes], shape: Shape) -> Any:
+    """The next message of a shape.
+
+    Raises:
+        OSError: no message came in time, the other side has gone, or its message is too long.
+        ValueError: the message has another shape.
+    """
+    line = file.readline(_LONGEST)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the answer is too long" if len(line) == _LONGEST else "the connection was closed")
+    return parse_json(line, shape, depth=_DEEPEST)
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on all addresses; port 0 takes a free one.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """Connect, trying again while the other side is not there yet.
+
+    Args:
+        deadline: until when to try, by `time.monotonic()`.
+
+    Raises:
+        OSError: it was not there until the deadline.
+        ValueError: this is not the name of a host.
+    """
+    while True:
+        patience = min(deadline - time.monotonic(), _ONE_CONNECTION)
+        try:
+            return socket.create_connection((host, port), timeout=max(patience, 0.01))
+        except (OSError, ValueError):
+            if time.monotonic() + _BETWEEN_TRIES >= deadline:
+                raise
+        time.sleep(_BETWEEN_TRIES)
 
 
 @dataclass(frozen=True)
@@ -342,154 +234,135 @@ def meet(meeting: Meeting, me: Member) -> list[Finding]:
     """
     with listen(0) as listener:
         # A second machine that takes itself for the main one joins as a peer, so that both are named.
-        if me.rank == 0 and is_own_address(meeting.host):
-            return _serve(meeting, me, listener)
-        return _join(meeting, me, listener)
+        part = _serve if me.rank == 0 and is_own_address(meeting.host) else _join
+        return part(meeting, me, listener.getsockname()[1])
 
 
-@dataclass
-class _Peer:
-    line: Line
-    member: Member
-    address: tuple[str, int]
+class _Server(socketserver.ThreadingTCPServer):
+    """The main machine's side; each connection has a thread, so that one that says nothing keeps no machine waiting."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("", port), _Peer, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen(port)
+        self.arrived: queue.Queue[_Peer] = queue.Queue()
+        self.peers: futures.Future[list[_Peer]] = futures.Future()
+        self.plan: futures.Future[Any] = futures.Future()
+        self.report: futures.Future[Any] = futures.Future()
 
 
-def _serve(meeting: Meeting, me: Member, listener: socket.socket) -> list[Finding]:
-    try:
-        server = listen(meeting.port)
-    except OSError as error:
-        asked = f"The machines were to meet on port {meeting.port}."
-        raise LaunchError(asked, f"It cannot be used: {error}.", "Give another --main_process_port.") from None
-    with server, _token(meeting.folder) as token:
-        peers = _accept(server, meeting)
-        me = _look_around(me, meeting, _roster(meeting, me, listener, peers), token)
-        members = [me, *_results(peers, _roster(meeting, me, listener, peers), token)]
-        findings = compare(members, meeting.machines, meeting.timeout)
-        for peer in peers:
-            with contextlib.suppress(Unreachable):
-                peer.line.send([asdict(finding) for finding in findings])
-            peer.line.close()
-    return findings
+class _Peer(socketserver.StreamRequestHandler):
+    """The main machine's end of a connection to another one."""
 
+    timeout = _ONE_CONNECTION
+    server: _Server
 
-def _accept(server: socket.socket, meeting: Meeting) -> list[_Peer]:
-    """Those who came before the deadline; everybody is there when as many came as should.
-
-    All connections are listened to at once, so that one that says nothing keeps no machine waiting.
-    """
-    deadline = time.monotonic() + meeting.timeout
-    waiting: dict[Line, float] = {}
-    peers: list[_Peer] = []
-    server.setblocking(False)
-    try:
-        while len(peers) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
-            heard_from: list[socket.socket | Line] = [server, *waiting]
-            heard, _, _ = select.select(heard_from, [], [], min(left, _ONE_CONNECTION / 10))
-            for line in [line for line in heard if isinstance(line, Line)]:
-                try:
-                    if not line.read_chunk(0.0):
-                        continue
-                    if len(peers) < meeting.machines - 1:
-                        peers.append(_peer_of(line))
-                        del waiting[line]
-                except Unreachable:
-                    # A port scanner is not a machine of the run.
-                    del waiting[line]
-                    line.close()
-            if server in heard:
-                with contextlib.suppress(OSError):
-                    waiting[Line(server.accept()[0])] = time.monotonic() + _ONE_CONNECTION
-            late = [line for line, until in waiting.items() if until < time.monotonic()]
-            for line in late or list(waiting)[: max(0, len(waiting) - _MOST_WAITING)]:
-                del waiting[line]
-                line.close()
-    finally:
-        for line in waiting:
-            line.close()
-    return peers
-
-
-def _peer_of(line: Line) -> _Peer:
-    """A machine of the run, by the message that came from it.
-
-    Raises:
-        Unreachable: it has gone, or the message is none of a machine of the run.
-    """
-    hello = line.receive(time.monotonic() + _ONE_CONNECTION, _HELLO)
-    line.send(time.time())
-    told = hello["member"]
-    versions, settings = ({_shown(n): _shown(v) for n, v in told[kind].items()} for kind in ("versions", "settings"))
-    return _Peer(line, Member(told["rank"], _shown(told["host"]), versions, settings), (line.peer, hello["listener"]))
-
-
-def _shown(said: str) -> str:
-    """What somebody else said, as a terminal can show it."""
-    return printable(f"{said:.{_LONGEST_TEXT}}")
-
-
-def _roster(meeting: Meeting, me: Member, listener: socket.socket, peers: list[_Peer]) -> list[list[Any]]:
-    """Rank, address and port of everybody's listener."""
-    own = [me.rank, meeting.host, listener.getsockname()[1]]
-    return [own, *([peer.member.rank, *peer.address] for peer in peers)]
-
-
-def _results(peers: list[_Peer], roster: list[list[Any]], token: str) -> Iterator[Member]:
-    """What each peer found when it looked around; one that went away meanwhile is as it was."""
-    for peer in peers:
-        with contextlib.suppress(Unreachable):
-            peer.line.send({"roster": roster, "token": token})
-    deadline = time.monotonic() + _PATIENCE + _ONE_CONNECTION * len(roster)
-    for peer in peers:
+    def handle(self) -> None:
+        """Exchange the messages with this machine, in a thread."""
+        self.thread = threading.current_thread()
+        self.looked: futures.Future[Any] = futures.Future()
         try:
-            answer = peer.line.receive(deadline, _LOOKED)
-        except Unreachable as error:
-            yield replace(peer.member, unreachable={0: f"it went away ({_shown(str(error))})"})
-            continue
-        unreachable = {int(rank): _shown(reason) for rank, reason in answer["unreachable"].items()}
-        shares = answer.get("shares")
-        yield replace(
-            peer.member,
-            unreachable=unreachable,
-            clock=float(answer["clock"]),
+            hello = receive(self.rfile, _HELLO)
+        except (OSError, ValueError):
+            # A port scanner is not a machine of the run.
+            return
+        said, clock = hello["member"], hello["time"] - time.time()
+        self.member = Member(said["rank"], said["host"], said["versions"], said["settings"], clock)
+        self.place = {"rank": self.member.rank, "host": self.client_address[0], "port": hello["listener"]}
+        self.server.arrived.put(self)
+        if self not in self.server.peers.result():
+            return
+        try:
+            send(self.wfile, self.server.plan.result())
+            self.connection.settimeout(_patience(self.server.plan.result()["roster"]))
+            self.looked.set_result(receive(self.rfile, _LOOKED))
+            send(self.wfile, self.server.report.result())
+        except (OSError, ValueError) as error:
+            if not self.looked.done():
+                self.looked.set_exception(error)
+
+    def result(self, deadline: float) -> Member:
+        """The machine with what it found when it looked around; one that went away meanwhile is as it was."""
+        try:
+            looked = self.looked.result(max(deadline - time.monotonic(), 0.0))
+        except (OSError, ValueError, futures.TimeoutError) as error:
+            return replace(self.member, unreachable={0: f"it went away ({error})"})
+        shares = looked.get("shares")
+        return replace(
+            self.member,
+            unreachable={int(rank): reason for rank, reason in looked["unreachable"].items()},
             shares_folder=shares if isinstance(shares, bool) else None,
         )
 
 
-def _join(meeting: Meeting, me: Member, listener: socket.socket) -> list[Finding]:
-    asked = f"This machine was to meet the main one at {meeting.host}:{meeting.port}."
-    deadline = time.monotonic() + meeting.timeout
+def _patience(roster: Sequence[Any]) -> float:
+    """Seconds that the machines of a roster have to connect to each other."""
+    return _PATIENCE + _ONE_CONNECTION * (len(roster) + 1)
+
+
+def _serve(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
     try:
-        with connect(meeting.host, meeting.port, deadline) as line:
-            findings = _take_part(line, meeting, me, listener.getsockname()[1], deadline)
-    except Unreachable as error:
-        remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
-        raise LaunchError(asked, f"That failed: {printable(error)}.", remedy) from None
+        server = _Server(meeting.port)
+    except OSError as error:
+        asked = f"The machines were to meet on port {meeting.port}."
+        raise LaunchError(asked, f"It cannot be used: {error}.", "Give another --main_process_port.") from None
+    with server, _token(meeting.folder) as token:
+        threading.Thread(target=server.serve_forever, args=(_BETWEEN_TRIES / 4,), daemon=True).start()
+        peers = _arrivals(server, meeting)
+        server.shutdown()
+        roster = [{"rank": me.rank, "host": meeting.host, "port": listener}, *(peer.place for peer in peers)]
+        server.plan.set_result({"roster": roster, "token": token})
+        server.peers.set_result(peers)
+        me = _look_around(me, meeting, roster, token)
+        deadline = time.monotonic() + _patience(roster)
+        members = [me, *(peer.result(deadline) for peer in peers)]
+        findings = compare(members, meeting.machines, meeting.timeout)
+        server.report.set_result([asdict(finding) for finding in findings])
+        for peer in peers:
+            peer.thread.join(_ONE_CONNECTION)
     return findings
 
 
-def _take_part(line: Line, meeting: Meeting, me: Member, listener: int, deadline: float) -> list[Finding]:
-    sent = time.time()
-    line.send({"member": asdict(me), "listener": listener})
-    main_time = float(line.receive(deadline, number()))
-    clock = (sent + time.time()) / 2 - main_time
-    plan = line.receive(deadline + _PATIENCE, _plan(meeting.machines))
-    looked = _look_around(me, meeting, plan["roster"], plan["token"])
-    line.send({"unreachable": looked.unreachable, "clock": clock, "shares": looked.shares_folder})
-    patience = _PATIENCE + _ONE_CONNECTION * (len(plan["roster"]) + 1)
-    found = line.receive(time.monotonic() + patience, _FINDINGS)
-    return [Finding(**{name: printable(finding[name]) for name in _FIELDS}) for finding in found]
+def _arrivals(server: _Server, meeting: Meeting) -> list[_Peer]:
+    """Those who came before the deadline; everybody is there when as many came as should."""
+    deadline = time.monotonic() + meeting.timeout
+    peers: list[_Peer] = []
+    with contextlib.suppress(queue.Empty):
+        while len(peers) < meeting.machines - 1:
+            peers.append(server.arrived.get(timeout=max(deadline - time.monotonic(), 0.0)))
+    return peers
 
 
-def _look_around(me: Member, meeting: Meeting, roster: list[list[Any]], token: str) -> Member:
+def _join(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
+    deadline = time.monotonic() + meeting.timeout
+    place = record({"roster": list_of(_PLACE, meeting.machines), "token": _TOKEN})
+    try:
+        with connect(meeting.host, meeting.port, deadline) as line, line.makefile("rwb") as file:
+            send(file, {"member": asdict(me), "listener": listener, "time": time.time()})
+            line.settimeout(max(deadline - time.monotonic(), 0.0) + _PATIENCE)
+            plan = receive(file, place)
+            looked = _look_around(me, meeting, plan["roster"], plan["token"])
+            send(file, {"unreachable": looked.unreachable, "shares": looked.shares_folder})
+            line.settimeout(_patience(plan["roster"]))
+            return [Finding(*map(finding.get, _FIELDS)) for finding in receive(file, _FINDINGS)]
+    except (OSError, ValueError) as error:
+        remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
+        asked = f"This machine was to meet the main one at {meeting.host}:{meeting.port}."
+        raise LaunchError(asked, f"That failed: {printable(error)}.", remedy) from None
+
+
+def _look_around(me: Member, meeting: Meeting, roster: Sequence[Mapping[str, Any]], token: str) -> Member:
     """This machine, with whom it cannot reach and whether it shares the folder."""
     unreachable: dict[int, str] = {}
-    for rank, host, port in roster:
-        if rank == me.rank:
+    for place in roster:
+        if place["rank"] == me.rank:
             continue
         try:
-            connect(host, port, time.monotonic() + _ONE_CONNECTION).close()
-        except Unreachable as error:
-            unreachable[rank] = str(error)
+            connect(place["host"], place["port"], time.monotonic() + _ONE_CONNECTION).close()
+        except (OSError, ValueError) as error:
+            unreachable[place["rank"]] = str(error)
     shares = os.path.exists(os.path.join(meeting.folder, token)) if meeting.folder and token else None
     return replace(me, unreachable=unreachable, shares_folder=shares)
 
@@ -500,19 +373,13 @@ def _token(folder: str | None) -> Iterator[str]:
     if folder is None:
         yield ""
         return
-    name = f".accel-doctor-{uuid.uuid4().hex}"
-    path = os.path.join(folder, name)
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("written by accel doctor; may be removed\n")
+        file = tempfile.NamedTemporaryFile(prefix=".accel-doctor-", dir=folder)  # noqa: SIM115 - closed below
     except OSError as error:
         asked = f"Cannot share the folder {folder} with all machines."
         raise LaunchError(asked, f"It cannot be written: {error}.", "Give a folder that can.") from None
-    try:
-        yield name
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path)
+    with file:
+        yield os.path.basename(file.name)
 
 
 # Settings that differ from machine to machine by their nature.

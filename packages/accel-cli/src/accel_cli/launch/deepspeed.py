@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.check import shown
@@ -13,7 +14,7 @@ from accel_cli.launch.launchers import Supervised
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
-from accel_state.settings.schema import TEXT, ValueType, choice, setting, settings_class
+from accel_state.settings.schema import choice, setting, settings_class
 
 if TYPE_CHECKING:
     from accel_cli.launch.mpi import Host
@@ -33,24 +34,20 @@ DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich",
 """Ways in which processes on several machines are started; "standard" is torch.distributed.run on each of them."""
 
 
-def _deepspeed(name: str, said: str, value_type: ValueType = TEXT) -> Any:
-    key = f"deepspeed_config.{name}"
-    return setting(None, type=value_type, flag=f"--{name}", key=key, help=said, group="DeepSpeed")
+_deepspeed: Final = partial(setting, flag="--{name}", key="deepspeed_config.{name}", group="DeepSpeed")
 
 
 @settings_class
 class DeepSpeedLaunchSettings:
     """Settings of DeepSpeed's own launcher."""
 
-    deepspeed_hostfile: str | None = _deepspeed("deepspeed_hostfile", "File that names the machines.")
+    deepspeed_hostfile: str | None = _deepspeed(help="File that names the machines.")
     deepspeed_exclusion_filter: str | None = _deepspeed(
-        "deepspeed_exclusion_filter", "Machines and devices to leave out, such as host1@host2:0,2."
+        help="Machines and devices to leave out, such as host1@host2:0,2."
     )
-    deepspeed_inclusion_filter: str | None = _deepspeed(
-        "deepspeed_inclusion_filter", "Machines and devices to use, such as host1@host2:0,2."
-    )
+    deepspeed_inclusion_filter: str | None = _deepspeed(help="Machines and devices to use, such as host1@host2:0,2.")
     deepspeed_multinode_launcher: str | None = _deepspeed(
-        "deepspeed_multinode_launcher", "Who starts the processes on several machines.", choice(*DEEPSPEED_LAUNCHERS)
+        type=choice(*DEEPSPEED_LAUNCHERS), help="Who starts the processes on several machines."
     )
 
 

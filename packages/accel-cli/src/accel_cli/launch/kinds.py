@@ -43,7 +43,7 @@ class _SwitchesOfDevices:
     multi_gpu: bool = setting(
         False,
         type=BOOLEAN,
-        flag="--multi_gpu",
+        flag="--{name}",
         help="Run a process on each of several devices.",
         group=_GROUP,
     )

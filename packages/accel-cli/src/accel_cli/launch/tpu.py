@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from accel_cli.config.resolved import REPEATED, ResolvedSettings
@@ -17,42 +18,45 @@ from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_cla
 
 __all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
 
-_TPU: Final = "TPU"
+_tpu: Final = partial(setting, flag="--{name}", key="{name}", group="TPU")
 
 
 @settings_class
 class TPUSettings:
     """How a run on TPUs is started; see also `accel tpu-config`."""
 
-    main_training_function: str = setting(
+    main_training_function: str = _tpu(
         "main",
-        flag="--main_training_function",
-        key="main_training_function",
         help="Function of the script that every process of a TPU runs.",
-        group=_TPU,
     )
     downcast_bf16: bool = field_of(settings_of(XLASettings)["downcast_bf16"])
-    tpu_use_cluster: bool = setting(
-        False, type=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
+    tpu_use_cluster: bool = _tpu(
+        False,
+        type=BOOLEAN,
+        flag="--tpu_cluster",
+        help="Run on a TPU pod.",
     )
-    tpu_use_sudo: bool = setting(
-        False, type=BOOLEAN, flag="--tpu_use_sudo", key="tpu_use_sudo", help="Run commands there as root.", group=_TPU
+    tpu_use_sudo: bool = _tpu(
+        False,
+        type=BOOLEAN,
+        help="Run commands there as root.",
     )
-    tpu_vm: tuple[str, ...] = setting(
-        (), type=REPEATED, flag="--vm", key="tpu_vm", help="A machine of the pod; may be repeated.", group=_TPU
+    tpu_vm: tuple[str, ...] = _tpu(
+        (),
+        type=REPEATED,
+        flag="--vm",
+        help="A machine of the pod; may be repeated.",
     )
-    tpu_env: tuple[str, ...] = setting(
+    tpu_env: tuple[str, ...] = _tpu(
         (),
         type=REPEATED,
         flag="--env",
-        key="tpu_env",
         help="A variable for the machines of the pod, as NAME=value; may be repeated.",
-        group=_TPU,
     )
-    tpu_name: str | None = setting(None, key="tpu_name", help="Name of the TPU.")
-    tpu_zone: str | None = setting(None, key="tpu_zone", help="Zone of Google Cloud it is in.")
-    command_file: str | None = setting(None, key="command_file", help="File with commands for `accel tpu-config`.")
-    commands: tuple[str, ...] = setting((), type=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
+    tpu_name: str | None = _tpu(None, flag=None, help="Name of the TPU.")
+    tpu_zone: str | None = _tpu(None, flag=None, help="Zone of Google Cloud it is in.")
+    command_file: str | None = _tpu(None, flag=None, help="File with commands for `accel tpu-config`.")
+    commands: tuple[str, ...] = _tpu((), flag=None, type=REPEATED, help="Commands for `accel tpu-config`.")
 
 
 def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:

@@ -18,48 +18,58 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from accel_cli.launch.launchers import find_launcher
-from accel_cli.testing.plans import prepare_launch
+from accel_cli.command import find_command
+from accel_cli.commands.launch import launch_request
+from accel_cli.launch.check import check_launch
+from accel_cli.launch.launcher import Launcher, LaunchPlan, LaunchRequest
+from accel_cli.launch.launchers import choose_launcher, find_launcher, load_launcher
+from accel_cli.launch.request import read_request, script_of
+from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 
-__all__ = ("LauncherSuite", "run_and_stop")
+__all__ = ("LauncherSuite", "make_plan", "prepare_launch", "run_and_stop")
 
 JOB = """
-import fcntl, json, os, signal, sys, time
-from accel_state.topology import read_topology
-folder, what, *arguments = sys.argv[1:]
-place = read_topology()
-lock = open(os.path.join(folder, f"lock{place.rank}"), "w")
-fcntl.flock(lock, fcntl.LOCK_EX)
+import fcntl, json, os, signal, sys, threading, time
 
-def write(name, content):
-    partial = os.path.join(folder, f"{name}{place.rank}.partial")
-    with open(partial, "w") as file:
-        json.dump(content, file)
-    os.replace(partial, os.path.join(folder, f"{name}{place.rank}.json"))
+def main():
+    folder, what, *arguments = sys.argv[1:]
+    place = read_topology()
+    lock = open(os.path.join(folder, f"lock{place.rank}"), "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
 
-def end(number, frame):
-    write("signal", number)
-    sys.exit(128 + number)
+    def write(name, content):
+        partial = os.path.join(folder, f"{name}{place.rank}.partial")
+        with open(partial, "w") as file:
+            json.dump(content, file)
+        os.replace(partial, os.path.join(folder, f"{name}{place.rank}.json"))
 
-signal.signal(signal.SIGTERM, end)
-print(f"output of {place.rank}", flush=True)
-print(f"error of {place.rank}", file=sys.stderr, flush=True)
-write("started", {"place": place._asdict(), "arguments": arguments, "environment": dict(os.environ)})
-rank, _, code = what.partition(":")
-if what != "end":
-    while not all(os.path.exists(os.path.join(folder, f"started{one}.json")) for one in range(place.world_size)):
-        time.sleep(0.05)
-    if rank == str(place.rank):
-        sys.exit(int(code))
-    while True:
-        time.sleep(0.05)
+    def end(number, frame):
+        write("signal", number)
+        sys.exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+    print(f"output of {place.rank}", flush=True)
+    print(f"error of {place.rank}", file=sys.stderr, flush=True)
+    write("started", {"place": place._asdict(), "arguments": arguments, "environment": dict(os.environ)})
+    rank, _, code = what.partition(":")
+    if what != "end":
+        while not all(os.path.exists(os.path.join(folder, f"started{one}.json")) for one in range(place.world_size)):
+            time.sleep(0.05)
+        if rank == str(place.rank):
+            sys.exit(int(code))
+        while True:
+            time.sleep(0.05)
+
+if __name__ == "__main__":
+    main()
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -74,6 +84,9 @@ class LauncherSuite:
         processes: how many processes a run has.
         environ: variables of `accel launch`, in addition to those of the tests.
         patience: seconds that a run may take to start or to end.
+        not_applicable: tests that cannot hold for this launcher, by name, with the reason; they are skipped.
+        topology: Python code of a function `read_topology`, for processes that learn their place by other means than
+            the variables that `accel_state.topology` reads.
     """
 
     launcher: ClassVar[str]
@@ -81,6 +94,16 @@ class LauncherSuite:
     processes: ClassVar[int] = 2
     environ: ClassVar[dict[str, str]] = {}
     patience: ClassVar[float] = 150.0
+    not_applicable: ClassVar[Mapping[str, str]] = {}
+    topology: ClassVar[str] = "from accel_state.topology import read_topology"
+
+    @pytest.fixture(autouse=True)
+    def applicable(self, request: pytest.FixtureRequest) -> None:
+        """Skip a test that the launcher declares."""
+        unknown = [name for name in self.not_applicable if not hasattr(self, name)]
+        assert not unknown, f"not_applicable names no test of the suite: {unknown}"
+        if request.node.name in self.not_applicable:
+            pytest.skip(self.not_applicable[request.node.name])
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -88,9 +111,9 @@ class LauncherSuite:
         return tmp_path
 
     @pytest.fixture
-    def start(self, folder: Path) -> Iterator[Start]:
+    def start(self, folder: Path, applicable: None) -> Iterator[Start]:
         """Start a run in the background; `what` is "end", "wait", or rank and exit code such as "1:7"."""
-        (folder / "job.py").write_text(JOB, encoding="utf-8")
+        (folder / "job.py").write_text(f"{self.topology}\n{JOB}", encoding="utf-8")
         # A run of tests in the background may ignore interrupts, and what it starts would inherit that.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -248,3 +271,39 @@ def run_and_stop(words: Sequence[str], folder: str, processes: int, after: str) 
 
     threading.Thread(target=stop, daemon=True).start()
     return launcher.run(plan)
+
+
+def make_plan(request: LaunchRequest) -> LaunchPlan:
+    """The plan of the launcher that a request calls for.
+
+    Args:
+        request: the settings, the script and the machine, whose variables may describe an allocation.
+
+    Raises:
+        SettingError: a setting cannot be used here; `Conflict` when two contradict each other.
+        NotOffered: the launcher does not take what is to run.
+    """
+    check_launch(request.settings)
+    manifest = choose_launcher(request.settings, request.machine.environ).manifest
+    return load_launcher(manifest).plan(request)
+
+
+def prepare_launch(words: Sequence[str], environ: Mapping[str, str]) -> tuple[Launcher, LaunchPlan]:
+    """The launcher of a command line and its plan.
+
+    Args:
+        words: the arguments of `accel launch`.
+        environ: the variables of the launch.
+
+    Raises:
+        AccelError: `accel launch` would refuse the command line.
+
+    Example:
+        >>> prepare_launch(["--launcher", "local", "--num_processes", "2", "train.py"], {})  # doctest: +SKIP
+    """
+    parser = Parser("accel launch")
+    find_command("launch").add_arguments(parser)
+    arguments = parser.parse_args(list(words))
+    request = read_request(arguments, environ)
+    launcher = load_launcher(request.launcher.manifest)
+    return launcher, launcher.plan(launch_request(request, script_of(arguments)))

@@ -127,19 +127,15 @@ class DeepSpeedPlugin:
         help="JSON file with DeepSpeed's own configuration.",
         group=_GROUP,
     )
-    gradient_accumulation_steps: int = setting(
-        None,
+    gradient_accumulation_steps: int = _carried(
         type=_in_table(int_at_least(1)),
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        flag="--gradient_accumulation_steps",
-        key="deepspeed_config.gradient_accumulation_steps",
+        variable="ACCELERATE_{NAME}",
         help="Micro-batches whose gradients are added up before the optimizer steps.",
-        group=_GROUP,
     )
     gradient_clipping: float = _carried(
         help="Largest norm of the gradients, or auto.",
         type=_in_table(ValueType("a number, auto or none", _norm)),
-        variable="ACCELERATE_GRADIENT_CLIPPING",
+        variable="ACCELERATE_{NAME}",
     )
     zero_stage: int = _carried(
         help="What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",

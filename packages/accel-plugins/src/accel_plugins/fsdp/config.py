@@ -365,9 +365,9 @@ class FullyShardedDataParallelPlugin:
 
     fsdp_version: int = _fsdp(
         type=int_at_least(1),
-        variable="FSDP_VERSION",
-        flag="--fsdp_version",
-        key="fsdp_config.fsdp_version",
+        variable="{NAME}",
+        flag="--{name}",
+        key="fsdp_config.{name}",
         question="Which version of FSDP do you want to use?",
         help="Version of FSDP.",
     )
@@ -396,8 +396,8 @@ class FullyShardedDataParallelPlugin:
         key="fsdp_config.fsdp_offload_params",
         help="Keep parameters on the host between uses.",
     )
-    ignored_modules: Iterable[Any] | str | None = setting(
-        None, variable="FSDP_IGNORED_MODULES", help="Regular expression for names of modules that stay whole."
+    ignored_modules: Iterable[Any] | str | None = _fsdp(
+        flag=None, key=None, help="Regular expression for names of modules that stay whole."
     )
     state_dict_type: Any = _fsdp(
         type=_named(*STATE_DICT_TYPES, numbered=3),

@@ -165,26 +165,18 @@ class FP8Settings:
     amax_compute_algo: str | None = _fp8(
         type=choice("max", "most_recent"), help="Which of the remembered values scales.", unset="most_recent"
     )
-    override_linear_precision: tuple[bool, ...] | None = setting(
-        None,
+    override_linear_precision: tuple[bool, ...] | None = _fp8(
         type=_THREE,
-        flag="--fp8_override_linear_precision",
-        key="fp8_config.fp8_override_linear_precision",
+        variable=None,
         help="Whether forward, the gradient of the input and that of the weights are computed in higher precision.",
-        group=_GROUP,
     )
     opt_level: str | None = _fp8(type=choice("O1", "O2", fold=str.upper), help="Level of MS-AMP.", unset="O2")
     enable_fsdp_float8_all_gather: bool | None = _fp8(
         type=BOOLEAN, help="Let FSDP2 gather parameters in 8 bits.", unset=True
     )
     pad_inner_dim: bool | None = _fp8(type=BOOLEAN, help="Pad matrices to sizes that 8-bit kernels take.", unset=True)
-    use_mxfp8_block_scaling: bool | None = setting(
-        None,
-        type=BOOLEAN,
-        variable="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
-        help="Scale blocks of values, on GPUs that can.",
-        group=_GROUP,
-        unset=False,
+    use_mxfp8_block_scaling: bool | None = _fp8(
+        type=BOOLEAN, flag=None, key=None, help="Scale blocks of values, on GPUs that can.", unset=False
     )
 
     @staticmethod

@@ -76,17 +76,17 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     fullgraph: bool = _dynamo(
         type=SWITCH,
-        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        flag="--dynamo_use_fullgraph",
-        key="dynamo_config.dynamo_use_fullgraph",
+        variable="ACCELERATE_DYNAMO_USE_{NAME}",
+        flag="--dynamo_use_{name}",
+        key="dynamo_config.dynamo_use_{name}",
         question="Should a model that does not compile as one graph be refused?",
         help="Refuse models that do not compile as one graph.",
     )
     dynamic: bool = _dynamo(
         type=SWITCH,
-        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
-        flag="--dynamo_use_dynamic",
-        key="dynamo_config.dynamo_use_dynamic",
+        variable="ACCELERATE_DYNAMO_USE_{NAME}",
+        flag="--dynamo_use_{name}",
+        key="dynamo_config.dynamo_use_{name}",
         question="Should models be compiled for sizes that change?",
         help="Compile for sizes that change.",
     )

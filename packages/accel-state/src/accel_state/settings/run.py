@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting, settings_class
@@ -12,6 +13,10 @@ PROJECT_DIR_VARIABLE: Final = "ACCEL_PROJECT_DIR"
 """Variable with the folder of the run, for scripts that name none."""
 
 
+_carried: Final = partial(setting, variable="ACCELERATE_{NAME}", flag="--{name}", key="{name}")
+"""A setting whose variable, flag and key follow from the name of its field."""
+
+
 @settings_class
 class ProcessSettings:
     """The device of a process, and how it runs."""
@@ -19,33 +24,31 @@ class ProcessSettings:
     cpu: bool = setting(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_USE_CPU",
-        flag="--cpu",
-        key="use_cpu",
+        variable="ACCELERATE_USE_{NAME}",
+        flag="--{name}",
+        key="use_{name}",
         question="Do you want to run on the CPU only, even if a GPU or another accelerator is there?",
         help="Work on the CPU even if another device is present.",
         group="Hardware",
     )
     device: str | None = setting(
         None,
-        variable="ACCELERATE_TORCH_DEVICE",
+        variable="ACCELERATE_TORCH_{NAME}",
         help="Device to work on, such as cuda:1, when a process runs alone.",
     )
-    debug: bool = setting(
+    debug: bool = _carried(
         False,
         type=BOOLEAN,
         variable="ACCELERATE_DEBUG_MODE",
-        flag="--debug",
-        key="debug",
         question="Should every process report more about what it does?",
         help="Let every process report more about what it does.",
     )
     cpu_affinity: bool = setting(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_CPU_AFFINITY",
-        flag="--enable_cpu_affinity",
-        key="enable_cpu_affinity",
+        variable="ACCELERATE_{NAME}",
+        flag="--enable_{name}",
+        key="enable_{name}",
         question="Should each process run on the processors nearest to its device?",
         help="Run each process on the processors nearest to its device.",
         group="Hardware",
@@ -53,7 +56,7 @@ class ProcessSettings:
     fork_launched: bool = setting(
         False,
         type=BOOLEAN,
-        variable="FORK_LAUNCHED",
+        variable="{NAME}",
         help="Set by a launcher that forks the processes of a notebook.",
     )
 
@@ -65,13 +68,13 @@ class OutputSettings:
     log_level: str | None = setting(
         None,
         type=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
-        variable="ACCELERATE_LOG_LEVEL",
+        variable="ACCELERATE_{NAME}",
         help="Level of the loggers of `get_logger`.",
     )
     enable_rich: bool = setting(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_ENABLE_RICH",
+        variable="ACCELERATE_{NAME}",
         help="Write with the library rich where it is installed.",
     )
 
@@ -80,38 +83,28 @@ class OutputSettings:
 class RunSettings:
     """How the processes of a run train together."""
 
-    mixed_precision: str = setting(
+    mixed_precision: str = _carried(
         "no",
         type=choice("no", "fp16", "bf16", "fp8"),
-        variable="ACCELERATE_MIXED_PRECISION",
-        flag="--mixed_precision",
-        key="mixed_precision",
         question="Which mixed precision do you want to use?",
         help="Mixed precision of the forward pass.",
         group="Resources",
     )
-    backend: str | None = setting(
+    backend: str | None = _carried(
         None,
-        variable="ACCEL_BACKEND",
-        flag="--backend",
-        key="backend",
+        variable="ACCEL_{NAME}",
         help="Backend that owns the run, as `accel backends` lists it; by what was configured when not given.",
         group="Resources",
     )
-    project_dir: str | None = setting(
+    project_dir: str | None = _carried(
         None,
         variable=PROJECT_DIR_VARIABLE,
-        flag="--project_dir",
-        key="project_dir",
         help="Folder of the run: of its checkpoints, logs and failures, and of the account of its time.",
         group="Supervision",
     )
-    gradient_accumulation_steps: int = setting(
+    gradient_accumulation_steps: int = _carried(
         1,
         type=int_at_least(1),
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        flag="--gradient_accumulation_steps",
-        key="gradient_accumulation_steps",
         help="Micro-batches whose gradients are added up before the optimizer steps.",
         group="Resources",
     )
@@ -121,19 +114,16 @@ class RunSettings:
 class MeshSettings:
     """Whether the processes form a mesh; `accel_state.mesh` has its sizes."""
 
-    use_parallelism_config: bool = setting(
+    use_parallelism_config: bool = _carried(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-        flag="--use_parallelism_config",
-        key="use_parallelism_config",
         help="Build a mesh of the sizes in the ParallelismConfig options.",
         group="ParallelismConfig",
     )
     allow_cp_standalone: bool = setting(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_ALLOW_CP_STANDALONE",
+        variable="ACCELERATE_{NAME}",
         help="Allow context parallelism without a backend that divides the parameters.",
     )
 
@@ -148,15 +138,12 @@ class XLASettings:
     fsdp: bool = setting(
         False,
         type=BOOLEAN,
-        variable="ACCEL_XLA_FSDP",
+        variable="ACCEL_XLA_{NAME}",
         help="Divide parameters and batches between all devices that a process has (FSDP v2 by SPMD).",
     )
-    downcast_bf16: bool = setting(
+    downcast_bf16: bool = _carried(
         False,
         type=BOOLEAN,
-        variable="ACCELERATE_DOWNCAST_BF16",
-        flag="--downcast_bf16",
-        key="downcast_bf16",
         help="With bf16 on a TPU: hold doubles in 32 bits and floats in bfloat16.",
         group="TPU",
     )

@@ -7,7 +7,7 @@ definitions, so nothing about a setting is written twice.
     @dataclass
     class Launch:
         num_processes: int | None = setting(
-            None, type=INTEGER, flag="--num_processes", key="num_processes", help="Processes over all machines."
+            None, type=INTEGER, flag="--{name}", key="{name}", help="Processes over all machines."
         )
 
 Variables, flags and config files hold names, and a settings class must not load torch; users of a public settings

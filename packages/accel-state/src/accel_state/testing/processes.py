@@ -170,7 +170,7 @@ class Processes:
         if any(member.process.poll() is not None for member in self._members):
             self.close()
         if not self._members:
-            self._members = [_Member(rank, self.count) for rank in range(self.count)]
+            self._start()
         module = sys.modules[function.__module__]
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.reserve()), **(environment or {})}
         call = (module.__name__, module.__file__, function.__qualname__, args, place)
@@ -182,13 +182,22 @@ class Processes:
             self.close()
         return found
 
+    def _start(self) -> None:
+        try:
+            for rank in range(self.count):
+                self._members.append(_Member(rank, self.count))
+        except BaseException:
+            # The timeout of the test itself, or an interrupt: a part of a group serves no call.
+            self.close()
+            raise
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; a second call goes on where an interrupt ended the first."""
         for member in self._members:
             member.dismiss()
-        for member in self._members:
-            member.end()
-        self._members = []
+        while self._members:
+            self._members[0].end()
+            del self._members[0]
         self._port.release()
 
 
@@ -200,11 +209,17 @@ class _Member:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         answers, their_answers = os.pipe()
         their_calls, calls = os.pipe()
-        self.process = _start(rank, their_calls, their_answers, self.output.fileno(), _environment(rank, count))
-        os.close(their_calls)
-        os.close(their_answers)
         self._calls = os.fdopen(calls, "wb")
         self._answers = os.fdopen(answers, "rb")
+        try:
+            self.process = _start(rank, their_calls, their_answers, self.output.fileno(), _environment(rank, count))
+        except BaseException:
+            for file in (self._calls, self._answers, self.output):
+                file.close()
+            raise
+        finally:
+            os.close(their_calls)
+            os.close(their_answers)
         self._reader: threading.Thread | None = None
 
     def send(self, call: tuple[Any, ...]) -> None:
@@ -241,6 +256,8 @@ class _Member:
 
         The end of the pipe is not enough where a process that the tests forked has the pipe as well.
         """
+        if self._calls.closed:
+            return
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(None, self._calls)
             self._calls.flush()
