@@ -23,7 +23,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any, Final
+from io import BufferedIOBase
+from typing import Any, Final
 
 from accel_cli.distributions import versions
 from accel_cli.doctor.examine import FINE, TROUBLE, WORRY, Finding, lines_of
@@ -153,7 +154,7 @@ _FIELDS: Final = ("subject", "verdict", "told", "remedy")
 _FINDINGS: Final = list_of(record(dict.fromkeys(_FIELDS, text())))
 
 
-def send(file: IO[bytes], message: Any) -> None:
+def send(file: BufferedIOBase, message: Any) -> None:
     """Send a message.
 
     Raises:
@@ -163,7 +164,7 @@ def send(file: IO[bytes], message: Any) -> None:
     file.flush()
 
 
-def receive(file: IO[bytes], shape: Shape) -> Any:
+def receive(file: BufferedIOBase, shape: Shape) -> Any:
     """The next message of a shape.
 
     Raises:
