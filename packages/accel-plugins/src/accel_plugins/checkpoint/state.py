@@ -274,11 +274,8 @@ def save_folder(
     strategy: Saver,
     process: Process,
     *,
-    step: int = 0,
     safe_serialization: bool = True,
-    save_on_each_node: bool = False,
-    hooks: Sequence[SaveHook] = (),
-    in_window: bool = False,
+    **options: Any,
 ) -> None:
     """Write everything into a folder that exists; called on every process.
 
@@ -286,26 +283,14 @@ def save_folder(
         folder: where to write.
         contents: what to write.
         strategy: knows how models, optimizers and schedulers are written.
-        process: who this process is; the first of all writes what is equal on all.
-        step: count of steps that is handed back by `load_folder`.
+        process: who this process is.
         safe_serialization: safetensors for weights; False writes with `torch.save`.
-        save_on_each_node: let the first process of each node write what the first of all writes.
-        hooks: called with (models, collected weights, folder) before writing; weights they take away are not written.
-        in_window: inside an accumulation window, whose gradients belong to the checkpoint.
+        options: further ones of `capture`.
 
     Raises:
         CheckpointError: something cannot be written.
     """
-    taken = capture(
-        contents,
-        strategy,
-        process,
-        folder=Path(folder),
-        step=step,
-        save_on_each_node=save_on_each_node,
-        hooks=hooks,
-        in_window=in_window,
-    )
+    taken = capture(contents, strategy, process, folder=Path(folder), **options)
     taken.write(Path(folder), strategy, safe_serialization=safe_serialization)
 
 
