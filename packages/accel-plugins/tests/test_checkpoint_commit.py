@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -94,6 +95,85 @@ def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
     assert verdict.good
     assert set(verdict.extra) == {"notes.txt", "logs/events"}
     assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("cpu_state")
+@pytest.mark.parametrize("atomic", [True, False])
+def test_what_others_write_while_a_folder_is_replaced_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    (target / "logs").mkdir()
+    for name in ("logs/early", "logs/position"):
+        (target / name).write_text("first")
+
+    def late(first: Path, second: Path) -> bool:
+        (target / "logs" / "late").write_text("late")
+        (target / "logs" / "deeper").mkdir()
+        (target / "logs" / "deeper" / "late").write_text("late")
+        (target / "top").write_text("late")
+        (target / "logs" / "position.new").write_text("second")
+        (target / "logs" / "position.new").replace(target / "logs" / "position")
+        return atomic and exchange(first, second)
+
+    monkeypatch.setattr(commit, "exchange", late)
+    write(target, "new")
+    assert (target / "optimizer.bin").read_text() == "new"
+    assert verify(target, hashes=True).good
+    assert entries(target / "logs") == {"early", "late", "deeper", "position"}
+    assert (target / "logs" / "deeper" / "late").read_text() == (target / "top").read_text() == "late"
+    assert (target / "logs" / "position").read_text() == "second"
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("cpu_state")
+@pytest.mark.parametrize("inside", [".", "logs"])
+def test_the_folder_that_a_process_works_in_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    (target / "logs").mkdir()
+    monkeypatch.chdir(target / inside)
+    with pytest.raises(CheckpointError, match=r"This process works in it .*\n.*checkpoint"):
+        write(Path() if inside == "." else target, "new")
+    assert (target / "optimizer.bin").read_text() == "old"
+    assert entries(tmp_path) == {"a"}
+    write(Path("checkpoint"), "new")
+    assert (target / inside / "checkpoint" / "optimizer.bin").read_text() == "new"
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_a_mount_point_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="It is a mount point"):
+        write(Path("/"), "new")
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_what_is_mounted_in_a_folder_is_not_removed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    (target / "data").mkdir()
+    (target / "data" / "precious").write_text("precious")
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "data")
+    with pytest.raises(CheckpointError, match="a file system is mounted in the folder"):
+        write(target, "new")
+    assert (target / "data" / "precious").read_text() == "precious"
+    assert (target / "optimizer.bin").read_text() == "old"
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_a_folder_keeps_its_mode(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    for mode in (0o700, 0o2770):
+        target.chmod(mode)
+        with staging(target) as folder:
+            (folder / "optimizer.bin").write_text("new")
+            assert stat.S_IMODE(folder.stat().st_mode) == mode
+        assert stat.S_IMODE(target.stat().st_mode) == mode
 
 
 @pytest.mark.usefixtures("cpu_state")

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import queue
 import random
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -44,6 +46,8 @@ __all__ = (
     "exchange",
     "staging",
 )
+
+logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 100
 _LONGEST_PAUSE: Final = 0.02
@@ -142,6 +146,7 @@ def _all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
 def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:
     """The staging folder, the claim of a process that made it and has to put it in place, and the ranks of those."""
     with barrier.reporting():
+        _demand_replaceable(target)
         claim = _make(target) if process.rank == 0 else None
         try:
             # Once all processes have begun, the others hear from the first without an answer of their own.
@@ -154,6 +159,24 @@ def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, 
             _leave(claim)
             raise
     return path, claim, owners
+
+
+def _demand_replaceable(target: Path) -> None:
+    """Refuse a folder that cannot make way for another one of its name.
+
+    Raises:
+        CheckpointError: it is a mount point, or this process works in it and would be left in a folder without a name.
+    """
+    obstacle = ""
+    if os.path.ismount(target):
+        obstacle = (
+            "It is a mount point, and a checkpoint becomes valid by a rename, which the system refuses for those."
+        )
+    elif target.is_dir() and Path(os.path.realpath(os.curdir)).is_relative_to(target):
+        obstacle = "This process works in it (os.getcwd()), and the checkpoint replaces the whole folder."
+    if obstacle:
+        remedy = f"Name a folder inside of it, such as {target / 'checkpoint'}."
+        raise CheckpointError(f"Cannot save a checkpoint as {target}.", obstacle, remedy)
 
 
 def _who_made(answers: Sequence[str]) -> str:
@@ -177,6 +200,8 @@ def _make(target: Path, token: str | None = None) -> Claim:
         claim = Claim(target, token)
         try:
             claim.path("tmp").mkdir()
+            if target.is_dir():
+                _take_mode(target, claim.path("tmp"))
         except OSError:
             claim.release()
             raise
@@ -187,6 +212,12 @@ def _make(target: Path, token: str | None = None) -> Claim:
             "Name a folder in a place where you may write.",
         ) from error
     return claim
+
+
+def _take_mode(old: Path, new: Path) -> None:
+    """Let the same users read and write the new folder, as far as the file system knows of users."""
+    with suppress(PermissionError):
+        new.chmod(stat.S_IMODE(old.stat().st_mode) | stat.S_IRWXU)
 
 
 def _make_lasting(folder: Path) -> None:
@@ -231,8 +262,9 @@ def _is_placed(claim: Claim, path: Path, target: Path, finalizer: CheckpointFina
                 raise FileExistsError(errno.EEXIST, "another run changed it meanwhile", str(target))
         _check_ours(claim, path, target, finalizer)
         if exchange(path, target):
+            _carry_late(path, target, carried)
             return True
-        _move_in(path, target, claim.path("old"))
+        _move_in(path, target, claim.path("old"), carried)
     except OSError as error:
         for entry in carried:
             _remove(entry)
@@ -254,7 +286,7 @@ def _check_ours(claim: Claim, path: Path, target: Path, finalizer: CheckpointFin
         )
 
 
-def _move_in(path: Path, target: Path, aside: Path) -> None:
+def _move_in(path: Path, target: Path, aside: Path, carried: list[Path]) -> None:
     """Put a folder in the place of another without an exchange; `located` finds what is aside in between."""
     try:
         target.rename(aside)
@@ -270,31 +302,53 @@ def _move_in(path: Path, target: Path, aside: Path) -> None:
             # Another run put a newer one there, unless it is back.
             discard(aside)
         raise
+    _carry_late(aside, target, carried)
     discard(aside)
 
 
+def _carry_late(old: Path, new: Path, carried: list[Path]) -> None:
+    """Copy what others wrote into the old folder after it was copied, and before the new one took its name."""
+    try:
+        _carry_over(old, new, [new / entry.name for entry in carried])
+    except OSError as error:
+        logger.warning("A file that was written while %s was replaced may be lost: %s", new, error)
+
+
 def _carry_over(old: Path, new: Path, carried: list[Path]) -> None:
-    """Copy files of the old folder that its save did not write; `carried` lists the copies, also after an error."""
+    """Copy files of the old folder that its save did not write.
+
+    Args:
+        old: the folder.
+        new: the one that replaces it.
+        carried: lists the copies, also after an error; what is in it already is brought up to date.
+    """
     try:
         manifest = read_manifest(old)
     except CheckpointError:
         manifest = None
     written = {name.partition("/")[0] for name in (manifest.files if manifest else ())}
     for entry in sorted(old.iterdir()):
-        if entry.name in written or is_ours(entry.name) or (new / entry.name).exists():
+        to = new / entry.name
+        if entry.name in written or is_ours(entry.name) or (os.path.lexists(to) and to not in carried):
             continue
-        carried.append(new / entry.name)
-        _bring(entry, new / entry.name)
+        carried.append(to)
+        _bring(entry, to)
 
 
 def _bring(entry: Path, to: Path) -> None:
-    if not entry.is_dir() or entry.is_symlink():
+    if entry.is_dir() and not entry.is_symlink():
+        if os.path.ismount(entry):
+            # The old folder is removed, and what is mounted in it would be removed with it.
+            raise OSError(errno.EBUSY, "a file system is mounted in the folder that is to be replaced", str(entry))
+        to.mkdir(exist_ok=True)
+        for inner in sorted(entry.iterdir()):
+            _bring(inner, to / inner.name)
+        shutil.copystat(entry, to)
+    elif not os.path.lexists(to):
         _link(entry, to)
-        return
-    to.mkdir()
-    for inner in sorted(entry.iterdir()):
-        _bring(inner, to / inner.name)
-    shutil.copystat(entry, to)
+    elif entry.lstat().st_mtime_ns > to.lstat().st_mtime_ns:
+        to.unlink()
+        _link(entry, to)
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
