@@ -74,8 +74,9 @@ class TopKStrategy(Strategy):
     def average_parameters(self, model: Module) -> None:
         transport = self.context.process.transport
         for parameter in self.unwrap(model).parameters():
-            transport.all_reduce(parameter.data).wait()
-            parameter.data /= transport.world_size
+            mean = parameter.detach()
+            transport.all_reduce(mean).wait()
+            mean /= transport.world_size
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         wrapped: list[Any] = [model for model in models if isinstance(model, DistributedDataParallel)]

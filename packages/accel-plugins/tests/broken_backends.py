@@ -301,6 +301,67 @@ class TrainsOnWithWeightsOfTheRun(DDPStrategy):
         yield
 
 
+class StaysHeldAfterAnError(DDPStrategy):
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        before, model.require_backward_grad_sync = model.require_backward_grad_sync, False
+        yield
+        model.require_backward_grad_sync = before
+
+
+class KeepsWeightsOfTheRunAfterAnError(DDPStrategy):
+    @contextlib.contextmanager
+    def global_weights(self, model: Any) -> Iterator[None]:
+        parameter = next(model.parameters())
+        with torch.no_grad():
+            before = parameter.clone()
+            parameter.mul_(2)
+            yield
+            parameter.copy_(before)
+
+
+class StepsAtTheFirstRate(DDPStrategy):
+    """Steps with the learning rate that the optimizer had at the first step."""
+
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        first = vars(self).setdefault("rates", [group["lr"] for group in optimizer.param_groups])
+        now = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, first, strict=True):
+            group["lr"] = rate
+        stepped = super().step(optimizer, closure)
+        for group, rate in zip(optimizer.param_groups, now, strict=True):
+            group["lr"] = rate
+        return stepped
+
+
+class JoinsGroups(DDPStrategy):
+    """Puts all parameters of an optimizer into its first group."""
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        for optimizer in bundle.optimizers:
+            first, *others = optimizer.param_groups
+            first["params"] += [parameter for group in others for parameter in group["params"]]
+            del optimizer.param_groups[1:]
+        return super().setup(bundle)
+
+
+class TakesInputsByPosition(DDPStrategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        super().setup(bundle)
+        for model in bundle.models:
+            forward = model.forward
+            model.forward = lambda inputs, /, forward=forward: forward(inputs)
+        return bundle
+
+
+class StaysInTraining(DDPStrategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        super().setup(bundle)
+        for model in bundle.models:
+            model.train = lambda mode=True, model=model: model
+        return bundle
+
+
 class Sound(DDPStrategy):
     """Nothing is wrong with the strategy; its manifest is."""
 
@@ -390,6 +451,11 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (SynchronisesWhenToldNotTo, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
     (StaysUnsynchronised, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
     (StaysUnsynchronised, {}, "test_accumulation_equals_the_big_batch", (2,)),
+    (StaysHeldAfterAnError, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
+    (StepsAtTheFirstRate, {}, "test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process", ()),
+    (JoinsGroups, {}, "test_groups_of_parameters_keep_their_options", ()),
+    (TakesInputsByPosition, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
+    (StaysInTraining, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
     (IgnoresALateSync, {}, "test_a_late_sync_gives_complete_gradients", ()),
     (DropsAStateKey, {}, "test_a_state_dict_has_every_name_of_the_users_model", ()),
     (NamesWeightsItsOwnWay, {}, "test_a_state_dict_has_every_name_of_the_users_model", ()),
@@ -418,6 +484,12 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_tied_weights_train_as_in_one_process", ()),
     (
         TrainsOnWithWeightsOfTheRun,
+        {},
+        "test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone",
+        (),
+    ),
+    (
+        KeepsWeightsOfTheRunAfterAnError,
         {},
         "test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone",
         (),

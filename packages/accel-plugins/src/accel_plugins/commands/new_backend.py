@@ -182,8 +182,10 @@ class {title}Strategy(Strategy):
     def average_parameters(self, model: Module) -> None:
         transport = self.context.process.transport
         for parameter in self.unwrap(model).parameters():
-            transport.all_reduce(parameter.data).wait()
-            parameter.data /= transport.world_size
+            # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+            mean = parameter.detach()
+            transport.all_reduce(mean).wait()
+            mean /= transport.world_size
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         wrapped: list[Any] = [model for model in models if isinstance(model, DistributedDataParallel)]

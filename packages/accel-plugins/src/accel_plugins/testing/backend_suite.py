@@ -201,6 +201,11 @@ class BackendSuite:
             assert answer["first"] == self.near(answer["plain"])
             assert answer["second"] == answer["first"]
 
+    def test_forward_takes_names_and_the_model_follows_eval_and_train(self, run: Run) -> None:
+        for answer in run(tasks.call_as_users_do, self.case()):
+            assert answer["named"] == self.near(answer["plain"])
+            assert answer["modes"] == [{False}, {True}]
+
     def test_slices_cover_the_batch(self, run: Run) -> None:
         shards = [answer["shards"] for answer in run(tasks.train, self.case(steps=1))]
         counts, indices = {count for count, _ in shards}, {index for _, index in shards}
@@ -261,6 +266,18 @@ class BackendSuite:
         case = self.case(scheduled=True)
         for answer in run(tasks.train, case):
             assert answer["rates"] == self.near(Plain(case).run().rates)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process(self, run: Run) -> None:
+        case = self.case(scheduled=True)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_groups_of_parameters_keep_their_options(self, run: Run) -> None:
+        case = self.case(grouped=True)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
 
     @needs(Ability.SYNCHRONOUS)
     def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:

@@ -6,7 +6,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,6 +99,8 @@ def weights_of_the_run(case: Case) -> Answer:
     before = states(session)
     with session.strategy.global_weights(session.made):
         inside = session.weights()
+    with suppress(LookupError), session.strategy.global_weights(session.made):
+        raise LookupError("an evaluation failed")
     return {"inside": inside, "changed": differences(before, states(session))}
 
 
@@ -133,6 +135,21 @@ def forward_and_unwrap(case: Case) -> Answer:
         second = session.model(inputs)
         plain = make_model().to(session.process.device)(inputs)
     return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
+
+
+def call_as_users_do(case: Case) -> Answer:
+    """Outputs for an input by name, those of the plain model, and the modes of all modules after `eval` and `train`."""
+    session = case.open()
+    bare: nn.Module = session.strategy.unwrap(session.made)
+    inputs = next(iter(batches(case)))[0].to(session.process.device)
+    with torch.no_grad():
+        named = session.model(inputs=inputs)
+        plain = make_model().to(session.process.device)(inputs)
+    modes = []
+    for switch in (session.model.eval, session.model.train):
+        switch()
+        modes.append({module.training for module in bare.modules()})
+    return {"named": named.tolist(), "plain": plain.tolist(), "modes": modes}
 
 
 def several_models(case: Case) -> Answer:
@@ -190,7 +207,10 @@ def writes(session: Session) -> bool:
 
 
 def count_collectives(case: Case) -> Answer:
-    """(all collectives, those that reduce) of one backward, one held back, two held back by nesting, one afterwards."""
+    """(all collectives, those that reduce) of one backward, one held back, two held back by nesting, one afterwards.
+
+    Between the last two, a block of `no_sync` ends by an exception.
+    """
     session = case.open()
     inputs, targets = session.slice(next(iter(batches(case))))
 
@@ -209,8 +229,11 @@ def count_collectives(case: Case) -> Answer:
 
     for _ in range(2):
         backward()  # The first backward pass does what a backend does once.
-    actions = {"sync": backward, "held": held, "nested": nested, "again": backward}
-    return {name: _collectives(action) for name, action in actions.items()}
+    actions = {"sync": backward, "held": held, "nested": nested}
+    counted = {name: _collectives(action) for name, action in actions.items()}
+    with suppress(LookupError), session.strategy.no_sync(session.made):
+        raise LookupError("a batch failed")
+    return {**counted, "again": _collectives(backward)}
 
 
 def _collectives(action: Callable[[], None]) -> tuple[int, int]:

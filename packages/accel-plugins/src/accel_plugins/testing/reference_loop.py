@@ -82,6 +82,7 @@ class Case:
         adam: Adam in place of SGD with momentum.
         scheduled: whether a learning-rate scheduler is prepared with the optimizer and steps after it.
         model: which of `MODELS` is trained.
+        grouped: whether the optimizer has two groups of parameters with options of their own.
         own_start: whether each process makes its model from a seed of its own, in place of the same.
         tail: samples of the last global batch.
         session: "module:class" of the `Session` that drives the run.
@@ -101,6 +102,7 @@ class Case:
     adam: bool = False
     scheduled: bool = False
     model: str = "usual"
+    grouped: bool = False
     own_start: bool = False
     tail: int = BATCH
     session: str = "accel_plugins.testing.reference_loop:Session"
@@ -178,6 +180,11 @@ def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case.adam:
         return torch.optim.Adam(trained, lr=0.05)
+    if case.grouped:
+        weights = [parameter for parameter in trained if parameter.ndim > 1]
+        others = [parameter for parameter in trained if parameter.ndim <= 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.05}]
+        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
     return torch.optim.SGD(trained, lr=0.3, momentum=0.9)
 
 
