@@ -221,11 +221,8 @@ def _check_enough(count: int, plan: ShardPlan) -> None:
 class Drawn(Protocol):
     """What keeps the batches of indices that a shard draws; a launched run does, for the record of a failure."""
 
-    def begin(self) -> None:
-        """An epoch begins."""
-
-    def append(self, batch: Sequence[int]) -> None:
-        """A batch was drawn."""
+    def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        """The batches of an epoch, each kept when it is drawn."""
 
 
 class BatchSamplerShard(BatchSampler):
@@ -331,7 +328,7 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         # No frame of ours runs between two full batches, unless somebody keeps them.
         batches = chain.from_iterable(self._runs())
-        return batches if self.drawn is None else _kept(batches, self.drawn)
+        return batches if self.drawn is None else self.drawn.keep(batches)
 
     def _runs(self) -> Iterator[Iterable[list[int]]]:
         """The batches, in one run of full ones and one short one where they are slices of an order."""
@@ -522,14 +519,6 @@ class UnbatchedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.shard)
-
-
-def _kept(batches: Iterator[list[int]], drawn: Drawn) -> Iterator[list[int]]:
-    # Runs for the first batch, as `_runs` does.
-    drawn.begin()
-    for batch in batches:
-        drawn.append(batch)
-        yield batch
 
 
 def batching_of(loader: DataLoader[Any]) -> Any:

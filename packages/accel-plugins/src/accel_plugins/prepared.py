@@ -42,6 +42,7 @@ class PreparedObjects(ObjectsByKind):
 
     Attributes:
         engine: engine of a backend, where somebody assigned one.
+        steps_in_backward: whether one of the optimizers changes each parameter during backward, as LOMO does.
         save_hooks, load_hooks: called before a checkpoint is written or read.
     """
 
@@ -62,6 +63,7 @@ class PreparedObjects(ObjectsByKind):
         self.scaler = scaler
         self.custom = list(custom)
         self.engine: Any = None
+        self.steps_in_backward = False
         # RemovableHandle keeps a weak reference, which a plain dict does not allow.
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -73,6 +75,7 @@ class PreparedObjects(ObjectsByKind):
                 if hasattr(item, "__dict__"):
                     setattr(item, PREPARED, True)
                 self.of_kind(part).append(item)
+        self.steps_in_backward = any(getattr(one, "steps_in_backward", False) for one in self.optimizers)
 
     def for_strategy(self, part: Part) -> list[Any]:
         """The objects of one kind as a strategy knows them: its models without the layers around them."""
@@ -120,7 +123,7 @@ class PreparedObjects(ObjectsByKind):
         """Forget everything, so that its memory can be given back."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
             kept.clear()
-        self.engine = None
+        self.engine, self.steps_in_backward = None, False
 
 
 def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Any:

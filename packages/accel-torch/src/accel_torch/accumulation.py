@@ -68,12 +68,12 @@ class Accumulation:
         if share is not None:
             share.accumulated = True
             gradient.sync_gradients = share.last
-        elif gradient.plugin.sync_with_dataloader and gradient.end_of_dataloader:
+        elif (plugin := gradient.plugin).sync_with_dataloader and gradient.end_of_dataloader:
             self.step = 0
             gradient.sync_gradients = True
         else:
             self.step += 1
-            gradient.sync_gradients = self.step % gradient.num_steps == 0
+            gradient.sync_gradients = self.step % (plugin.num_steps or 1) == 0
         if self.guard is not None:
             self._note_micro_batch(self.guard)
 
@@ -97,9 +97,8 @@ class Accumulation:
             return loss * elastic.factor
         if self.factor is not None:
             return loss * self.factor
-        if self._counted_by_strategy or self.gradient.num_steps == 1:
-            return loss
-        return loss / self.gradient.num_steps
+        steps = self.gradient.plugin.num_steps or 1
+        return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
     def _elastic_share(self) -> MicroBatchShare | None:
         """The part of the optimizer step that the newest batch is; for runs whose members may change.

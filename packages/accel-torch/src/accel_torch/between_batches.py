@@ -46,6 +46,14 @@ class BetweenBatches:
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether a call does nothing: nobody saves between batches or ends the run there."""
+        if self._saving is not None or self._ending is not None:
+            return False
+        accelerator = self._accelerator()
+        return accelerator is None or accelerator._saver is None
+
     def __call__(self, first: bool) -> None:
         accelerator = self._accelerator()
         saver = None if accelerator is None else accelerator._saver

@@ -111,13 +111,11 @@ class GoodputRecorder(RunObserver):
 class _TimedLoader:
     """Charges what one loader and the loop over it do; see `accel_data.hooks.LoaderObserver`."""
 
-    __slots__ = ("_account", "_before", "_gradient", "_is_pausing", "_steps", "first")
+    __slots__ = ("_account", "_before", "_gradient", "_steps", "first")
 
     def __init__(self, account: TimeAccount, gradient: GradientState, loader: Any) -> None:
         self._account, self._gradient = account, gradient
         self._before = loader.between_batches
-        # Saves and ends happen between batches, where the run has them.
-        self._is_pausing = getattr(self._before, "may_pause", True)
         self._steps = 0
         self.first: Any = None
 
@@ -133,24 +131,21 @@ class _TimedLoader:
 
     def _between(self, first: bool) -> None:
         account = self._account
+        # What the time since the last batch was spent on.
         if not first:
-            account.doing = self._done()
-        if self._is_pausing and self._before is not None:
+            steps, before = PROGRESS.steps, self._steps
+            if steps == before and self._gradient.sync_gradients:
+                account.doing = EVALUATION
+            elif before == 0:
+                account.doing = FIRST_STEP
+            else:
+                step = PROGRESS.loaded + steps
+                account.reached(step)
+                account.doing = STEP if step > account.before else RECOMPUTED
+        if not self._before.idle:
             account.enter(SAVING)
             self._before(first)
         account.enter(DATA)
-
-    def _done(self) -> int:
-        """What the time since the last batch was spent on."""
-        steps, before = PROGRESS.steps, self._steps
-        if steps == before and self._gradient.sync_gradients:
-            return EVALUATION
-        if before == 0:
-            return FIRST_STEP
-        account = self._account
-        step = PROGRESS.loaded + steps
-        account.reached(step)
-        return STEP if step > account.before else RECOMPUTED
 
     def batch_given(self, batch: Any) -> None:
         """See `LoaderObserver`."""

@@ -11,7 +11,7 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
@@ -37,19 +37,18 @@ class DrawnBatches:
         self._begins, self._write = begins, write
         self._count = 0
 
-    def begin(self) -> None:
-        """An epoch begins."""
-        self._batches.clear()
+    def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        """See `Drawn`; the epoch begins when its first batch is read."""
+        kept, write = self._batches, self._write
+        kept.clear()
         self._count = 0
         self._begins()
-
-    def append(self, batch: Sequence[Any]) -> None:
-        """A batch was drawn."""
-        self._count += 1
-        self._batches.append(batch)
-        if self._write is not None:
-            last = [str(sample) for batch in (*self._batches,)[-2:] for sample in batch]
-            self._write(json.dumps(last))
+        for batch in batches:
+            self._count += 1
+            kept.append(batch)
+            if write is not None:
+                write(json.dumps([str(sample) for last in (*kept,)[-2:] for sample in last]))
+            yield batch
 
     def batch(self, number: int) -> Sequence[Any]:
         """The batch of a number from 0 in this epoch; empty where it is not kept."""

@@ -28,7 +28,16 @@ __all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backw
 class OptimizerStepper:
     """How prepared optimizers step: with complete gradients, the way the strategy steps."""
 
-    __slots__ = ("_accumulation", "_elastic", "_finalizes", "_has_after_step", "_model", "_prepared", "_strategy")
+    __slots__ = (
+        "_accumulation",
+        "_elastic",
+        "_finalizes",
+        "_has_after_step",
+        "_model",
+        "_prepared",
+        "_step",
+        "_strategy",
+    )
 
     def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: PreparedObjects) -> None:
         self._strategy, self._accumulation = strategy, accumulation
@@ -37,6 +46,8 @@ class OptimizerStepper:
         # Methods that a strategy leaves as they are do nothing, and a call of nothing at each step costs time.
         self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
         self._finalizes = type(strategy).finalize_gradients is not base.Strategy.finalize_gradients
+        as_it_is = type(strategy).step is base.Strategy.step
+        self._step = strategy.context.precision.step if as_it_is else strategy.step
         self._elastic = strategy.traits.elastic
         self._model: weakref.ref[Module] | None = None
 
@@ -46,7 +57,7 @@ class OptimizerStepper:
             complete(self._strategy, self._accumulation, optimizer)
         if self._elastic:
             self._accumulation.note_step()
-        stepped = self._strategy.step(optimizer, closure)
+        stepped = self._step(optimizer, closure)
         if stepped and self._has_after_step:
             self._strategy.after_step(self._model_of(optimizer), optimizer)
         return stepped

@@ -208,7 +208,7 @@ class TrainingMixin(AcceleratorMembers):
             >>> loss = loss_function(model(inputs), targets)
             >>> accelerator.backward(loss)
         """
-        if "learning_rate" in kwargs or self.has_lomo_optimizer:
+        if self._prepared.steps_in_backward or "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
         try:
@@ -238,11 +238,7 @@ class TrainingMixin(AcceleratorMembers):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps in backward, as LOMO does."""
-        # A loop and not any(...), whose generator would cost more than the rest: this runs at every backward.
-        for optimizer in self._prepared.optimizers:  # noqa: SIM110
-            if getattr(optimizer, "steps_in_backward", False):
-                return True
-        return False
+        return self._prepared.steps_in_backward
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
