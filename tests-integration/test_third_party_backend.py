@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from accel_state.testing.processes import run_command
 
 # The first test also builds and installs.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("preloaded_python")]
-PRELOADED = ("accel_torch.accelerator",)
+PRELOADED = ("accel_torch.accelerator", "accel_torch.training_memory.comparison")
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "tests-integration" / "accel-backend-example"
@@ -130,3 +131,32 @@ def test_help_and_explain_know_its_settings(installed: dict[str, str]) -> None:
     assert "--example_keep" in accel(installed, "launch", "--help-all").stdout
     explained = accel(installed, "explain", "--json", "--", "--backend", "example", "--example_keep", "0.5", "train.py")
     assert "example_config.keep" in explained.stdout
+
+
+MODEL = """
+import torch
+
+
+def example():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    return model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 64)
+"""
+
+
+def test_memory_estimates_list_its_plans_and_how_they_are_launched(installed: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    options = ["--training", "--processes", "2", "--device", "cpu", "--json"]
+    shown = accel(installed, "estimate-memory", *options, f"{tmp_path / 'model.py'}:example")
+    assert shown.returncode == 0, shown.stderr
+    plans = {one["name"]: one for one in json.loads(shown.stdout)["plans"]}
+    assert {"ddp", "example", "example + keep=0.1", "fsdp2", "fsdp2 + offload"} == plans.keys()
+    parameters = 4 * 2 * (64 * 64 + 64)
+    assert plans["example"]["parts"] == plans["ddp"]["parts"]
+    sparse = plans["example + keep=0.1"]
+    assert sparse["parts"]["communication buffers"] == plans["ddp"]["parts"]["communication buffers"] + parameters
+    assert sparse["seconds"] < plans["ddp"]["seconds"] < plans["example"]["seconds"]
+    assert sparse["config"]["backend"] == "example"
+    assert sparse["config"]["example_config"] == {"keep": 0.1}
+    words = shlex.split(sparse["launch"])
+    assert words[:2] == ["accel", "launch"]
+    assert launched(installed, tmp_path, *words[2:-1])[:2] == ["TopKStrategy", 0.1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import nn
 from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards, StepShards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
+from accel_plugins.memory_plans import MemoryPlans
 from accel_plugins.strategy import Strategy
 from accel_state.settings.schema import INTEGER, ValueType, setting
 
@@ -442,6 +443,14 @@ class MakesSmallerSteps(CountsSteps):
 
 ELASTIC = {"traits": dataclasses.replace(MANIFEST.traits, elastic=True)}
 
+
+class SetsAFieldWithoutAFlag(MemoryPlans):
+    """The bucket size is an argument of the settings class, and no option of a launch."""
+
+    def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
+        return {"bucket_cap_mb": 50}
+
+
 CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_gradients_are_those_of_one_process", ()),
     (LosesAGradient, {}, "test_losses_equal_those_of_one_process", (False,)),
@@ -472,6 +481,12 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ClipsBehindItsBack, {"owns": frozenset({Duty.CLIPPING})}, "test_a_declared_duty_is_really_taken", ()),
     (ClipsNoValues, {}, "test_clipping_to_a_value_equals_that_of_one_process", ()),
     (StepsThroughAnOverflow, {}, "test_an_overflow_anywhere_skips_the_step_everywhere", ()),
+    (
+        DDPStrategy,
+        {"memory_plans": "broken_backends:SetsAFieldWithoutAFlag"},
+        "test_memory_plans_set_fields_of_the_settings",
+        (),
+    ),
     (AveragesNothing, {}, "test_averaging_gives_everyone_the_mean", ()),
     (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_a_declared_duty_is_really_taken", ()),
     (SaysItAccumulatesAndDoesNot, {"owns": frozenset({Duty.ACCUMULATION})}, "test_a_declared_duty_is_really_taken", ()),

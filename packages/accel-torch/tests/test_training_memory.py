@@ -25,14 +25,9 @@ from accel_state.errors import SettingError
 from accel_state.testing.plugin import Processes
 from accel_state.testing.processes import Finished, run_command
 from accel_torch.training_memory import is_estimating
-from accel_torch.training_memory.plans import PlanComparison, compare_plans, launch_command, read_facts
-from accel_torch.training_memory.trial import (
-    RankMemory,
-    TrainingCase,
-    TrainingPlan,
-    fsdp_settings,
-    measure_plan,
-)
+from accel_torch.training_memory.comparison import PlanComparison, compare_plans, read_facts
+from accel_torch.training_memory.plans import TrainingPlan, launch_command, plan_settings
+from accel_torch.training_memory.trial import RankMemory, TrainingCase, block_names, measure_plan
 
 PRELOADED = ("accel_plugins.fsdp.fsdp2", "torch.distributed.tensor.parallel")
 MODELS = str(Path(__file__).with_name("memory_models.py"))
@@ -52,7 +47,7 @@ PLANS = {
     "single": TrainingPlan(device="cpu"),
     "ddp": TrainingPlan(2, "ddp", device="cpu"),
     "fsdp2": TrainingPlan(2, "fsdp2", device="cpu"),
-    "tp": TrainingPlan(2, tp=2, device="cpu"),
+    "tp": TrainingPlan(2, "fsdp2", tp=2, device="cpu"),
 }
 
 
@@ -87,14 +82,15 @@ def allocated(kind: str, name: str) -> int:
 def divided(model: nn.Module, name: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from accel_plugins.fsdp.fsdp2 import apply_fully_shard
+    from accel_plugins.fsdp.fsdp2 import FSDP2Plans
     from accel_plugins.transforms.tensor_parallel import TensorParallel
 
     context: Any = None
     if name == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if name == "fsdp2":
-        apply_fully_shard(model, fsdp_settings(model, PLANS[name]), init_device_mesh("cpu", (2,)), False)
+        settings = plan_settings(PLANS[name], block_names(model))
+        FSDP2Plans().parallelize(model, init_device_mesh("cpu", (2,)), settings, "no")
     if name == "tp":
         return TensorParallel(mesh=init_device_mesh("cpu", (2,))).apply(model, context)
     return model
@@ -136,7 +132,7 @@ def test_a_plan_of_sharding_holds_a_share_of_each_state() -> None:
 
 
 def test_offload_leaves_the_states_on_the_host() -> None:
-    plan = TrainingPlan(2, "fsdp2", offload=True, device="cpu")
+    plan = TrainingPlan(2, "fsdp2", "offload", device="cpu")
     kept = measure_plan(TrainingCase(memory_models.gpt), PLANS["fsdp2"])
     offloaded = measure_plan(TrainingCase(memory_models.gpt), plan)
     states = kept.parts["parameters"] + kept.parts["optimizer states"]
@@ -243,7 +239,7 @@ def test_a_plan_that_does_not_suit_the_model_is_named_with_the_reason() -> None:
     found = compared(narrow, 2, device="cpu")
     assert {one.plan.name for one in found.estimates} == {"ddp", "fsdp2", "fsdp2 + offload"}
     ((plan, reason),) = found.refused
-    assert plan.name == "tp=2"
+    assert plan.name == "fsdp2 + tp=2"
     assert "unflatten" in reason
 
 
@@ -255,7 +251,7 @@ def test_sharding_and_division_of_tensors_share_each_state() -> None:
 
 
 def test_the_launch_command_says_the_plan() -> None:
-    plan = TrainingPlan(4, "fsdp2", offload=True, recompute=True, accumulation=2, mixed_precision="bf16")
+    plan = TrainingPlan(4, "fsdp2", "offload", recompute=True, accumulation=2, mixed_precision="bf16")
     words = launch_command(plan, ("Block",)).split()
     assert words[:3] == ["accel", "launch", "--use_fsdp"]
     pairs = dict(itertools.pairwise(words))

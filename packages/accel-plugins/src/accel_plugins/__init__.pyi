@@ -16,6 +16,7 @@ from accel_plugins.manifest import Manifest as Manifest
 from accel_plugins.manifest import Part as Part
 from accel_plugins.manifest import Phase as Phase
 from accel_plugins.manifest import Traits as Traits
+from accel_plugins.memory_plans import MemoryPlans as MemoryPlans
 from accel_plugins.precision.base import Precision as Precision
 from accel_plugins.precision.config import AORecipeKwargs as AORecipeKwargs
 from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs

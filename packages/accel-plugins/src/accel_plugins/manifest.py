@@ -176,6 +176,8 @@ class Manifest:
         switch: setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share it.
             Its variable passes it to the processes. At most one such setting is on.
         parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
+        memory_plans: "module:class" of the `MemoryPlans` by which `accel estimate-memory --training` lists the backend;
+            empty where its memory is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` is data parallelism.
         priority: of the backends that are present, the one with the highest is taken.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
         protocol: version of this interface it was written for, or (oldest, newest) when it works with several. What
@@ -201,6 +203,7 @@ class Manifest:
     families: frozenset[str] = frozenset()
     switch: Setting | None = None
     parameter: str = ""
+    memory_plans: str = ""
     priority: int = 0
     tier: int | None = None
     protocol: int | tuple[int, int] = OLDEST_PROTOCOL
@@ -212,7 +215,12 @@ class Manifest:
                 "A name has lower-case letters, digits, '-' and '_', starts with a letter and is at most 48 long.",
                 "Rename it in its Manifest.",
             )
-        targets = {"strategy": self.strategy, "config": self.config or None, "present": self.present}
+        targets = {
+            "strategy": self.strategy,
+            "config": self.config or None,
+            "present": self.present,
+            "memory_plans": self.memory_plans or None,
+        }
         for field_name, target in targets.items():
             if target is not None and not _leads_somewhere(target):
                 raise PluginError(

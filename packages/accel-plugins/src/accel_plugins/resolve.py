@@ -23,6 +23,7 @@ from accel_state.settings.schema import closest
 
 if TYPE_CHECKING:
     from accel_plugins.context import Context
+    from accel_plugins.memory_plans import MemoryPlans
     from accel_plugins.strategy import Strategy
     from accel_state.current import Process
     from accel_state.mesh import ParallelismConfig
@@ -34,6 +35,7 @@ __all__ = (
     "choose",
     "config_among",
     "configured_precision",
+    "memory_plans",
     "settings",
     "strategy_class",
 )
@@ -202,6 +204,24 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
 
         return adapted(found)
     return found
+
+
+def memory_plans(manifest: Manifest) -> MemoryPlans:
+    """The plans by which the memory of a backend is estimated; the manifest names their class.
+
+    Raises:
+        PluginError: it cannot be imported, or is not a subclass of `MemoryPlans`.
+    """
+    from accel_plugins.memory_plans import MemoryPlans
+
+    found = _imported(manifest, manifest.memory_plans)
+    if not (isinstance(found, type) and issubclass(found, MemoryPlans)):
+        raise PluginError(
+            f"Cannot estimate the memory of the backend {manifest.name!r}.",
+            f"{manifest.memory_plans} is not a subclass of accel_plugins.memory_plans.MemoryPlans.",
+            "Correct `memory_plans` in its Manifest.",
+        )
+    return found()
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:

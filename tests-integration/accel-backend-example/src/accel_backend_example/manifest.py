@@ -14,6 +14,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_backend_example.strategy:TopKStrategy",
     label=None,
     axes=frozenset({Axis.REPLICATE}),
+    memory_plans="accel_backend_example.plans:TopKPlans",
     tier=1,
     protocol=2,
 )

@@ -24,6 +24,7 @@ MANIFEST: Final = Manifest(
     present="accel_plugins.ddp.manifest:present",
     axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
     traits=Traits(syncs_in_own_forward=True),
+    memory_plans="accel_plugins.memory_plans:MemoryPlans",
     priority=10,
     tier=1,
     protocol=PROTOCOL,

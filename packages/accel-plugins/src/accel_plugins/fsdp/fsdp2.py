@@ -7,10 +7,10 @@ in shards only. A model keeps its class and the names of its parameters, which b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,12 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import ignored_parameters, offload, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
+from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 
-__all__ = ("FSDP2Strategy", "apply_fully_shard")
+__all__ = ("FSDP2Plans", "FSDP2Strategy", "apply_fully_shard")
+
+_OFFLOAD: Final = "offload"
 
 
 def apply_fully_shard(
@@ -47,6 +50,32 @@ def apply_fully_shard(
     }
     for block in (*shard_groups(model, config), model):
         fsdp.fully_shard(block, **arguments)
+
+
+class FSDP2Plans(MemoryPlans):
+    """Plans in which each block that the model repeats is sharded by itself, on the device or on the host."""
+
+    variants: ClassVar[tuple[str, ...]] = ("", _OFFLOAD)
+    recomputes: ClassVar[bool] = True
+
+    def keeps_states_on_host(self, variant: str) -> bool:
+        return variant == _OFFLOAD
+
+    def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
+        return {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP",
+            **({"transformer_cls_names_to_wrap": list(blocks)} if blocks else {}),
+            "cpu_offload": variant == _OFFLOAD,
+            "activation_checkpointing": recompute,
+        }
+
+    def parallelize(
+        self, model: Module, mesh: DeviceMesh, settings: Mapping[str, Any], mixed_precision: str
+    ) -> Overhead:
+        config = FullyShardedDataParallelPlugin(**settings)
+        config.compute_in(None if mixed_precision == "no" else mixed_precision)
+        apply_fully_shard(model, config, mesh, pins_memory=False)
+        return Overhead()
 
 
 class FSDP2Strategy(ShardedStrategy):

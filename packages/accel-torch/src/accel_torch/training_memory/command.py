@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
-    from accel_torch.training_memory.trial import TrainingPlan
+    from accel_torch.training_memory.plans import TrainingPlan
 
 __all__ = ("ESTIMATE", "TrainingMemory")
 
@@ -48,7 +48,7 @@ class TrainingMemory:
         Raises:
             SettingError: the model cannot be built or needs the values of tensors, or a number is below 1.
         """
-        from accel_torch.training_memory.plans import compare_plans, read_facts
+        from accel_torch.training_memory.comparison import compare_plans, read_facts
         from accel_torch.training_memory.report import as_json, as_text, draw_svg
         from accel_torch.training_memory.script import compare_plans_of_script
         from accel_torch.training_memory.sources import training_case

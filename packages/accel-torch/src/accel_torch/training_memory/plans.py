@@ -1,276 +1,187 @@
-"""The plans of a number of processes: which fit into the memory of a device, what they cost, and how to launch them."""
+"""The plans of training: a backend, a division of the processes, micro-batches; and how each is launched.
+
+The backends are those whose manifests name their `memory_plans`, other people's among them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Final
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
-from torch.nn import Module
-
-from accel_ops.tree import find_batch_size
-from accel_state.errors import AccelError, SettingError
-from accel_torch.training_memory.trial import (
-    RankMemory,
-    TrainingCase,
-    TrainingPlan,
-    block_names,
-    count_operations,
-)
+from accel_plugins import resolve
+from accel_plugins.manifest import Axis, Manifest
+from accel_plugins.memory_plans import MemoryPlans
+from accel_state.errors import PluginError, SettingError
+from accel_state.settings.schema import Setting, settings_of
 
 __all__ = (
-    "ModelFacts",
-    "PlanComparison",
-    "PlanEstimate",
-    "compare_plans",
+    "PlannedBackend",
+    "TrainingPlan",
     "config_values",
     "launch_command",
-    "model_facts",
     "needs_in_script",
-    "read_facts",
+    "plan_settings",
+    "planned_backend",
+    "planned_backends",
 )
 
-_OPERATIONS: Final = 200e12
-_BETWEEN: Final = 100e9
-_HOST: Final = 25e9
-"""What the cost assumes a second: operations of a device, bytes between devices, bytes between host and device."""
-_RECOMPUTED: Final = 4 / 3
-"""Backward takes twice the time of forward, and recomputing runs forward once more."""
 
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the plans of a model depend on.
+class PlannedBackend(NamedTuple):
+    """A backend whose memory is estimated.
 
     Args:
-        batch: samples of the example batch.
-        blocks: names of the classes of the blocks that it repeats.
-        divides_tensors: whether it has a plan of tensor parallelism.
-        operations: floating-point operations of forward and backward for one sample.
+        manifest: what it declares.
+        plans: how it trains.
     """
 
-    batch: int
-    blocks: tuple[str, ...]
-    divides_tensors: bool
-    operations: float
+    manifest: Manifest
+    plans: MemoryPlans
+
+
+@cache
+def planned_backends() -> Mapping[str, PlannedBackend]:
+    """By name, the installed backends that can run and have plans, in the order of their priority.
+
+    One whose plans cannot be imported is left out with a warning.
+    """
+    manifests = [found.manifest for found in resolve.available() if found.manifest is not None and not found.obstacle]
+    planned = {}
+    for manifest in sorted(manifests, key=lambda one: (one.priority, one.name)):
+        if manifest.memory_plans:
+            try:
+                planned[manifest.name] = PlannedBackend(manifest, resolve.memory_plans(manifest))
+            except PluginError as error:
+                warnings.warn(str(error), stacklevel=2)
+    return planned
+
+
+def planned_backend(name: str) -> PlannedBackend:
+    """A backend by its name.
+
+    Raises:
+        SettingError: none of that name has plans.
+    """
+    known = planned_backends()
+    if name not in known:
+        raise SettingError(
+            f"Cannot estimate the memory of the backend {name!r}.",
+            "It is not installed, or its Manifest has no memory_plans.",
+            f"Use one of {', '.join(known)}.",
+        )
+    return known[name]
 
 
 @dataclass(frozen=True)
-class PlanEstimate:
-    """A plan with its memory and cost.
+class TrainingPlan:
+    """How a number of processes train.
+
+    Args:
+        processes: how many.
+        backend: name of a backend with `memory_plans`.
+        variant: one of those of its plans, such as "offload".
+        tp: how many processes divide each tensor.
+        recompute: compute the activations of the blocks again in backward.
+        micro_batch: samples of one forward; those of the example batch when 0.
+        accumulation: micro-batches of one step.
+        mixed_precision: "no", "bf16" or "fp16".
+        device: "cpu", or another one, whose optimizers work on all parameters at once.
+    """
+
+    processes: int = 1
+    backend: str = "single"
+    variant: str = ""
+    tp: int = 1
+    recompute: bool = False
+    micro_batch: int = 0
+    accumulation: int = 1
+    mixed_precision: str = "no"
+    device: str = "cuda"
+
+    @property
+    def data_processes(self) -> int:
+        """How many processes read different samples."""
+        return self.processes // self.tp
+
+    @property
+    def name(self) -> str:
+        """The plan in a few words."""
+        parts = [self.backend, self.variant, f"tp={self.tp}" if self.tp > 1 else "", self.recompute and "recompute"]
+        return " + ".join(part for part in parts if part)
+
+
+def plan_settings(plan: TrainingPlan, blocks: Sequence[str]) -> dict[str, Any]:
+    """The fields of the settings class of a plan's backend that the plan sets.
 
     Args:
         plan: the plan.
-        memory: what its first rank holds, which no other rank exceeds.
-        seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes of
-            collectives / 100e9, plus bytes between host and device / 25e9.
-        limit: bytes of a device; None for no limit.
+        blocks: names of the classes of the blocks that the model repeats.
     """
-
-    plan: TrainingPlan
-    memory: RankMemory
-    seconds: float
-    limit: int | None = None
-
-    @property
-    def missing(self) -> int:
-        """Bytes that the device lacks; 0 where the plan fits."""
-        return 0 if self.limit is None else max(self.memory.peak - self.limit, 0)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has room for the peak."""
-        return not self.missing
+    manifest, plans = planned_backend(plan.backend)
+    return {**manifest.settings, **plans.settings(plan.variant, blocks, plan.recompute)}
 
 
-@dataclass(frozen=True)
-class PlanComparison:
-    """Every plan for a number of processes.
-
-    Args:
-        facts: what the plans of the model depend on.
-        estimates: plans that fit by their cost, then the others by what is missing.
-        refused: plans that do not apply to the model or to the global batch, and why.
-        limit: bytes of a device; None for no limit.
-    """
-
-    facts: ModelFacts
-    estimates: list[PlanEstimate]
-    refused: list[tuple[TrainingPlan, str]]
-    limit: int | None = None
-
-
-def read_facts(case: TrainingCase) -> ModelFacts:
-    """Build the model once under fake tensors, and count the operations of one step.
-
-    Raises:
-        SettingError: the model needs the values of tensors.
-    """
-    model, batch, operations = count_operations(case)
-    return model_facts(model, batch, operations)
-
-
-def model_facts(model: Module, batch: Any, operations: float) -> ModelFacts:
-    """What the plans of a model depend on; `operations` are those of the whole batch."""
-    samples = find_batch_size(batch)
-    plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    return ModelFacts(samples, tuple(block_names(model)), bool(plan), operations / samples)
-
-
-def compare_plans(
-    facts: ModelFacts,
-    measure: Callable[[TrainingPlan], RankMemory],
-    processes: int,
-    memory: int | None = None,
-    global_batch: int | None = None,
-    mixed_precision: str = "no",
-    device: str = "cuda",
-    progress: Callable[[TrainingPlan], None] | None = None,
-) -> PlanComparison:
-    """Estimate every plan for a number of processes.
-
-    The micro-batch of a plan is the largest half, quarter, ... of what a process has of the global batch that fits;
-    accumulation keeps the global batch.
-
-    Args:
-        facts: what the plans of the model depend on.
-        measure: runs a trial of a plan.
-        processes: how many.
-        memory: bytes of a device; the whole share of a process is one micro-batch when None.
-        global_batch: samples of one step of all processes; one example batch for each process when None.
-        mixed_precision: "no", "bf16" or "fp16".
-        device: "cpu", or another one.
-        progress: called before each trial.
-
-    Raises:
-        SettingError: no plan applies.
-        Exception: that of the trials, where all fail alike.
-    """
-    samples = global_batch or facts.batch * processes
-    estimates, refused, failures = [], [], []
-    for plan in _plans(facts, processes, mixed_precision, device):
-        if samples % plan.data_processes:
-            refused.append((plan, f"{plan.data_processes} slices of {samples} samples are not of one size"))
-            continue
-        try:
-            estimates.append(_largest_that_fits(facts, measure, plan, samples // plan.data_processes, memory, progress))
-        except Exception as error:
-            failures.append(error)
-            reason = error.obstacle if isinstance(error, AccelError) else str(error)
-            refused.append((plan, reason.partition("\n")[0]))
-    if not estimates and failures and len({reason for _, reason in refused}) == 1:
-        raise failures[0]
-    if not estimates:
-        raise SettingError(
-            f"Cannot train on {processes} processes with a global batch of {samples} samples.",
-            "; ".join(f"{plan.name}: {reason}" for plan, reason in refused),
-            "Give another number of processes, or a --global-batch that it divides.",
-        )
-    estimates.sort(key=lambda one: (one.missing, one.seconds))
-    return PlanComparison(facts, estimates, refused, memory)
-
-
-def _largest_that_fits(
-    facts: ModelFacts,
-    measure: Callable[[TrainingPlan], RankMemory],
-    plan: TrainingPlan,
-    share: int,
-    limit: int | None,
-    progress: Callable[[TrainingPlan], None] | None,
-) -> PlanEstimate:
-    """The estimate of a plan with the largest micro-batch that fits, or with the smallest where none does."""
-    estimate = None
-    for micro_batch in _halves(share):
-        sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
-        if progress is not None:
-            progress(sized)
-        memory = measure(sized)
-        estimate = PlanEstimate(sized, memory, _seconds(facts, sized, memory), limit)
-        if estimate.fits:
-            break
-    assert estimate is not None  # The smallest micro-batch is 1.
-    return estimate
-
-
-def _plans(facts: ModelFacts, processes: int, mixed_precision: str, device: str) -> Iterator[TrainingPlan]:
-    whole = TrainingPlan(processes, "single", mixed_precision=mixed_precision, device=device)
-    recomputes = (False, True) if facts.blocks else (False,)
-    for recompute in recomputes:
-        plan = replace(whole, recompute=recompute)
-        if processes == 1:
-            yield plan
-            continue
-        yield replace(plan, backend="ddp")
-        for offload in (False, True):
-            yield replace(plan, backend="fsdp2", offload=offload)
-        if facts.divides_tensors:
-            yield replace(plan, tp=processes)
-            for tp in (size for size in (2, 4, 8) if size < processes and processes % size == 0):
-                yield replace(plan, backend="fsdp2", tp=tp)
-
-
-def _halves(share: int) -> Iterator[int]:
-    """A number, and its halves as long as they divide it; then 1."""
-    size = share
-    while True:
-        yield size
-        if size == 1:
-            return
-        size = size // 2 if size % 2 == 0 else 1
-
-
-def _seconds(facts: ModelFacts, plan: TrainingPlan, memory: RankMemory) -> float:
-    computed = (
-        facts.operations * plan.micro_batch * plan.accumulation / plan.tp * (_RECOMPUTED if plan.recompute else 1)
-    )
-    return computed / _OPERATIONS + memory.moved / _BETWEEN + memory.copied / _HOST
-
-
-def config_values(plan: TrainingPlan, blocks: tuple[str, ...]) -> dict[str, Any]:
+def config_values(plan: TrainingPlan, blocks: Sequence[str]) -> dict[str, Any]:
     """The values of a config file for a plan, by dotted key."""
-    multi = "MULTI_CPU" if plan.device == "cpu" else "MULTI_GPU"
-    kind = "FSDP" if plan.backend == "fsdp2" else multi if plan.processes > 1 else "NO"
-    values: dict[str, Any] = {
-        "distributed_type": kind,
-        "num_processes": plan.processes,
-        "mixed_precision": plan.mixed_precision,
-        "gradient_accumulation_steps": plan.accumulation,
-    }
-    if plan.device == "cpu":
-        values["use_cpu"] = True
-    if plan.backend == "fsdp2":
-        values["fsdp_config.fsdp_version"] = 2
-        values["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP"
-        values["fsdp_config.fsdp_offload_params"] = plan.offload
-        values["fsdp_config.fsdp_activation_checkpointing"] = plan.recompute
-        if blocks:
-            values["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
-    if plan.tp > 1:
-        values["parallelism_config.parallelism_config_tp_size"] = plan.tp
-    if plan.tp > 1 and plan.data_processes > 1:
-        values["parallelism_config.parallelism_config_dp_shard_size"] = plan.data_processes
-    return values
+    return {key: value for key, _, value in _launch_values(plan, blocks)}
 
 
-def launch_command(plan: TrainingPlan, blocks: tuple[str, ...], script: str = "train.py") -> str:
+def launch_command(plan: TrainingPlan, blocks: Sequence[str], script: str = "train.py") -> str:
     """The command that launches a script, given with its arguments, under a plan."""
     words = ["accel", "launch"]
-    for key, value in config_values(plan, blocks).items():
-        name = key.rpartition(".")[2]
-        if name == "distributed_type":
-            words += ["--use_fsdp"] if value == "FSDP" else ["--multi_gpu"] if value == "MULTI_GPU" else []
-        elif name == "use_cpu":
-            words.append("--cpu")
-        else:
-            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    if plan.tp > 1:
-        words.append("--use_parallelism_config")
+    for _, flags, _ in _launch_values(plan, blocks):
+        words += flags
     return f"{shlex.join(words)} {script}"
+
+
+def _launch_values(plan: TrainingPlan, blocks: Sequence[str]) -> Iterator[tuple[str, list[str], Any]]:
+    """(key of the config file, words of the command line, value) of everything that a launch of a plan sets."""
+    manifest, _ = planned_backend(plan.backend)
+    on_cpu = plan.device == "cpu"
+    kind = "NO" if plan.processes == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    if manifest.switch is not None:
+        label = manifest.name if manifest.label is None else manifest.label.value
+        yield "distributed_type", [str(manifest.switch.flag)], label
+    else:
+        yield "distributed_type", ["--multi_gpu"] if kind == "MULTI_GPU" else [], kind
+        yield "backend", ["--backend", manifest.name], manifest.name
+    if on_cpu:
+        yield "use_cpu", ["--cpu"], True
+    for name, value in (
+        ("num_processes", plan.processes),
+        ("mixed_precision", plan.mixed_precision),
+        ("gradient_accumulation_steps", plan.accumulation),
+    ):
+        yield name, [f"--{name}", str(value)], value
+    for known, value in _launch_settings(manifest, plan_settings(plan, blocks)):
+        text = known.type.format(value)
+        yield str(known.key), [str(known.flag), text], value if isinstance(value, (bool, int, float)) else text
+    if plan.tp > 1:
+        sizes = {Axis.TENSOR: plan.tp}
+        if plan.data_processes > 1:
+            sizes[Axis.SHARD if Axis.SHARD in manifest.axes else Axis.REPLICATE] = plan.data_processes
+        for axis, size in sizes.items():
+            name = f"parallelism_config_{axis.value}_size"
+            words = ["--use_parallelism_config"] if axis is Axis.TENSOR else []
+            yield f"parallelism_config.{name}", [*words, f"--{name}", str(size)], size
+
+
+def _launch_settings(manifest: Manifest, values: Mapping[str, Any]) -> Iterator[tuple[Setting, Any]]:
+    """The definitions of fields of a settings class, with their values."""
+    if not manifest.config:
+        return
+    module, _, name = manifest.config.partition(":")
+    known = settings_of(getattr(importlib.import_module(module), name))
+    for field, value in values.items():
+        yield known[field], value
 
 
 def needs_in_script(plan: TrainingPlan) -> str:
     """What the script itself must say for a plan; empty where the launch says everything."""
-    if plan.recompute and plan.backend != "fsdp2":
+    if plan.recompute and not planned_backend(plan.backend).plans.recomputes:
         return "Accelerator(transforms=[accel_plugins.transforms.activation_checkpoint.ActivationCheckpoint()])"
     return ""

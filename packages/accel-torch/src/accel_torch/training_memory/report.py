@@ -11,15 +11,9 @@ from typing import Any, Final
 from accel_bigmodel.sizes import convert_bytes
 from accel_cli.config.write import config_text, nested
 from accel_cli.terminal import columns, in_colour
+from accel_torch.training_memory.comparison import ModelFacts, PlanComparison, PlanEstimate
 from accel_torch.training_memory.live_bytes import MemoryKind
-from accel_torch.training_memory.plans import (
-    ModelFacts,
-    PlanComparison,
-    PlanEstimate,
-    config_values,
-    launch_command,
-    needs_in_script,
-)
+from accel_torch.training_memory.plans import config_values, launch_command, needs_in_script
 
 __all__ = ("as_json", "as_text", "draw_svg")
 
@@ -93,8 +87,7 @@ def _scale(estimates: Sequence[PlanEstimate], limit: int | None) -> int:
 
 
 def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
-    on_host = estimate.plan.offload and kind in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
-    return 0 if on_host else estimate.memory.parts[kind.value]
+    return 0 if kind.value in estimate.memory.on_host else estimate.memory.parts[kind.value]
 
 
 def as_json(found: PlanComparison, script: str) -> str:
@@ -115,7 +108,7 @@ def _row(facts: ModelFacts, one: PlanEstimate, script: str) -> dict[str, Any]:
         "backend": one.plan.backend,
         "processes": one.plan.processes,
         "tp": one.plan.tp,
-        "offload": one.plan.offload,
+        "variant": one.plan.variant,
         "recompute": one.plan.recompute,
         "micro_batch": one.plan.micro_batch,
         "accumulation": one.plan.accumulation,

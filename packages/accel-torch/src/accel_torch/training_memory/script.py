@@ -30,8 +30,9 @@ from accel_state.errors import AccelError, SettingError
 from accel_torch.observed_runs import StopRun, run_script
 from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.training_memory import estimating
-from accel_torch.training_memory.plans import ModelFacts, PlanComparison, model_facts
-from accel_torch.training_memory.trial import RankMemory, TrainingPlan, Trial, naming_values
+from accel_torch.training_memory.comparison import ModelFacts, PlanComparison, model_facts
+from accel_torch.training_memory.plans import TrainingPlan
+from accel_torch.training_memory.trial import RankMemory, Trial, naming_values
 
 if TYPE_CHECKING:
     from accel_torch.options import Options

@@ -20,30 +20,27 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_ops.tree import find_batch_size, recursively_apply
 from accel_plugins.blocks import repeated_blocks
-from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.fsdp2 import apply_fully_shard
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
 from accel_torch.training_memory import estimating
 from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
+from accel_torch.training_memory.plans import TrainingPlan, plan_settings, planned_backend
 
 __all__ = (
     "PRECISIONS",
     "RankMemory",
     "TrainingCase",
-    "TrainingPlan",
     "Trial",
     "block_names",
     "count_operations",
-    "fsdp_settings",
     "measure_plan",
     "naming_values",
 )
@@ -51,6 +48,9 @@ __all__ = (
 PRECISIONS: Final = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCK: Final = 512
 """Bytes that torch's allocator of an accelerator rounds up to."""
+
+_STATES: Final = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
+"""What a backend that offloads keeps on the host between uses."""
 
 _LIBRARIES: Final = ("torch", "accelerate", "contextlib", "runpy")
 """Packages whose lines are not the user's, as those of this library are not."""
@@ -71,54 +71,14 @@ class TrainingCase:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """How a number of processes train.
-
-    Args:
-        processes: how many.
-        backend: "single", "ddp" or "fsdp2".
-        tp: how many processes divide each tensor.
-        offload: keep parameters, gradients and optimizer states on the host (fsdp2).
-        recompute: compute the activations of the blocks again in backward.
-        micro_batch: samples of one forward; those of the example batch when 0.
-        accumulation: micro-batches of one step.
-        mixed_precision: "no", "bf16" or "fp16".
-        device: "cpu", or another one, whose optimizers work on all parameters at once.
-    """
-
-    processes: int = 1
-    backend: str = "single"
-    tp: int = 1
-    offload: bool = False
-    recompute: bool = False
-    micro_batch: int = 0
-    accumulation: int = 1
-    mixed_precision: str = "no"
-    device: str = "cuda"
-
-    @property
-    def data_processes(self) -> int:
-        """How many processes read different samples."""
-        return self.processes // self.tp
-
-    @property
-    def name(self) -> str:
-        """The plan in a few words."""
-        parts = [self.backend] if self.backend != "single" or self.tp == 1 else []
-        parts += [f"tp={self.tp}"] if self.tp > 1 else []
-        parts += ["offload"] if self.offload else []
-        parts += ["recompute"] if self.recompute else []
-        return " + ".join(parts)
-
-
-@dataclass(frozen=True)
 class RankMemory:
     """What one rank holds.
 
     Args:
         rank: its number.
         peak: bytes of its device at the peak.
-        parts: bytes at the peak, by what they are for; the host's among them with offload.
+        parts: bytes at the peak, by what they are for.
+        on_host: those parts that are in the memory of the host.
         host: bytes that its host holds at most, checkpoint staging not counted.
         staging: bytes of the host that an asynchronous checkpoint copies the state into.
         moved: bytes that collectives read and write in one step.
@@ -128,6 +88,7 @@ class RankMemory:
     rank: int
     peak: int
     parts: dict[str, int] = field(default_factory=dict)
+    on_host: tuple[str, ...] = ()
     host: int = 0
     staging: int = 0
     moved: int = 0
@@ -188,12 +149,16 @@ class Trial:
 
     def __init__(self, plan: TrainingPlan, rank: int = 0, mode: FakeTensorMode | None = None) -> None:
         self.plan, self._rank = plan, rank
-        offloaded = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER) if plan.offload else ()
+        self._plans = planned_backend(plan.backend).plans
+        self._on_host = _STATES if self._plans.keeps_states_on_host(plan.variant) else ()
         on_cpu = plan.device == "cpu"
         self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-        self._live = LiveBytes(self._mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
+        self._live = LiveBytes(
+            self._mode, self._on_host, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None
+        )
         self._contexts = ExitStack()
-        self._buckets: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._bytes_of_strategy = 0
         self._tensors: list[Tensor] = []
         self._parameters: list[Tensor] = []
         self._modules: list[Module] = []
@@ -228,13 +193,12 @@ class Trial:
             model = TensorParallel(mesh=self._along_tensors).apply(model, context)
         if plan.recompute:
             model = ActivationCheckpoint().apply(model, context)
+        if plan.data_processes > 1:
+            settings = plan_settings(plan, block_names(model))
+            overhead = self._plans.parallelize(model, self._along_data, settings, plan.mixed_precision)
+            self._held += overhead.held
+            self._bytes_of_strategy += overhead.bytes_moved
         trained = [one for one in model.parameters() if one.requires_grad]
-        if plan.backend == "fsdp2":
-            apply_fully_shard(model, fsdp_settings(model, plan), self._along_data, False)
-            trained = [one for one in model.parameters() if one.requires_grad]
-        elif plan.backend == "ddp":
-            # The wrapper itself reads values. It holds buckets of the size of all gradients from its start to its end.
-            self._buckets += [torch.empty_like(one) for one in trained]
         self._tensors += [*model.parameters(), *model.buffers()]
         self._mark_parameters()
         for parameter in trained:
@@ -260,7 +224,7 @@ class Trial:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Count the states of an optimizer, whose steps are those of the trial."""
-        if self.plan.device != "cpu" and not self.plan.offload:
+        if self.plan.device != "cpu" and not self._on_host:
             for group in optimizer.param_groups:
                 if group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True
@@ -292,14 +256,16 @@ class Trial:
         # All micro-batches without synchronisation move the same.
         moved = self._moved + self._moved_unsynced * max(self.plan.accumulation - 2, 0)
         copied = 0
-        if self.plan.offload:
+        if self._on_host:
             copied = (2 * held + sum(_local(one).nbytes for one in self._parameters)) * self.plan.accumulation
         parts = {kind.value: size for kind, size in self._live.at_peak.items()}
-        return RankMemory(self._rank, self._live.peak, parts, self._live.host_peak, held + states, moved, copied)
+        on_host = tuple(kind.value for kind in self._on_host)
+        staging = held + states
+        return RankMemory(self._rank, self._live.peak, parts, on_host, self._live.host_peak, staging, moved, copied)
 
     def _before_step(self, *_: Any) -> None:
         self._mark_gradients()
-        if self.plan.offload:
+        if self._on_host:
             self._live.default = MemoryKind.OPTIMIZER
 
     def _after_step(self, *_: Any) -> None:
@@ -308,7 +274,7 @@ class Trial:
             live.track(state, MemoryKind.OPTIMIZER)
         live.default = MemoryKind.ACTIVATIONS
         self._steps += 1
-        self._moved = live.moved + 2 * sum(bucket.nbytes for bucket in self._buckets)
+        self._moved = live.moved + self._bytes_of_strategy
         # Shards that are smaller than those of other ranks are filled up in the first forward.
         self._mark_parameters()
         if not self.is_complete:
@@ -346,20 +312,6 @@ class Trial:
                         made[tensor] = Parameter(empty, tensor.requires_grad) if trained else empty
                     held[name] = made[tensor]  # type: ignore[assignment]
         return model
-
-
-def fsdp_settings(model: Module, plan: TrainingPlan) -> FullyShardedDataParallelPlugin:
-    """The settings of FSDP for a plan: the repeated blocks of the model are sharded by themselves."""
-    names = block_names(model)
-    dtype = PRECISIONS[plan.mixed_precision]
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP" if names else "NO_WRAP",
-        transformer_cls_names_to_wrap=names or None,
-        cpu_offload=CPUOffloadPolicy(pin_memory=False) if plan.offload else False,
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype else None,
-        reshard_after_forward=True,
-    )
 
 
 def block_names(model: Module) -> list[str]:
