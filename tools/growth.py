@@ -58,7 +58,11 @@ PIECES: Final = "torch cuts each parameter into a piece for each rank; what plai
 
 STARTS: Final = Quantity("start: state and Accelerator", "CPU ms")
 MEETS: Final = Quantity("start: requests to the store", "requests")
-PREPARES: Final = Quantity("prepare, DDP", "CPU ms")
+PREPARES: Final = Quantity(
+    "prepare, DDP",
+    "CPU ms",
+    "DistributedDataParallel compares the shapes of all ranks: alone it takes 0.9 ms for 2 ranks and 4.2 for 4,096.",
+)
 PREPARES_SHARDED: Final = Quantity("prepare, FSDP2", "CPU ms", PIECES)
 PREPARES_PLAIN: Final = Quantity("the same by fully_shard alone", "CPU ms", PIECES)
 STEPS: Final = Quantity("training step, FSDP2", "CPU ms", PIECES)
