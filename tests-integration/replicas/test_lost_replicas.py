@@ -24,6 +24,8 @@ from torch import nn
 
 pytest.importorskip("torchft")
 
+from accel_state.testing.simulated_device import POSSIBLE
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 SCRIPT = Path(__file__).with_name("train_replica.py")
@@ -41,11 +43,21 @@ spec.loader.exec_module(train_replica)
 class Replicas:
     """A launched run of replicas, and what they have noted."""
 
-    def __init__(self, folder: Path, backend: str, count: int, processes: int = 1, *options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        backend: str,
+        count: int,
+        processes: int = 1,
+        *options: str,
+        save_every: int = 0,
+        device: str = "cpu",
+    ) -> None:
         self.folder, self.count, self.processes = folder, count, processes
-        words = [*options]
-        words += ["--cpu", f"--backend={backend}", f"--replica_groups={count}", f"--num_processes={processes}"]
+        words = [*options, *(["--cpu"] if device == "cpu" else [])]
+        words += [f"--backend={backend}", f"--replica_groups={count}", f"--num_processes={processes}"]
         words += [f"--torchft_heartbeat_timeout={HEARTBEAT}", str(SCRIPT), str(folder), str(SAMPLES), str(PAUSE)]
+        words += [str(save_every), device]
         self.output = folder / "output"
         with open(self.output, "w") as file:
             self.launch = subprocess.Popen(
@@ -97,6 +109,22 @@ class Replicas:
             assert time.monotonic() < deadline, (before, self.output.read_text())
             time.sleep(0.1)
         return max(after) - killed
+
+    def kill_all(self) -> None:
+        """Kill every replica at once, and wait until all have been started again."""
+        pids = [self.newest(replica)[0]["ready"] for replica in range(self.count)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while any(self.newest(replica)[0]["ready"] in pids for replica in range(self.count)):
+            assert self.launch.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.1)
+
+    def noted(self, key: str) -> list[Any]:
+        """What any process has noted under a key, in the order of time."""
+        rows = sorted((row for _, rows in self.rows() for row in rows if key in row), key=lambda row: row["time"])
+        return [row[key] for row in rows]
 
     def finish(self) -> None:
         """Let all finish the epoch after the next one, and wait for the end."""
@@ -161,8 +189,8 @@ def started(tmp_path: Path) -> Iterator[Any]:
     """Starts replicas, and ends them."""
     running = []
 
-    def start(*arguments: Any) -> Replicas:
-        running.append(Replicas(tmp_path, *arguments))
+    def start(*arguments: Any, **options: Any) -> Replicas:
+        running.append(Replicas(tmp_path, *arguments, **options))
         return running[-1]
 
     yield start
@@ -212,3 +240,28 @@ def test_replicas_that_train_apart_return_too_and_their_rounds_are_made_again(
     replicas.check_samples()
     attempts = [(name, row["attempt"]) for name, rows in replicas.rows() for row in rows if "attempt" in row]
     assert len(set(attempts)) < len(attempts), "no round was made again"
+
+
+def test_a_run_that_lost_all_replicas_goes_on_from_its_newest_checkpoint(started: Any) -> None:
+    replicas = started("torchft", 2, save_every=10)
+    replicas.wait_for_everyone()
+    while len(replicas.noted("saved")) < 4:
+        time.sleep(0.1)
+    replicas.kill_all()
+    saved = replicas.noted("saved")[-1]
+    replicas.wait_for_everyone()
+    first = min(row["step"] for replica in range(2) for row in replicas.newest(replica) if "step" in row)
+    assert first == saved + 1
+    replicas.finish()
+    replicas.check()
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have the simulated device here")
+def test_a_replica_on_another_device_than_the_cpu_returns_too(started: Any) -> None:
+    replicas = started("torchft", 2, device="simulated")
+    replicas.wait_for_everyone()
+    assert set(replicas.noted("device")) == {"simulated:0"}
+    replicas.kill(1)
+    replicas.wait_for_everyone()
+    replicas.finish()
+    replicas.check()

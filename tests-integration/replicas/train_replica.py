@@ -1,7 +1,8 @@
 """What a replica of the tests runs: trains until the epoch that a file names, and notes the samples of each step.
 
-    train_replica.py FOLDER SAMPLES PAUSE
+    train_replica.py FOLDER SAMPLES PAUSE [SAVE_EVERY DEVICE]
 
+With SAVE_EVERY above 0, each replica saves a checkpoint after so many steps and takes up its newest one when it starts.
 An attempt of a step is noted before it is decided whether it counts, so that nothing is missing of a replica that is
 killed in between.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_torch import Accelerator
+from accel_torch import Accelerator, ProjectConfiguration
 
 BATCH = 4
 
@@ -48,21 +49,31 @@ def last_epoch(folder: Path) -> float:
         return float("inf")
 
 
-def main(folder: Path, samples: int, pause: float) -> None:
+def main(folder: Path, samples: int, pause: float, save_every: int = 0, device: str = "cpu") -> None:
     """Train."""
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
+    if device == "simulated":
+        from accel_state.testing.simulated_device import MODULE
+
+        MODULE.plug_in(1, 2**30)
+        # torchft orders work on the streams of an accelerator, and a device that is written in Python has none.
+        torch.accelerator.is_available = lambda: False
+    own = str(folder / f"checkpoints-{os.environ['REPLICA_GROUP_ID']}")
+    project = ProjectConfiguration(project_dir=own, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=device == "cpu", project_config=project if save_every else None)
     name = f"{os.environ['REPLICA_GROUP_ID']}-{accelerator.process_index}"
     model, optimizer, loader = accelerator.prepare(
         *model_and_optimizer(), DataLoader(data(samples), batch_size=BATCH, shuffle=True)
     )
+    if save_every:
+        accelerator.load_state(missing_ok=True)
     with open(folder / f"{name}-{os.getpid()}.jsonl", "a", buffering=1) as file:
 
         def note(**row: Any) -> None:
             file.write(json.dumps({**row, "time": time.time()}) + "\n")
 
-        note(ready=os.getpid())
-        for epoch in itertools.count():
+        note(ready=os.getpid(), device=str(accelerator.device))
+        for epoch in itertools.count(loader.iteration):
             if epoch >= last_epoch(folder):
                 break
             ids: list[int] = []
@@ -80,17 +91,22 @@ def main(folder: Path, samples: int, pause: float) -> None:
                     optimizer.step()
                     if accelerator.sync_gradients and not optimizer.step_was_skipped:
                         note(step=share.step, members=share.members)
+                        if save_every and share.step % save_every == save_every - 1:
+                            accelerator.save_state()
+                            note(saved=share.step)
                     optimizer.zero_grad()
                 time.sleep(pause)
         unwrapped = accelerator.unwrap_model(model)
         with accelerator.global_weights(model):
             weights = torch.cat(
                 [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in unwrapped.parameters()]
-            )
+            ).cpu()
         note(end=hashlib.sha256(weights.numpy().tobytes()).hexdigest())
     torch.save(weights, folder / f"weights-{name}.pt")
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    where, size, wait, *rest = sys.argv[1:]
+    every, kind = rest or ("0", "cpu")
+    main(Path(where), int(size), float(wait), int(every), kind)

@@ -1,14 +1,23 @@
-"""Gradients of a process in flat buckets, as they travel between replicas."""
+"""Gradients of a process in flat buckets, which travel between replicas while backward computes further gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ("GradientBuckets", "local_shard")
+__all__ = ("GradientBuckets", "Sent", "local_shard")
+
+
+class Sent(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> object:
+        """Return when the bucket holds the mean over the replicas."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -16,51 +25,132 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class _Bucket:
+    """Gradients of some parameters of one dtype on one device.
+
+    Which of them had a gradient travels with the bucket: one that has none on this process counts as zero if it has one
+    on another, and still has none if nobody has.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.sizes = [local_shard(parameter).numel() for parameter in parameters]
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next gradients be those of another step."""
+        self.missing = sum(parameter.requires_grad for parameter in self.parameters)
+        """How many of its gradients backward has not computed yet."""
+        self.flat: Tensor | None = None
+        self.sent: Sent | None = None
+
+    def pack(self) -> Tensor:
+        """Copy the gradients, and before them which of them there are."""
+        part = local_shard(self.parameters[0])
+        held = [float(parameter.grad is not None) for parameter in self.parameters]
+        flags = torch.tensor(held, dtype=part.dtype, device=part.device)
+        self.flat = torch.cat([flags, *(_gradient(parameter).reshape(-1) for parameter in self.parameters)])
+        return self.flat
+
+    def unpack(self) -> None:
+        """Give the parameters what has come back: whole gradients as views of it, without a copy."""
+        assert self.flat is not None
+        count = len(self.parameters)
+        somewhere = (self.flat[:count] > 0).tolist()
+        values = self.flat[count:].split(self.sizes)  # type: ignore[no-untyped-call]
+        for parameter, held, value in zip(self.parameters, somewhere, values, strict=True):
+            if held:
+                _give(parameter, value)
+
+
 class GradientBuckets:
     """Gradients in flat buckets of about one size, each of one dtype on one device.
 
-    Which parameters had a gradient travels with the first bucket: one that has none on this process counts as zero if
-    it has one on another, and still has none if nobody has.
+    A bucket leaves as soon as backward has computed its last gradient, the one of the last layers first. All processes
+    send their buckets in the same order.
 
     Args:
         parameters: what trains, in the same order on all processes.
         bucket_bytes: size of a bucket.
-
-    Attributes:
-        flat: the buckets.
+        send: begins to replace a flat tensor by its mean over the replicas.
+        leaves: whether what backward computes now may leave: it is that of the step's last batch.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], bucket_bytes: int) -> None:
-        self._parameters = list(parameters)
-        self.flat: list[Tensor] = []
-        self._held: list[list[Tensor]] = []
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in self._parameters:
-            part = local_shard(parameter)
-            alike.setdefault((part.dtype, part.device), []).append(parameter)
-        flags = torch.tensor([float(parameter.grad is not None) for parameter in self._parameters])
-        for (dtype, device), group in alike.items():
-            for bucket in _cut(group, bucket_bytes):
-                leading = [] if self.flat else [flags.to(device, dtype)]
-                self._add(bucket, leading)
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        bucket_bytes: int,
+        send: Callable[[Tensor], Sent],
+        leaves: Callable[[], bool],
+    ) -> None:
+        self.parameters = list(parameters)
+        self._send, self._leaves = send, leaves
+        self._buckets = [_Bucket(group) for group in _cut(self.parameters, bucket_bytes)]
+        self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._complete: set[int] = set()
+        self._left = 0
+        """How many buckets have left, which are the first ones."""
+        self._changed = False
+        """Whether a gradient changed after its bucket had left."""
+        # FSDP gives its parameters their gradients itself.
+        whole = [parameter for parameter in self.parameters if not isinstance(parameter, DTensor)]
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for parameter in whole
+            if parameter.requires_grad
+        ]
 
-    def _add(self, parameters: Sequence[Tensor], leading: list[Tensor]) -> None:
-        parts = [_gradient(parameter) for parameter in parameters]
-        self.flat.append(torch.cat([*leading, *(part.reshape(-1) for part in parts)]))
-        self._held.append(list(parameters))
+    def __len__(self) -> int:
+        return len(self._buckets)
 
-    def write_back(self) -> None:
-        """Give the parameters what the buckets hold now: whole gradients as views of them, without a copy."""
-        if not self.flat:
+    def _note(self, parameter: Tensor) -> None:
+        """Backward has computed a gradient."""
+        if not self._leaves():
             return
-        count = len(self._parameters)
-        somewhere = dict(zip(map(id, self._parameters), (self.flat[0][:count] > 0).tolist(), strict=True))
-        for number, (flat, parameters) in enumerate(zip(self.flat, self._held, strict=True)):
-            sizes = [local_shard(parameter).numel() for parameter in parameters]
-            values = (flat[count:] if number == 0 else flat).split(sizes)  # type: ignore[no-untyped-call]
-            for parameter, value in zip(parameters, values, strict=True):
-                if somewhere[id(parameter)]:
-                    _give(parameter, value)
+        bucket = self._of[id(parameter)]
+        if id(parameter) in self._complete:
+            self._changed = self._changed or bucket.sent is not None
+            return
+        self._complete.add(id(parameter))
+        bucket.missing -= 1
+        while self._left < len(self._buckets) and not self._buckets[self._left].missing:
+            self._let_leave()
+
+    def _let_leave(self) -> None:
+        bucket = self._buckets[self._left]
+        bucket.sent = self._send(bucket.pack())
+        self._left += 1
+
+    def average(self) -> None:
+        """Replace all gradients by their means over the replicas."""
+        self._exchange()
+        if self._changed:
+            # Each process computed the same gradients again, so each sends them again.
+            self._left = 0
+            self._exchange()
+        for bucket in self._buckets:
+            bucket.unpack()
+        self.forget()
+
+    def _exchange(self) -> None:
+        while self._left < len(self._buckets):
+            self._let_leave()
+        for bucket in self._buckets:
+            assert bucket.sent is not None
+            bucket.sent.wait()
+
+    def forget(self) -> None:
+        """Let the next gradients be those of another step."""
+        self._complete.clear()
+        self._left, self._changed = 0, False
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def close(self) -> None:
+        """Notice no further gradient."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 def _give(parameter: Tensor, value: Tensor) -> None:
@@ -80,17 +170,15 @@ def _gradient(parameter: Tensor) -> Tensor:
     return local_shard(parameter.grad).detach()
 
 
-def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterable[list[Tensor]]:
-    """The parameters in their order, in groups whose gradients fill a bucket."""
-    bucket: list[Tensor] = []
-    filled = 0
-    for parameter in parameters:
+def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """The parameters from the last to the first, in groups whose gradients fill a bucket."""
+    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in reversed(parameters):
         part = local_shard(parameter)
-        size = part.numel() * part.element_size()
-        if bucket and filled + size > bucket_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(parameter)
-        filled += size
-    if bucket:
-        yield bucket
+        kind, size = (part.dtype, part.device), part.numel() * part.element_size()
+        if kind in open_ and filled[kind] + size > bucket_bytes:
+            yield open_.pop(kind)
+        open_.setdefault(kind, []).append(parameter)
+        filled[kind] = (filled[kind] if len(open_[kind]) > 1 else 0) + size
+    yield from open_.values()

@@ -126,6 +126,9 @@ class LocalSteps(Replicated):
             self._schedule = self._current_schedule()
         return members
 
+    def _renew_buckets(self) -> None:
+        """Nothing: gradients stay in their replica."""
+
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         super(Replicated, self).finalize_gradients(optimizer)
         if self._members is None:

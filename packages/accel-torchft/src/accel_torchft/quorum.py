@@ -11,7 +11,7 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +19,12 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupXCCL
+from torchft.checkpointing import HTTPTransport
 
-from accel_ops import broadcast_object_list
+from accel_ops import broadcast_object_list, send_to_device
 from accel_state.current import Process
+from accel_state.devices.select import family_of
 from accel_state.errors import CollectiveError, NotReady
 from accel_torchft.config import (
     HOST_VARIABLE,
@@ -32,6 +34,7 @@ from accel_torchft.config import (
     RESTARTED_VARIABLE,
     TorchFTConfig,
 )
+from accel_torchft.gradients import Sent
 
 __all__ = ("Quorum", "QuorumMembers", "lighthouse_of")
 
@@ -42,6 +45,9 @@ _ALONE: Final = 5.0
 """Seconds that a replica which was started again waits for others before it goes on alone."""
 
 _PAUSE: Final = 0.5
+
+_GROUPS: Final = {"nccl": ProcessGroupNCCL, "xccl": ProcessGroupXCCL}
+"""What carries tensors between replicas, by the backend of a device; gloo carries others."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +79,37 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
         """Agree on the members of the next step, and take the state of another one where this replica is behind."""
         super().start_quorum()
 
+    def allreduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Sent:
+        """Begin to reduce a tensor; one that gloo does not carry goes through the memory of the host."""
+        in_host = tensor.cpu() if isinstance(self._pg, ProcessGroupGloo) else tensor
+        sent: Sent = super().allreduce(in_host, *arguments, **options)
+        if in_host is not tensor:
+            sent.wait()
+            tensor.copy_(in_host)
+        return sent
+
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Whether the step counts; see `Quorum.commit`."""
-        if self.errored() is not None:
+        failed = self.errored()
+        if failed is not None:
             # Members that wait for this one in the same exchange would notice only after the timeout.
             self._pg.abort()
         try:
             return bool(super().should_commit(timeout))
         except (RuntimeError, TimeoutError) as error:
+            why = "" if failed is None else f": {failed.original_exception!r}"
             raise CollectiveError(
                 f"Cannot end step {self.current_step()} of the run.",
-                str(error).strip(),
+                f"{str(error).strip()}{why}",
                 "See in the output of the other replicas what ends them.",
             ) from error
+
+
+class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not everywhere that types are checked
+    """Sends the state of a replica to one that joins, from the memory of the host, whatever the device is."""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        super().send_checkpoint(dst_ranks, step, send_to_device(state_dict, "cpu"), timeout)
 
 
 class Quorum:
@@ -116,8 +140,7 @@ class Quorum:
             # The lighthouse would wait for a member of this process that nobody drives any more.
             other.close()
         timeout = timedelta(seconds=config.timeout * length)
-        gpu = process.device.type == "cuda"
-        self._groups = ProcessGroupNCCL(timeout=timeout) if gpu else ProcessGroupGloo(timeout=timeout)
+        self._groups = _GROUPS.get(family_of(process.device).backend, ProcessGroupGloo)(timeout=timeout)
         host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         self._store, port = _store(process, host)
         lighthouse = lighthouse_of(config)
@@ -139,6 +162,7 @@ class Quorum:
                 lighthouse_addr=lighthouse,
                 replica_id=f"replica_{config.replica_group_id or 0}",
                 hostname=host,
+                checkpoint_transport=_StateTransport(timeout, num_chunks=0),
                 max_retries=_RETRIES,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
@@ -198,10 +222,10 @@ class Quorum:
             "See whether the lighthouse and the other replicas live, or raise --torchft_quorum_timeout.",
         )
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace flat tensors by their means over the members; what fails is remembered until `commit`."""
-        for work in [self._manager.allreduce(tensor) for tensor in tensors]:
-            work.wait()
+    def average(self, tensor: Tensor) -> Sent:
+        """Begin to replace a tensor by its mean over the members; what fails is remembered until `commit`."""
+        sent: Sent = self._manager.allreduce(tensor)
+        return sent
 
     def commit(self) -> bool:
         """Whether the step counts: no member was lost while it was made.

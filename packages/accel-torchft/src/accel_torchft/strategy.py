@@ -8,7 +8,8 @@ again by the others. The exchange, the agreement and the recovery are torchft's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ class Replicated(Strategy):
         self._state = ReplicaState(context)
         self._quorum: Quorum | None = None
         self._members: QuorumMembers | None = None
+        self._buckets: GradientBuckets | None = None
+        self._accumulates = False
         self._averaged = False
         self._first_step = 0
         self._healed_schedules: list[Any] | None = None
@@ -94,14 +97,50 @@ class Replicated(Strategy):
             self._quorum = self._open()
         if self._members is None:
             self._members = self._quorum.begin()
+            self._renew_buckets()
         elif self._healed_schedules is not None:
             # The script went through epochs that the others had finished, and stepped its schedulers there.
             self._state.load_schedules(self._healed_schedules)
         return self._members
 
+    def _renew_buckets(self) -> None:
+        """Make the buckets ready for the gradients of another step."""
+        trained = self._state.trained
+        if self._buckets is not None and [*map(id, trained)] == [*map(id, self._buckets.parameters)]:
+            self._buckets.forget()
+            return
+        self._close_buckets()
+        assert self._quorum is not None
+        self._buckets = GradientBuckets(trained, self.replicas.bucket_mb * _MIB, self._quorum.average, self._leaves)
+
+    def _leaves(self) -> bool:
+        """Whether the gradients that backward computes are those of the last batch of a step of several replicas."""
+        return self._members is not None and self._members.count > 1 and not self._accumulates
+
+    def _close_buckets(self) -> None:
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+
     def _take_state(self, state: dict[str, Any]) -> None:
         self._state.load_state_dict(state)
         self._healed_schedules = self._state.schedules()
+
+    def no_sync(self, model: Module) -> AbstractContextManager[None]:
+        return self._keeping(super().no_sync(model), True)
+
+    def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
+        return self._keeping(super().sync_in_next_backward(model), False)
+
+    @contextmanager
+    def _keeping(self, inside: AbstractContextManager[None], accumulates: bool) -> Iterator[None]:
+        """A context of the strategy inside a replica, in which gradients stay here or leave."""
+        before, self._accumulates = self._accumulates, accumulates
+        try:
+            with inside:
+                yield
+        finally:
+            self._accumulates = before
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         super().finalize_gradients(optimizer)
@@ -110,11 +149,8 @@ class Replicated(Strategy):
         # A loop over other batches than those of a prepared loader begins its steps here.
         members = self._members or self._begin()
         self._averaged = True
-        if members.count > 1 and self._quorum is not None:
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            buckets = GradientBuckets(trained, self.replicas.bucket_mb * _MIB)
-            self._quorum.average(buckets.flat)
-            buckets.write_back()
+        if members.count > 1 and self._buckets is not None:
+            self._buckets.average()
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         refuse_closure(closure)
@@ -151,9 +187,11 @@ class Replicated(Strategy):
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         self._state.forget(list(models), list(optimizers))
+        self._close_buckets()
         super().release(models, optimizers)
 
     def close(self) -> None:
+        self._close_buckets()
         if self._quorum is not None:
             self._quorum.close()
             self._quorum = None
