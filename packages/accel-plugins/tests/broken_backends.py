@@ -363,6 +363,55 @@ class StaysInTraining(DDPStrategy):
         return bundle
 
 
+class NeedsAnOptimizer(DDPStrategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        bundle.optimizers[:1] = [bundle.optimizers[0]]
+        return super().setup(bundle)
+
+
+class LosesWhatIsBuilt(DDPStrategy):
+    """Gives models that it builds memory, and no values that anybody drew."""
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        with super().init_module(True):
+            yield
+
+
+class BackwardWithoutArguments(DDPStrategy):
+    def backward(self, loss: Any, model: Any = None, **kwargs: Any) -> None:
+        super().backward(loss, model)
+
+
+class StepsWithoutTheClosure(DDPStrategy):
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        return super().step(optimizer)
+
+
+class ReadsAllWeightsOrNone(DDPStrategy):
+    def load_weights(self, model: Any, weights: Any, strict: bool = True) -> None:
+        if weights.keys() == self.unwrap(model).state_dict().keys():
+            super().load_weights(model, weights, strict)
+
+
+class CannotBeReadOnceClosed(DDPStrategy):
+    def close(self) -> None:
+        self.state_dict = lambda model: {}  # type: ignore[method-assign, misc]
+
+
+class ReleasesEverything(DDPStrategy):
+    """Synchronises no model any more once it has released one."""
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        made = vars(self).setdefault("made", [])
+        made += super().setup(bundle).models
+        return bundle
+
+    def release(self, models: Any, optimizers: Any) -> None:
+        for model in self.made:
+            model.require_backward_grad_sync = False
+
+
 class Sound(DDPStrategy):
     """Nothing is wrong with the strategy; its manifest is."""
 
@@ -465,6 +514,13 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (JoinsGroups, {}, "test_groups_of_parameters_keep_their_options", ()),
     (TakesInputsByPosition, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
     (StaysInTraining, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
+    (NeedsAnOptimizer, {}, "test_a_model_that_is_only_evaluated_needs_no_optimizer", ()),
+    (LosesWhatIsBuilt, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
+    (BackwardWithoutArguments, {}, "test_backward_passes_its_arguments_on", ()),
+    (StepsWithoutTheClosure, {}, "test_a_closure_computes_the_gradients_of_a_step_or_is_refused", ()),
+    (ReadsAllWeightsOrNone, {}, "test_weights_go_into_a_plain_model_and_back", ()),
+    (CannotBeReadOnceClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
+    (ReleasesEverything, {}, "test_others_train_on_when_a_model_is_released", ()),
     (IgnoresALateSync, {}, "test_a_late_sync_gives_complete_gradients", ()),
     (DropsAStateKey, {}, "test_a_state_dict_has_every_name_of_the_users_model", ()),
     (NamesWeightsItsOwnWay, {}, "test_a_state_dict_has_every_name_of_the_users_model", ()),

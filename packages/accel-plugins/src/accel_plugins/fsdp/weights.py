@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -187,6 +188,7 @@ def _send(tensor: Tensor, device: torch.device, group: torch.distributed.Process
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
     """Give every process its shards of the first process's weights, and its buffers."""
+    _reshard(model)
     persistent = set(model.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
     set_model_state_dict(model, {name: value for name, value in source.items() if name in persistent}, options=options)
@@ -201,12 +203,20 @@ def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
     torch.distributed.broadcast(buffer, src=0)
 
 
+def _reshard(model: Module) -> None:
+    """Free what the last forward has gathered: torch loads full weights into sharded parameters alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
     """Put complete weights, which every process has, into a sharded model.
 
     Raises:
         CheckpointError: names or shapes do not agree.
     """
+    _reshard(model)
     try:
         set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
     except (RuntimeError, KeyError) as error:

@@ -226,6 +226,15 @@ class BackendSuite:
         assert len(counts) == 1
         assert indices == set(range(counts.pop()))
 
+    def test_a_model_that_is_only_evaluated_needs_no_optimizer(self, run: Run) -> None:
+        for answer in run(tasks.prepare_without_optimizer, self.case()):
+            assert answer["outputs"] == self.near(answer["plain"])
+
+    @needs(Ability.STATE_DICT)
+    def test_init_module_gives_a_model_the_values_of_the_first_process(self, run: Run) -> None:
+        for answer in run(tasks.build_inside, self.case()):
+            assert answer["weights"] == self.near(answer["expected"])
+
     @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
     def test_several_models_train_side_by_side(self, run: Run) -> None:
         expected = tasks.several_models_plain(self.case())
@@ -308,6 +317,19 @@ class BackendSuite:
     def test_gradients_are_those_of_one_process(self, run: Run) -> None:
         for gradients in run(tasks.gradients_of, self.case()):
             assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_backward_passes_its_arguments_on(self, run: Run) -> None:
+        expected = {name: _doubled(value) for name, value in tasks.gradients_plain(self.case()).items()}
+        for gradients in run(tasks.weighted_backward, self.case()):
+            assert gradients == self.near(expected)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_a_closure_computes_the_gradients_of_a_step_or_is_refused(self, run: Run) -> None:
+        case = self.case()
+        for answer in run(tasks.step_with_closure, case):
+            assert answer["refused"] in ("", "NotOffered")
+            assert not answer["weights"] or answer["weights"] == self.near(Plain(case).run().weights())
 
     @needs(Ability.SYNCHRONOUS)
     def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
@@ -426,6 +448,7 @@ class BackendSuite:
             assert answer.get("into_plain", True)
             assert answer["read_back"]
             assert answer["computes"]
+            assert answer["reads_some"]
 
     @needs(Ability.STATE_DICT)
     def test_a_state_dict_has_every_name_of_the_users_model(self, run: Run) -> None:
@@ -503,6 +526,13 @@ class BackendSuite:
         answers = run(tasks.close_at_the_end, self.case())
         for answer, expected in zip(answers, self.reference(run, self.case()), strict=True):
             assert answer["losses"] == self.near(expected["losses"])
+            assert answer["read"]
+
+    @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    def test_others_train_on_when_a_model_is_released(self, run: Run) -> None:
+        case = self.case()
+        for weights in self.written(run(tasks.release_another, case)):
+            assert weights == self.near(Plain(case).run().weights())
 
     @needs(Ability.SYNCHRONOUS)
     def test_a_declared_duty_is_really_taken(self, run: Run) -> None:
@@ -528,6 +558,10 @@ def _changed_by_one_variable(config: type) -> Iterator[Any]:
                 if known.type.parse(text) != known.default:
                     yield from_environment(config, {str(known.variable): text})
                     break
+
+
+def _doubled(values: Any) -> Any:
+    return [_doubled(value) for value in values] if isinstance(values, list) else 2 * values
 
 
 def _flat(values: Any) -> Iterator[float]:

@@ -152,6 +152,36 @@ def call_as_users_do(case: Case) -> Answer:
     return {"named": named.tolist(), "plain": plain.tolist(), "modes": modes}
 
 
+def build_inside(case: Case) -> Answer:
+    """Weights of a model that was built inside `init_module` and prepared, and those that the first process gives."""
+    session = case.open()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    torch.manual_seed(3)
+    expected = session_lists(build().state_dict())
+    torch.manual_seed(3 + session.process.rank)
+    with session.strategy.init_module():
+        model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (made,) = session.prepare(Bundle.of([model, optimizer])).models
+    found = session_lists(session.strategy.state_dict(strategy_model(made)))
+    # Other devices draw other numbers.
+    compared = session.process.device.type == "cpu" and writes(session)
+    return {"weights": found if compared else expected, "expected": expected}
+
+
+def prepare_without_optimizer(case: Case) -> Answer:
+    """Outputs of a model that is evaluated only, and of the plain one."""
+    session, model = case.open(), make_model(2)
+    (prepared,) = session.prepare(Bundle.of([model])).models
+    inputs = next(iter(batches(case)))[0].to(session.process.device)
+    with torch.no_grad():
+        plain = make_model(2).to(session.process.device)(inputs)
+        return {"outputs": prepared(inputs).tolist(), "plain": plain.tolist()}
+
+
 def several_models(case: Case) -> Answer:
     """Two models with an optimizer each in one call, trained alternately."""
     session = case.open()
@@ -258,6 +288,36 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
     session.complete_gradients()
     session.complete_gradients()
     return session.gradients()
+
+
+def weighted_backward(case: Case) -> Answer:
+    """Gradients of a batch whose loss has the gradient 2."""
+    session = case.open()
+    inputs, targets = session.slice(next(iter(batches(case))))
+    loss = loss_of(session.model, inputs, targets)
+    session.strategy.backward(loss, session.made, gradient=torch.full_like(loss, 2.0))
+    session.complete_gradients()
+    return session.gradients()
+
+
+def step_with_closure(case: Case) -> Answer:
+    """Weights after steps whose closures compute the gradients, or the name of the error that refuses them."""
+    session = case.open()
+    inner = session.optimizer.optimizer
+    for batch in batches(case):
+        inputs, targets = session.slice(batch)
+
+        def compute(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+            inner.zero_grad()
+            loss = loss_of(session.model, inputs, targets)
+            session.strategy.backward(loss, session.made)
+            return loss
+
+        try:
+            session.optimizer.step(compute)
+        except AccelError as error:
+            return {"refused": type(error).__name__ if error.remedy else "an error without a remedy", "weights": {}}
+    return {"refused": "", "weights": session.weights()}
 
 
 def gradients_plain(case: Case) -> Answer:
@@ -483,6 +543,9 @@ def weights_out_and_in(case: Case) -> Answer:
         expected = other.to(session.process.device)(inputs)
         answer["computes"] = torch.allclose(session.model(inputs), expected, atol=1e-5)
     # Last, since where names are wrong it raises on the processes that write, and the others would wait for them.
+    known = {name: value for name, value in source.items() if name != "head.bias"}
+    session.strategy.load_weights(session.made, known, strict=False)
+    answer["reads_some"] = session.weights() == session_lists(source) or not writes(session)
     if writes(session):
         plain = make_model(5)
         plain.load_state_dict({name: value.cpu() for name, value in state.items()})
@@ -512,11 +575,22 @@ def release(case: Case) -> Answer:
 
 
 def close_at_the_end(case: Case) -> Answer:
-    """Whether a strategy can be closed after training, and whether a new one can follow."""
+    """Whether a strategy can be closed after training, and be read then, and whether a new one can follow."""
     session = case.open()
     session.train()
+    weights = session.weights()
     session.strategy.close()
-    return train(case)
+    read = session.weights() == weights and isinstance(session.strategy.unwrap(session.made), Small)
+    return {**train(case), "read": read}
+
+
+def release_another(case: Case) -> Answer:
+    """Train after another model and its optimizer were released."""
+    session, other = case.open(), make_model(2)
+    bundle = session.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
+    session.strategy.release([strategy_model(bundle.models[0])], bundle.optimizers)
+    session.train()
+    return {"weights": session.weights()}
 
 
 def begin_steps(case: Case) -> Answer:
