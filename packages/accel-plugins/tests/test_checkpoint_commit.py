@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 import threading
@@ -67,7 +68,11 @@ def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
     assert set(finalized.files) == {"model", "inside/optimizer"}
     assert verify(tmp_path, hashes=True).good
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="Cannot complete"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        CheckpointFinalizer().finalize(tmp_path)
+    (tmp_path / "gone").unlink()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="not a regular file"):
         CheckpointFinalizer().finalize(tmp_path)
 
 
@@ -258,6 +263,15 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match="Name a folder"):
             write(target, "x")
     assert entries(tmp_path) == {"file"}
+
+
+@pytest.mark.usefixtures("cpu_state")
+@pytest.mark.parametrize("name", ["a\nb", " ", "\udc80", "a.tmp-0123456789abcdef", "x" * 200])
+def test_any_name_of_a_folder_is_saved_to_twice(tmp_path: Path, name: str) -> None:
+    for text in ("old", "new"):
+        write(tmp_path / name, text)
+    assert (tmp_path / name / "optimizer.bin").read_text() == "new"
+    assert entries(tmp_path) == {name}
 
 
 @pytest.mark.usefixtures("cpu_state")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_state.errors import CheckpointError, NotReady
+from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration
 
@@ -187,6 +188,41 @@ def test_partial_gradients_that_cannot_be_saved_are_refused(two: Processes, tmp_
     for message in two.run(save_in_a_window, str(tmp_path / "a")):
         assert "accelerator.sync_gradients is true" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def train_micro_batches(accelerator: Accelerator, model: nn.Module, optimizer: Any, count: int) -> None:
+    for _ in range(count):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def started(steps: int) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = nn.Linear(4, 1)
+    return (accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1)))
+
+
+def test_a_window_is_finished_with_as_many_micro_batches_as_it_began_with(tmp_path: Path) -> None:
+    with fresh():
+        accelerator, model, optimizer = started(4)
+        train_micro_batches(accelerator, model, optimizer, 6)
+        accelerator.save_state(str(tmp_path / "in a window"))
+        train_micro_batches(accelerator, model, optimizer, 2)
+        accelerator.save_state(str(tmp_path / "between two"))
+    with fresh():
+        accelerator, model, optimizer = started(3)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(CheckpointError, match="gradient_accumulation_steps was 4 and is 3"):
+            accelerator.load_state(str(tmp_path / "in a window"))
+        assert all(map(torch.equal, before, model.parameters()))
+        accelerator.load_state(str(tmp_path / "between two"))
+        before = [parameter.clone() for parameter in model.parameters()]
+        train_micro_batches(accelerator, model, optimizer, 2)
+        assert all(map(torch.equal, before, model.parameters()))
+        train_micro_batches(accelerator, model, optimizer, 1)
+        torch.testing.assert_close(model.weight, before[0] - 0.1)
 
 
 # ------------------------------------------------------------------- other numbers of processes, other backends

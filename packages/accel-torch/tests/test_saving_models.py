@@ -156,6 +156,29 @@ def test_automatic_checkpoints_go_on_after_the_newest(tmp_path: Path) -> None:
     assert run(1) == (str(newest), ["checkpoint_3"])
 
 
+def test_a_run_that_loads_nothing_does_not_number_before_another(tmp_path: Path) -> None:
+    def begin(**options: int) -> Accelerator:
+        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, fsync=False, **options)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        accelerator.prepare(nn.Linear(2, 1))
+        return accelerator
+
+    folder = tmp_path / "checkpoints"
+    with fresh():
+        accelerator = begin(total_limit=2)
+        for _ in range(4):
+            accelerator.save_state()
+    with fresh():
+        with pytest.raises(CheckpointError, match="checkpoint_3 is there already"):
+            begin(total_limit=2).save_state()
+        assert {entry.name for entry in folder.iterdir()} == {"checkpoint_2", "checkpoint_3"}
+    with fresh():
+        accelerator = begin(total_limit=2)
+        accelerator.load_state(str(folder / "checkpoint_3"))
+        accelerator.save_state()
+        assert {entry.name for entry in folder.iterdir()} == {"checkpoint_3", "checkpoint_4"}
+
+
 def save_on_two(folder: str, on_each_node: bool) -> None:
     project = ProjectConfiguration(save_on_each_node=on_each_node, fsync=False)
     accelerator = Accelerator(cpu=True, project_config=project)

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_plugins.checkpoint.retention import checkpoints
 from accel_state.errors import CheckpointError, SettingError
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_torch.members import AcceleratorMembers
 
-__all__ = ("automatic_folder", "given_folder", "next_folder")
+__all__ = ("automatic_folder", "follow_number", "given_folder", "next_folder")
 
 
 def automatic_folder(project: ProjectConfiguration) -> Path:
@@ -33,13 +34,22 @@ def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[s
     return str(_next_automatic(project)) if accelerator.state._process.rank == 0 else ""
 
 
+def follow_number(project: ProjectConfiguration, loaded: Path) -> None:
+    """Give the next automatic checkpoint a number after that of one that was loaded by its name."""
+    if project.automatic_checkpoint_naming and loaded.resolve().parent == automatic_folder(project).resolve():
+        number = next((one.number for one in checkpoints(loaded.parent) if one.path.name == loaded.name), -1)
+        project.iteration = max(project.iteration, number + 1)
+
+
 def _next_automatic(project: ProjectConfiguration) -> Path:
-    target = automatic_folder(project) / f"checkpoint_{project.iteration}"
-    if target.exists():
+    folder = automatic_folder(project)
+    target = folder / f"checkpoint_{project.iteration}"
+    later = [one.path.name for one in checkpoints(folder) if one.number >= project.iteration]
+    if later or target.exists():
         raise CheckpointError(
-            f"save_state() was to write {target} by automatic naming.",
-            "It is there already.",
-            "Call load_state() first to go on after it, set project_configuration.iteration to a free number, or use "
+            f"Cannot save {target} by automatic naming.",
+            f"{(later or [target.name])[-1]} is there already, and load_state() would take it for the newest.",
+            "Call load_state() first to go on after it, set project_configuration.iteration to a later number, or use "
             "another project_dir.",
         )
     return target

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
+from accel_plugins.checkpoint.files import gradients_name
 from accel_plugins.checkpoint.manifest import damage_in, read_manifest, verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
@@ -18,7 +19,7 @@ from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, UnknownKind
 from accel_state.hang_report.rank_status import PROGRESS
-from accel_torch.folders import automatic_folder, given_folder
+from accel_torch.folders import automatic_folder, follow_number, given_folder
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -51,8 +52,11 @@ def load_state(
                 accelerator._saver.wait()
             found = _chosen(accelerator, barrier, input_dir, missing_ok, stack)
             if found is not None:
+                manifest = read_manifest(found.folder)
+                facts = {} if manifest is None else manifest.facts
+                _demand_same_window(accelerator, found.folder, facts)
                 _load(accelerator, found.folder, dict(options))
-                _follow_steps(found.folder)
+                _follow(accelerator, found.folder, facts)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
@@ -79,12 +83,39 @@ def _load(accelerator: AcceleratorMembers, folder: Path, options: dict[str, Any]
     )
 
 
-def _follow_steps(folder: Path) -> None:
-    """Count the steps of the run from those that the checkpoint says it was saved after."""
-    manifest = read_manifest(folder)
-    step = None if manifest is None else manifest.facts.get("run_step")
+def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse gradients of an unfinished accumulation window that this run cannot add to.
+
+    Raises:
+        CheckpointError: its windows have another number of micro-batches, or its processes are fewer than those that
+            have gradients in the checkpoint.
+    """
+    if not (folder / gradients_name(0)).is_file():
+        return
+    now = {"gradient_accumulation_steps": accelerator.gradient_state.num_steps}
+    now["world_size"] = accelerator.state.num_processes
+    other = [
+        f"{name} was {facts[name]} and is {value}" for name, value in now.items() if facts.get(name, value) != value
+    ]
+    if other:
+        raise CheckpointError(
+            f"Cannot load the checkpoint {folder}.",
+            f"It was saved in the middle of an accumulation window, and {', and '.join(other)}: its gradients do not "
+            "fit into a window of this run.",
+            "Resume with the same numbers, or from a checkpoint saved at the end of a window.",
+        )
+
+
+def _follow(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Count steps, windows and automatic names from where the checkpoint was saved."""
+    step = facts.get("run_step")
     if isinstance(step, int) and not isinstance(step, bool):
         PROGRESS.went_back_to(step)
+    steps = accelerator.gradient_state.num_steps
+    if facts.get("gradient_accumulation_steps", steps) != steps:
+        # It was saved between two windows, and the next micro-batch begins one.
+        accelerator._accumulation.step = 0
+    follow_number(accelerator._options.project, folder)
 
 
 def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:

@@ -108,6 +108,7 @@ def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
     return {
         "backend": accelerator._backend.manifest.name,
         "step": accelerator._accumulation.step,
+        "gradient_accumulation_steps": accelerator.gradient_state.num_steps,
         "run_step": PROGRESS.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
@@ -337,7 +338,7 @@ def _after_commit(accelerator: AcceleratorMembers, target: Path, finalizer: Chec
         upload(accelerator, target, finalizer.committed)
     limit, period = project.retention
     if limit is not None and accelerator.state.process_index == 0:
-        remove_oldest(target.parent, limit, _in_use(accelerator), period)
+        remove_oldest(target.parent, limit, _in_use(accelerator) | {target}, period)
 
 
 def _in_use(accelerator: AcceleratorMembers) -> frozenset[Path]:

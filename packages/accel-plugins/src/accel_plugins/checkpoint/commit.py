@@ -485,6 +485,9 @@ class CheckpointFinalizer:
         try:
             paths = [path for path in walk(folder) if path.name != MANIFEST_NAME or path.parent != folder]
             for path in paths:
+                if not path.is_file():
+                    # A hook may have left a pipe, which is never read to its end, or a link to nothing.
+                    raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
                 self._hashes.add(path)
                 if self._fsync:
                     self._flushes.add(path)

@@ -50,7 +50,7 @@ __all__ = (
 
 logger = logging.getLogger(__name__)
 
-RECORD: Final = re.compile(r"(?P<name>.+)\.owner-(?P<token>[0-9a-f]{16})")
+RECORD: Final = re.compile(r"(?P<name>.+)\.owner-(?P<token>[0-9a-f]{16})", re.DOTALL)
 
 _RENEWED: Final = 30.0
 """Seconds between two touches of a record."""
@@ -61,7 +61,7 @@ _LEASE: Final = 600.0
 _LONGEST_RECORD: Final = 4096
 
 _BESIDE: Final = re.compile(
-    r"(?P<name>.+)\.(?P<kind>tmp|old|del)-(?:(?P<token>[0-9a-f]{16})|[0-9a-f]{8}-\d+-[0-9a-f]{8})"
+    r"(?P<name>.+)\.(?P<kind>tmp|old|del)-(?:(?P<token>[0-9a-f]{16})|[0-9a-f]{8}-\d+-[0-9a-f]{8})", re.DOTALL
 )
 """The second form has no record: it names a host and a process, as version 0.1.0 did."""
 _FORGOTTEN: Final = 24 * 3600.0

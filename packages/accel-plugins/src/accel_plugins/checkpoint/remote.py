@@ -575,7 +575,8 @@ class Uploader:
                 )
             self.remote.upload(upload.folder, upload.folder.name, upload.data, upload.rank, upload.ranks)
             if self.keep is not None and upload.rank == upload.ranks[0]:
-                self.remote.remove(self.remote.surplus(self.keep, self.period))
+                surplus = self.remote.surplus(self.keep, self.period)
+                self.remote.remove(name for name in surplus if name != upload.folder.name)
         except CheckpointError as error:
             return error
         except Exception as error:  # training goes on whatever a store of somebody else raises
