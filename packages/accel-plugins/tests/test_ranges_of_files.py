@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,10 +56,16 @@ def test_other_files_are_cut_into_pieces(tmp_path: Path, size: int, name: str) -
     assert record_of(path).size == size
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
-    if not mapped:
+def refused(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+@pytest.mark.parametrize("way", ["mapped", "read", "mapped without threads"])
+def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "read":
         monkeypatch.setattr(manifests, "_advise", lambda: None)
+    if way == "mapped without threads":
+        monkeypatch.setattr(threading.Thread, "start", refused)
     record, content = record_of(weights), weights.read_bytes()
     assert record.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
     for begin, end in pairwise([0, *(record.ranges or ())]):

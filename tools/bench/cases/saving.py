@@ -51,6 +51,8 @@ def parts(stepped: bool = True) -> tuple[Any, Any]:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        # As between two steps of a loop, and at the start of one that resumes.
+        optimizer.zero_grad()
     return model, optimizer
 
 

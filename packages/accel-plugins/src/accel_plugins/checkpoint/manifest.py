@@ -13,8 +13,11 @@ import json
 import mmap
 import re
 import stat
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from io import FileIO
@@ -91,6 +94,8 @@ _OF_ONE: Final = re.compile(r".*(?:_rank|random_states_|gradients_|__)(\d+)(?:_\
 _THREADS: Final = 2
 _SMALL: Final = 1 << 24
 """Bytes that are hashed without further threads."""
+_FOR_TWO: Final = 1 << 22
+"""Bytes of which hashing takes longer than starting a thread."""
 
 
 @dataclass(frozen=True)
@@ -256,24 +261,48 @@ def record_of(path: Path) -> FileRecord:
     """Size of a file, and the hashes of all of it and of its ranges, from one reading."""
     ends = range_ends(path, path.stat().st_size)
     whole, ranges, size = xxhash.xxh3_128(), dict[int, str](), 0
-    part, buffer = xxhash.xxh3_64(), memoryview(bytearray(_BUFFER))
     with open_regular(path) as file:
         for end in ends:
-            while size < end and (count := file.readinto(buffer[: end - size])):
-                whole.update(buffer[:count])
-                part.update(buffer[:count])
-                size += count
+            part = xxhash.xxh3_64()
+            with _mapped(file, size, end) as pages:
+                if pages is not None:
+                    size += _update_both(whole, part, pages)
+                else:
+                    for piece in _pieces(file, size, end):
+                        whole.update(piece)
+                        part.update(piece)
+                        size += len(piece)
             ranges[end] = part.hexdigest()
-            part.reset()
     return FileRecord(size, whole.hexdigest(), ranges)
+
+
+def _update_both(whole: Any, part: Any, pages: memoryview) -> int:
+    """Hash some bytes with both, many of them in two threads, and return how many they are."""
+    other = threading.Thread(target=whole.update, args=(pages,), name="accel-hash")
+    if len(pages) >= _FOR_TWO and _starts(other):
+        part.update(pages)
+        other.join()
+    else:
+        whole.update(pages)
+        part.update(pages)
+    return len(pages)
+
+
+def _starts(thread: threading.Thread) -> bool:
+    """Start a thread; False where none can be, as from Python 3.12 on while a program ends."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def hash_of_file(path: Path) -> str:
     """xxh3_128 of a file."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BUFFER))
+    digest = xxhash.xxh3_128()
     with open_regular(path) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+        for piece in _pieces(file, 0, sys.maxsize):
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -345,28 +374,37 @@ def hash_of(path: Path, begin: int, end: int) -> str:
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
-        return _mapped_hash(file, begin, end) or _read_hash(file, begin, end)
+        digest = xxhash.xxh3_64()
+        with _mapped(file, begin, end) as pages:
+            for piece in _pieces(file, begin, end) if pages is None else (pages,):
+                digest.update(piece)
+        return digest.hexdigest()
 
 
-def _mapped_hash(file: FileIO, begin: int, end: int) -> str | None:
+@contextmanager
+def _mapped(file: FileIO, begin: int, end: int) -> Iterator[memoryview | None]:
+    """The bytes of a range, mapped; None where they are few, or where the system cannot."""
     advise = _advise()
     if advise is None or end - begin < _BUFFER:
-        return None
+        yield None
+        return
     start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         # A private mapping, which ctypes takes for one that may be written to.
         pages = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
     except (OSError, ValueError):
-        return None
+        yield None
+        return
     with pages:
         first = ctypes.c_char.from_buffer(pages)
         populated = advise(ctypes.addressof(first), end - start, _POPULATE_READ) == 0
         del first
         if not populated:
             # What cannot be read would end the process as soon as it was touched.
-            return None
+            yield None
+            return
         with memoryview(pages) as whole, whole[begin - start :] as part:
-            return xxhash.xxh3_64(part).hexdigest()
+            yield part
 
 
 @cache
@@ -379,13 +417,13 @@ def _advise() -> Any:
     return advise
 
 
-def _read_hash(file: FileIO, begin: int, end: int) -> str:
-    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(_BUFFER, end - begin)))
+def _pieces(file: FileIO, begin: int, end: int) -> Iterator[memoryview]:
+    """The bytes of a range up to the end of the file, one buffer after the other; each is used before the next."""
+    buffer = memoryview(bytearray(min(_BUFFER, end - begin)))
     file.seek(begin)
     while begin < end and (count := file.readinto(buffer[: end - begin])):
-        digest.update(buffer[:count])
+        yield buffer[:count]
         begin += count
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

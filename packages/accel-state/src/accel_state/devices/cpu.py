@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Final
 
@@ -71,6 +72,8 @@ class CPU(DeviceFamily):
         return int(_virtual_memory().available)
 
     def total_memory(self, index: int | None = None) -> int:
+        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(_virtual_memory().total)
 
     def used_memory(self, index: int | None = None) -> int:
