@@ -43,7 +43,7 @@ def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_cli.main", "merge-weights", str(tmp_path), str(tmp_path / "out")]
     done = run_command(command)
     assert done.returncode == 2
-    assert "holds no shards" in done.stderr
+    assert "has no shards" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -162,7 +162,7 @@ def test_the_table_says_how_a_run_computes(play: Play) -> None:
     assert done["first engine"]
     assert done["environment"] == "true"
     schedule, second = done["refusals"]
-    assert schedule.startswith("Conflict: prepare() was given LambdaLR and a DummyOptim")
+    assert schedule.startswith("Conflict: Cannot prepare LambdaLR together with a DummyOptim")
     assert second.startswith("NotOffered: Cannot use deepspeed_plugin=")
 
 

@@ -288,7 +288,7 @@ def test_a_device_map_must_fit_the_model() -> None:
     check_device_map(Model(), {"emb": 0, "blocks": "cpu", "norm": "disk", "head": "cuda:1", "scale": 0})
     with pytest.warns(UserWarning, match=r"device_map keys do not match any submodules.*: zz, blocks\.7\."):
         check_device_map(Model(), {"": 0, "zz": 1, "blocks.7": 0})
-    with pytest.raises(SettingError, match=r"no device to: head\.weight, scale|no device to: scale, head\.weight"):
+    with pytest.raises(SettingError, match=r"no device for: head\.weight, scale|no device for: scale, head\.weight"):
         check_device_map(Model(), {"emb": 0, "blocks": 0, "norm": 0})
     for wrong in ("nowhere", -1, None, 1.5):
         with pytest.raises(SettingError, match="is not a device"):

@@ -175,7 +175,7 @@ def test_a_script_that_parses_arguments_does_not_see_those_of_the_command(
 
 
 def test_a_script_that_demands_arguments_is_a_typed_error(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="left with 2 before the class was there"):
+    with pytest.raises(SettingError, match="exited with 2 before it defined the class"):
         call(program(tmp_path, "size", "type=int"))
 
 

@@ -270,7 +270,7 @@ def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -
     if stage != "find":
         # A part may have been written on any process, so all refuse to use it.
         for use in (lambda: model(torch.ones(1, 8)), model.state_dict):
-            with pytest.raises(CheckpointError, match="loaded in part"):
+            with pytest.raises(CheckpointError, match="partly loaded"):
                 use()
     return said
 

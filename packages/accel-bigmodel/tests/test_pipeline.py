@@ -136,7 +136,7 @@ def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
             "2 stages need 1 split points",
             "no tensor with a batch dimension",
             f"{NotOffered.__name__}: Cannot cut Branching into stages",
-            f"{Missing.__name__}: Cannot cut Importing into stages. To trace it needs 'a_package_that_is_nowhere'",
+            f"{Missing.__name__}: Cannot cut Importing into stages. Tracing it needs 'a_package_that_is_nowhere'",
             "It was traced for inputs like",
             "It was traced with 'sum' where there is 'mean' now",
             "(4, 2), (2, 2) have no first dimension in common",

@@ -201,7 +201,7 @@ def test_the_usual_file(accel, tmp_path):
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     again = accel("config", "default")
     assert again.returncode == 2
-    assert "There is a file already." in again.stderr
+    assert "The file exists already." in again.stderr
 
 
 def test_the_usual_file_follows_from_the_devices():

@@ -70,12 +70,12 @@ def test_json_text_in_a_yaml_file(document):
         ("a: 1\n\tb: 2\n", "run.yaml", "run.yaml:2, column 1: it is not valid YAML"),
         ("a: 1\n---\nb: 2\n", "run.yaml", "not valid YAML"),
         ("a: b: c\n", "run.yaml", "run.yaml:1, column 5"),
-        ("- 1\n- 2\n", "run.yaml", "run.yaml:1 begins with something other than a table"),
-        ("just words\n", "run.yaml", "other than a table of keys"),
+        ("- 1\n- 2\n", "run.yaml", "run.yaml:1 does not begin with `key: value`"),
+        ("just words\n", "run.yaml", "does not begin with `key: value`"),
         ("a: 1\nb: 2\na: 3\n", "run.yaml", "Line 3 repeats the key 'a' of line 1"),
         ("t:\n  x: 1\n  x: 2\n", "run.yaml", "Line 3 repeats the key 't.x' of line 2"),
-        ("a: [[1]]\n", "run.yaml", "run.yaml:1: the list 'a' holds another list or table"),
-        ("? [1, 2]\n: 3\n", "run.yaml", "run.yaml:1 has a key that is not text"),
+        ("a: [[1]]\n", "run.yaml", "run.yaml:1: the list 'a' contains another list or table"),
+        ("? [1, 2]\n: 3\n", "run.yaml", "run.yaml:1 has a key that is not a string"),
         ("a: &x 1\nb: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
         ("a: &x\n  b: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
         ('{"a": 1,}', "run.json", "run.json:1, column "),
@@ -183,7 +183,7 @@ def test_a_pipe_of_the_shell_is_read():
 def test_a_value_that_yaml_cannot_make_is_a_typed_error(tmp_path, value):
     path = tmp_path / "run.yaml"
     path.write_text(f"a: {value}\n")
-    with pytest.raises(SettingError, match="One of its values cannot be made"):
+    with pytest.raises(SettingError, match="A value cannot be parsed"):
         read_tables(str(path))
 
 

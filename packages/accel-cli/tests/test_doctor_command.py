@@ -146,12 +146,12 @@ def test_a_machine_that_does_not_come_is_named_when_time_is_up(port):
 
 
 def test_a_main_machine_that_is_not_there(port):
-    with pytest.raises(LaunchError, match="was to meet the main one at 127"):
+    with pytest.raises(LaunchError, match="connect to the main machine at 127"):
         meet(Meeting("127.0.0.1", port, 2, 0.3), SECOND)
 
 
 def test_doctor_refuses_a_port_that_is_in_use():
-    with listen(0) as taken, pytest.raises(LaunchError, match="It cannot be used"):
+    with listen(0) as taken, pytest.raises(LaunchError, match="The port cannot be used"):
         meet(Meeting("127.0.0.1", taken.getsockname()[1], 2, 1.0), MAIN)
 
 
@@ -299,7 +299,7 @@ def test_two_nodes_without_a_cable(cable):
     assert first[0] == 1
     assert "Machine 1 did not come within 3 s." in first[1]
     assert second[0] == 2
-    assert "This machine was to meet the main one at 10.77.0.1:29500." in second[2]
+    assert "Cannot connect to the main machine at 10.77.0.1:29500." in second[2]
 
 
 @pytest.mark.slow

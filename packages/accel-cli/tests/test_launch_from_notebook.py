@@ -169,7 +169,7 @@ def test_a_state_that_was_made_before_is_refused(notebook):
             print(error)
         """
     )
-    assert "inside of the function" in done.stdout, done.stderr
+    assert "inside the function" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_flags_come_before_the_config_file(accel, tmp_path):
 def test_gcloud_is_run_and_its_exit_code_kept(accel, tmp_path):
     words = ("tpu-config", "--tpu_name", "n", "--tpu_zone", "z", "--command", "ls")
     absent = accel(*words, env={"PATH": str(tmp_path)})
-    assert (absent.returncode, "no gcloud on the path" in absent.stderr) == (2, True)
+    assert (absent.returncode, "gcloud is not on the path" in absent.stderr) == (2, True)
     program = tmp_path / "gcloud"
     program.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
     program.chmod(0o755)

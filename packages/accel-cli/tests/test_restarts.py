@@ -256,7 +256,7 @@ def test_a_pause_ends_with_a_signal(start, script):
         (("--restart_policy", "auto", "--max_restarts", "-1"), ("max_restarts", "at least 0")),
         (
             ("--restart_policy", "auto", "--max_restarts", "2", "--launcher", "torchrun"),
-            ("restart_policy=auto", "launcher=torchrun", "counts restarts alone"),
+            ("restart_policy=auto", "launcher=torchrun", "only counts restarts"),
         ),
     ],
 )

@@ -366,8 +366,8 @@ class ReadOnce(Stream):
     ("make", "obstacle", "wish"),
     [
         (Bare, "neither set_epoch nor a generator", "restore_position"),
-        (ReadOnce, "'samples', which can be read once", "restore_position"),
-        (ReadOnce, "'samples', which can be read once", "use_stateful_dataloader"),
+        (ReadOnce, "'samples', which can be read only once", "restore_position"),
+        (ReadOnce, "'samples', which can be read only once", "use_stateful_dataloader"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")

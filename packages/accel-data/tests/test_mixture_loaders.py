@@ -158,7 +158,7 @@ def test_a_state_of_other_data_is_refused() -> None:
         other.load_state_dict(state)  # type: ignore[attr-defined]
     plain = prepare_data_loader(DataLoader(range(60), batch_size=2), restore_position=True)  # type: ignore[arg-type]
     next(iter(plain))
-    with pytest.raises(CheckpointError, match="was no mixture; this one has code, text, web"):
+    with pytest.raises(CheckpointError, match="was not a mixture; this one has code, text, web"):
         prepared().load_state_dict(plain.state_dict())  # type: ignore[attr-defined]
 
 

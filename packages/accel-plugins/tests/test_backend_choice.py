@@ -151,7 +151,7 @@ def test_a_broken_backend_stays_listed_with_its_traceback_and_breaks_nobody_else
         ),
         ("protocol=(3, 9)", "MANIFEST", "written for versions 3 to 9"),
         ("protocol=0", "MANIFEST", "written for version 0"),
-        ("", "Settings", "no accel_plugins Manifest"),
+        ("", "Settings", "not an accel_plugins.Manifest"),
     ],
 )
 def test_what_does_not_fit_the_interface_is_refused_with_a_sentence(

@@ -97,7 +97,7 @@ def test_an_argument_goes_before_a_variable(monkeypatch: pytest.MonkeyPatch) -> 
         ({"recompute_method": "all"}, SettingError, "uniform, block"),
         ({"attention_backend": "quick"}, SettingError, "flash"),
         ({"pipeline_model_parallel_split_rank": 1}, NotOffered, "no longer splits"),
-        ({"train_iters": 1, "train_samples": 1}, Conflict, "Both say how long"),
+        ({"train_iters": 1, "train_samples": 1}, Conflict, "Both set the length"),
         ({"sequence_parallelism": True}, Conflict, "tp_degree is 1"),
         ({"consumed_samples": [1]}, SettingError, "three numbers"),
     ],

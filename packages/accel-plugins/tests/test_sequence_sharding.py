@@ -148,10 +148,10 @@ def refuse(what: str) -> str:
         ("dims", "SettingError"),
         ("kept", "SettingError"),
         ("ring", "NotOffered"),
-        ("nested", "NotReady: There is one around"),
+        ("nested", "NotReady: It is inside another one"),
         ("heads", "ShapeMismatch: Its heads"),
-        ("mask", "ShapeMismatch: It has to cover all 8 keys"),
-        ("no attention", "NotReady: Nothing in it called"),
+        ("mask", "ShapeMismatch: The mask must cover all 8 keys"),
+        ("no attention", "NotReady: The context saw no call of"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(two: Group, what: str, error: str) -> None:

@@ -126,7 +126,7 @@ def refusal(what: str) -> str:
         ("no plan", "SettingError", "Nothing says how its layers are sharded"),
         ("name", "SettingError", "Did you mean 'up'"),
         ("style", "SettingError", "Did you mean 'colwise'"),
-        ("mesh", "SettingError", "none is called 'tp'"),
+        ("mesh", "SettingError", "none has the name 'tp'"),
         ("stepped", "NotReady", "not sharded yet"),
         ("no axis", "Conflict", "ParallelismConfig(tp_size=...)"),
         ("tie", "Conflict", "Embedding and Linear"),

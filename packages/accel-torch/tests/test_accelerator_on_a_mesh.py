@@ -207,7 +207,7 @@ def refusal(what: str) -> str:
         ("style", "SettingError", "'colwise'"),
         ("blocks", "SettingError", "no list of blocks"),
         ("transform", "UnknownKind", "not a Transform"),
-        ("compile", "Conflict", "They configure the same thing"),
+        ("compile", "Conflict", "Both set the same option"),
         ("rank", "NoState", "ParallelismConfig"),
     ],
 )

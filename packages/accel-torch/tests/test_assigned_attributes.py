@@ -103,7 +103,7 @@ def test_what_loaders_and_schedulers_are_prepared_by() -> None:
     assert accelerator.rng_types == ["generator"]
     with pytest.raises(SettingError, match="There is no generator"):
         accelerator.rng_types = ["dice"]
-    with pytest.raises(SettingError, match="It says how loaders are prepared"):
+    with pytest.raises(SettingError, match="must be a DataLoaderConfiguration"):
         accelerator.dataloader_config = None  # type: ignore[assignment]
 
 

@@ -227,7 +227,7 @@ def test_training_with_a_loader_that_does_not_follow_the_steps_is_refused(backen
 
 def test_weights_of_micro_batches_are_refused(backend: None) -> None:
     accelerator, model, _, loader = prepared()
-    with pytest.raises(NotOffered, match="weighed by their samples"):
+    with pytest.raises(NotOffered, match="weighted by their samples"):
         loop(accelerator, model, loader, weight=3)
 
 

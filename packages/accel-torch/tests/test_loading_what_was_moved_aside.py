@@ -87,4 +87,4 @@ def test_a_checkpoint_that_one_process_does_not_see_is_refused_on_all(
     target = tmp_path / "here" / "last"
     save(target, 1.0)
     told = two.run(load_together, [str(target), str(tmp_path / "elsewhere" / "last")], missing_ok)
-    assert told == [("There is no such folder on process 1; the others see it.", 0.0)] * 2
+    assert told == [("There is no such folder on process 1; the other processes have it.", 0.0)] * 2

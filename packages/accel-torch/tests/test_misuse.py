@@ -202,7 +202,7 @@ def scheduler_of_a_wrapped_optimizer_outside_of_prepare(accelerator: Any) -> Non
     [
         (
             optimizer_outside_of_prepare,
-            "An optimizer that did not go to prepare() steps within an accumulation",
+            "An optimizer that was not prepared steps within an accumulation",
         ),
         (
             result_of_prepare_thrown_away,

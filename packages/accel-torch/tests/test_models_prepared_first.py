@@ -91,4 +91,4 @@ def refusal_of_an_optimizer_made_first() -> str:
 
 def test_an_optimizer_that_was_made_before_its_model_was_sharded_is_refused(two: Processes) -> None:
     for message in two.run(refusal_of_an_optimizer_made_first):
-        assert "make it from what prepare() returned" in message
+        assert "create one for each model that prepare() returned" in message

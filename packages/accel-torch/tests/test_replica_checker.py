@@ -172,7 +172,7 @@ def test_switched_off_they_add_no_call_to_a_step() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 2.0, True, "100"])
 def test_an_interval_that_is_none(wrong: Any) -> None:
-    with fresh(), pytest.raises(SettingError, match="an int, 0 for no comparison"):
+    with fresh(), pytest.raises(SettingError, match="an int of at least 0"):
         Accelerator(cpu=True, check_replicas_every=wrong)
 
 

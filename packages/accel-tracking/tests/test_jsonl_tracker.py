@@ -177,7 +177,7 @@ def test_logging_before_start_and_after_finish_is_an_error(tmp_path: Path) -> No
 def test_read_run_refuses_other_files_and_formats(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"contains no \.jsonl file"):
         read_run(tmp_path)
-    with pytest.raises(SettingError, match="The system refuses"):
+    with pytest.raises(SettingError, match="The system cannot read it"):
         read_run(tmp_path / "missing.jsonl")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(SettingError, match="format 1"):

@@ -131,7 +131,7 @@ def test_other_suffixes_empty_runs_and_missing_folders_are_refused(
     with pytest.raises(SettingError, match="no numbers"):
         call("show", empty, "--output", "x.png")
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    with pytest.raises(SettingError, match="refuses to write it"):
+    with pytest.raises(SettingError, match="cannot write it"):
         call("show", run_file, "--output", tmp_path / "no" / "such" / "folder.png")
 
 

@@ -92,7 +92,7 @@ def load_alone(folder: str) -> str:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("fewer", "1 processes wrote it, and there are 2"), ("none", "no such file"), ("harm", "damaged")],
+    [("fewer", "1 processes wrote it, and this run has 2"), ("none", "no such file"), ("harm", "damaged")],
 )
 def test_files_of_each_process_are_for_as_many_processes(
     two: Processes, tmp_path: Path, change: str, said: str

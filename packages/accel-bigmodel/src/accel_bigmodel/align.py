@@ -289,7 +289,7 @@ def _check_shape(tensor: _OffloadedTensor, weight: Tensor) -> None:
         raise ShapeMismatch(
             f"Cannot load the offloaded weight {tensor.name!r}.",
             f"It has shape {tuple(weight.shape)}, the module expects {tuple(expected)}.",
-            "Offload the weights of this very model.",
+            "Offload the weights of this model.",
         )
 
 

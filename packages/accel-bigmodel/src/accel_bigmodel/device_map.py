@@ -191,7 +191,7 @@ def check_room(
     raise SettingError(
         f"Cannot place {type(model).__name__} by its device map: "
         f"{', '.join(f'{size} bytes are missing on {device}' for device, size in missing.items())}.",
-        f"The weights that it brings there take {wanted}.",
+        f"The weights that the map places there take {wanted}.",
         f"Free memory, or use the nearest device map that fits: {_nearest(packing)}. Its parts for 'disk', if it has "
         "any, need a folder.",
     )
@@ -294,7 +294,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     if left:
         more = f", and {len(left) - 10} more" if len(left) > 10 else ""
         raise SettingError(
-            failure, f"It gives no device to: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
+            failure, f"It has no device for: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
         )
 
 
@@ -318,8 +318,8 @@ def resolve_device(device: Device) -> torch.device:
     failure = f"Cannot use the device {device!r}."
     family = best_family() if isinstance(device, int) else None
     if device == "disk" or (family is not None and family is family_of("cpu")):
-        obstacle = "Nothing is computed on the disk." if device == "disk" else "There is no accelerator here."
-        raise SettingError(failure, obstacle, 'Name "cpu", or a device that is present.')
+        obstacle = "Modules cannot compute on the disk." if device == "disk" else "There is no accelerator here."
+        raise SettingError(failure, obstacle, 'Name "cpu" or a device of this machine.')
     resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
     if resolved.type == "meta":
         return resolved
@@ -329,7 +329,7 @@ def resolve_device(device: Device) -> torch.device:
         raise SettingError(failure, error.obstacle, error.remedy) from error
     if not family.present() or (resolved.index or 0) >= max(family.count(), 1):
         raise SettingError(
-            failure, f"{family.count() if family.present() else 0} of its kind are present.", "Name another."
+            failure, f"{family.count() if family.present() else 0} of its kind are in this machine.", "Name another."
         )
     return resolved
 

@@ -202,7 +202,7 @@ def _offloaded_weights(
     if on_disk and offload_dir is None and not index:
         raise SettingError(
             f"Cannot place {', '.join(map(repr, on_disk[:3]))} of {type(model).__name__} on the disk.",
-            "The call names no folder for them.",
+            "The call does not set a folder for them.",
             "Give offload_dir=, or an offload_index= of weights that are on the disk already.",
         )
     own = _tensors_by_name(model)

@@ -143,8 +143,8 @@ def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
     except SystemExit as leaving:
         raise SettingError(
             failure,
-            f"Importing {place} runs a program, which left with {leaving.code!r} before the class was there.",
-            "Put what the program does, such as reading its arguments, under: if __name__ == '__main__'",
+            f"Importing {place} runs a program, which exited with {leaving.code!r} before it defined the class.",
+            "Put the statements of the program, such as reading its arguments, under: if __name__ == '__main__'",
         ) from leaving
     except Exception as error:
         raise SettingError(

@@ -78,7 +78,7 @@ class _FailedLoad:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise CheckpointError(
-            f"Cannot use {type(self._model).__name__}: its weights are loaded in part.",
+            f"Cannot use {type(self._model).__name__}: its weights are partly loaded.",
             f"The load from {self._checkpoint!r} failed: {self._error}",
             "Load it again, or load another checkpoint.",
         )

@@ -183,8 +183,8 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     raise NotOffered(
         f"Cannot move {name} to another device or dtype.",
         "Some of its modules are offloaded to the CPU or the disk.",
-        "Take the hooks off first: remove_hook_from_submodules(model). Weights that were never in memory have to be "
-        "loaded then.",
+        "Take the hooks off first: remove_hook_from_submodules(model). Then load the weights that were never in "
+        "memory.",
     )
 
 

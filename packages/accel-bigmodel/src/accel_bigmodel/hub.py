@@ -44,7 +44,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
         raise SettingError(
             failure,
             f"It is not a local path, and the Hub gave: {type(error).__name__}: {error}",
-            "Check name and connection.",
+            "Check the name and the connection.",
         ) from error
     return folder
 

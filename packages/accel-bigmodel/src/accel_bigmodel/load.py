@@ -81,7 +81,7 @@ def load_checkpoint_in_model(
         if device_map is not None:
             raise SettingError(
                 "Cannot use a device map with broadcast_from_rank0 or with sharded weights.",
-                "A device map places a model that one process holds alone.",
+                "A device map places a model of a single process.",
                 "Leave one of them out.",
             )
         wanted = None if dtype is None else torch_dtype(dtype)
@@ -188,8 +188,8 @@ def chosen_map(
     if device_map not in _POLICIES:
         raise SettingError(
             f"Cannot make a device map by the policy {device_map!r}.",
-            f"Known: {', '.join(_POLICIES)}.",
-            "Use one, or give a mapping.",
+            f"The policies are {', '.join(_POLICIES)}.",
+            "Use one of them, or give a mapping.",
         )
     if device_map != "sequential":
         low_zero = device_map == "balanced_low_0"

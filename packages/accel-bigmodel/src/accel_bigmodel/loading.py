@@ -95,7 +95,7 @@ class Loading:
         if offload_folder is None and DISK in map(str, (layout.device_map or {}).values()):
             raise SettingError(
                 f"Cannot load parts of {type(model).__name__} to the disk.",
-                "No folder was named for them.",
+                "The call does not set a folder for them.",
                 "Give offload_folder=.",
             )
         self.model = model
@@ -300,8 +300,8 @@ def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> No
     if lost:
         raise CheckpointError(
             f"Cannot dispatch {type(model).__name__} with the weights of {str(checkpoint)!r}.",
-            f"{len(lost)} of its weights are not there and stayed empty: {_listed(lost)}.",
-            "Name the checkpoint of this very model, or make these weights before it is loaded.",
+            f"{len(lost)} of its weights are missing there and stay on the meta device: {_listed(lost)}.",
+            "Name the checkpoint of this model, or initialise these weights before you load it.",
         )
 
 

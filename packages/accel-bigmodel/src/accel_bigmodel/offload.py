@@ -211,7 +211,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         place = entry.get("safetensors_file")
         if place is None:
             if self.save_folder is None:
-                raise CheckpointError(f"Cannot load {key!r}.", "Its folder was not given.", "Give save_folder=.")
+                raise CheckpointError(
+                    f"Cannot load {key!r}.", "The folder of its file is not set.", "Give save_folder=."
+                )
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
             self._files[place] = WeightFile(Path(place))

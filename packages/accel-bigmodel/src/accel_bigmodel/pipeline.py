@@ -81,7 +81,7 @@ def prepare_pippy(
     if chunks < 1:
         raise SettingError(
             f"Cannot prepare a pipeline with num_chunks={chunks}.",
-            "A batch has at least one micro-batch.",
+            "The number of micro-batches must be at least 1.",
             "Give 1 or more.",
         )
     setattr(model, _SPLIT_POINTS, chosen)
@@ -113,8 +113,8 @@ def _check_points(model: nn.Module, points: Sequence[str], world: int) -> None:
     if len(points) != world - 1:
         raise SettingError(
             failure,
-            f"{world} stages need {world - 1} split points, one where each but the first begins.",
-            "Name as many, or start another number of processes.",
+            f"{world} stages need {world - 1} split points, the first module of each stage except stage 0.",
+            "Name that many, or start another number of processes.",
         )
 
 
@@ -202,7 +202,9 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     broadcast_object_list(shared)
     if shared[0] is None:
         raise SettingError(
-            "Cannot run a batch through a pipeline.", "The inputs have no tensor with a batch dimension.", "Give some."
+            "Cannot run a batch through a pipeline.",
+            "The inputs have no tensor with a batch dimension.",
+            "Give at least one.",
         )
     with torch.no_grad():
         output = forward(*args, **kwargs) if process.rank == 0 else forward()
@@ -321,12 +323,12 @@ class PipelineStage:
             failure = f"Cannot cut {self.name} into stages."
             if (package := _not_installed(error)) is not None:
                 raise Missing(
-                    failure, f"To trace it needs {package!r}, which is not installed.", f"pip install {package}"
+                    failure, f"Tracing it needs {package!r}, which is not installed.", f"Run: pip install {package}"
                 ) from error
             raise NotOffered(
                 failure,
                 f"torch.export cannot trace it: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                "Give example inputs like those to come, and take branches that depend on values out of its forward.",
+                "Give example inputs like those of the run, and remove branches on values from its forward.",
             ) from error
         stage = pipe.build_stage(process.rank, process.device)
         _greet_in_one_dtype(stage)
@@ -367,14 +369,14 @@ class PipelineStage:
             raise SettingError(
                 failure,
                 f"It was traced for inputs like {self.inputs.structure}, not {structure}.",
-                "Give the same inputs.",
+                "Give inputs of the same structure.",
             )
         for leaf, fixed in zip(leaves, self.inputs.fixed, strict=True):
             if isinstance(leaf, Tensor) != (fixed is Tensor) or (fixed is not Tensor and leaf != fixed):
                 raise SettingError(
                     failure,
-                    f"It was traced with {fixed!r} where there is {leaf!r} now.",
-                    "Prepare another model with it.",
+                    f"It was traced with {fixed!r}, and the call has {leaf!r} there.",
+                    "Prepare another model with that value.",
                 )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len({tensor.shape[:1] for tensor in tensors}) != 1 or tensors[0].dim() == 0:

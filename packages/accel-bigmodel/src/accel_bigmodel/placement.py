@@ -376,7 +376,7 @@ class DevicePacking:
         if size > (self.free(device) or 0):
             _log.warning(
                 "%s has insufficient memory to compute the offloaded layer %r, which needs %s; %s are left under the "
-                "budget %s. Give it more, or let more of the model be offloaded.",
+                "budget %s. Raise its budget, or offload more of the model.",
                 device,
                 name,
                 convert_bytes(size),
@@ -428,7 +428,7 @@ def get_module_size_with_ties(
             raise SettingError(
                 f"Cannot count the parameter {tied!r} with the module that shares it.",
                 "None of the given modules has it.",
-                "Give the modules that are still to be placed.",
+                "Give the modules that have no device yet.",
             )
         module_size += module_sizes[found[0]] - module_sizes[tied]
         names.append(found[0])

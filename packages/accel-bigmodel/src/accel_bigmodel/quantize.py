@@ -139,7 +139,9 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _wrong(name: str, value: Any, remedy: str) -> SettingError:
-    return SettingError(f"Cannot quantise a model with {name}={value!r}.", f"{name} does not take that value.", remedy)
+    return SettingError(
+        f"Cannot quantise a model with {name}={value!r}.", f"{name} does not accept that value.", remedy
+    )
 
 
 _BITSANDBYTES = Requirement("bitsandbytes", versions=">=0.46")
@@ -350,7 +352,9 @@ def load_and_quantize_model(
     config = bnb_quantization_config
     if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise SettingError(
-            f"Cannot quantise {name}.", "It is empty and no weights_location= was given.", "Name its checkpoint."
+            f"Cannot quantise {name}.",
+            "It is on the meta device, and weights_location= is missing.",
+            "Name its checkpoint.",
         )
     chosen = _chosen_map(model, config, device_map, max_memory, no_split_module_classes)
     layout = layout_of(model, chosen)
@@ -412,7 +416,7 @@ def _chosen_map(
         raise SettingError(
             f"Cannot quantise {type(model).__name__} with device_map={device_map!r}.",
             f"It does not fit on {main}; left for the CPU or the disk: {', '.join(map(repr, left[:3]))}.",
-            "Give a device map, or llm_int8_enable_fp32_cpu_offload=True: what is offloaded is not quantised.",
+            "Give a device map, or llm_int8_enable_fp32_cpu_offload=True: offloaded weights are not quantised.",
         )
     return found  # type: ignore[no-any-return]
 

@@ -178,7 +178,7 @@ def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
         raise CheckpointError(
             f"Cannot read the checkpoint {url}.",
             f"{store} has no complete checkpoint of that name.",
-            f"See which there are: accel checkpoint list {store}",
+            f"List those that exist: accel checkpoint list {store}",
         )
     return remote, found[0]
 
@@ -211,7 +211,7 @@ def copy(source: str, target: str) -> str:
         destination = RemoteCheckpoints.at(store)
     taken = Path(target).exists() if destination is None else bool(destination.committed(name))
     if taken:
-        obstacle = "Something of that name is there already."
+        obstacle = "A file or folder of that name exists already."
         raise CheckpointError(f"Cannot copy {source} to {target}.", obstacle, "Choose another name.")
     with tempfile.TemporaryDirectory() as folder:
         local = Path(source)
@@ -229,7 +229,7 @@ def copy(source: str, target: str) -> str:
 def _complete(folder: Path) -> Path:
     verdict = verify(folder, hashes=True)
     if not verdict.good:
-        obstacle = " ".join(verdict.damage) or f"It has no {MANIFEST_NAME}, so nobody can tell whether it is complete."
+        obstacle = " ".join(verdict.damage) or f"It has no {MANIFEST_NAME}, so it may be incomplete."
         raise CheckpointError(f"Cannot copy the checkpoint {folder}.", obstacle, "Copy another one.")
     return folder
 

@@ -61,7 +61,7 @@ class Parser(ArgumentParser):
         Raises:
             SettingError: always.
         """
-        raise SettingError(f"{self.prog} was called.", f"{_sentence(message)}.", self._remedy(message))
+        raise SettingError(f"Cannot run `{self.prog}`.", f"{_sentence(message)}.", self._remedy(message))
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         """The value of an option or argument; `--` after an equals sign is a value, which argparse drops."""
@@ -80,7 +80,7 @@ class Parser(ArgumentParser):
             near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
             if near is not None and near != flag:
                 return f"Did you mean {near}? `{self.prog} --help` lists all options."
-        return f"`{self.prog} --help` shows what it takes."
+        return f"`{self.prog} --help` lists its options."
 
 
 def _formatter(prog: str) -> HelpFormatter:

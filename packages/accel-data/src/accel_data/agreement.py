@@ -247,7 +247,7 @@ class _AgreeingReader:
             raise DataError(
                 "Cannot get the next batch of streams that every process reads for itself.",
                 f"Process {sizes.index(_FAILED)} could not read its stream.",
-                f"Look at the error of process {sizes.index(_FAILED)}.",
+                f"See the error of process {sizes.index(_FAILED)}.",
             )
         return self.batch, [sizes[rank] for rank in self.ranks], [real[rank] for rank in self.ranks]
 

@@ -131,10 +131,10 @@ def _is_container(value: Any) -> bool:
 
 def _unequal(obstacle: str) -> DataError:
     return DataError(
-        "The main process cannot join batches to cut them for the other processes.",
+        "Cannot dispatch a batch: the main process cannot join batches and split them over the processes.",
         obstacle,
-        "Let the collate function give batches of one structure and sample shape, use split_batches=True, or let every "
-        "process read for itself (dispatch_batches=False).",
+        "Let the collate function return batches of one structure and sample shape, use split_batches=True, or let "
+        "every process read for itself (dispatch_batches=False).",
     )
 
 

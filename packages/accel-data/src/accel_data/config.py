@@ -89,7 +89,7 @@ def check_order(order: str) -> None:
         near = closest(str(order), ORDERS)
         raise SettingError(
             f"Cannot use order={order!r}.",
-            f"It has to be one of {', '.join(ORDERS)}.",
+            f"The value must be one of {', '.join(ORDERS)}.",
             f"Did you mean {near!r}?" if near else "Leave it at 'sampler'.",
         )
 
@@ -105,12 +105,12 @@ def check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:
         near = closest(str(sharding), SHARDINGS)
         raise SettingError(
             f"Cannot use sharding={sharding!r}.",
-            f"It has to be one of {', '.join(SHARDINGS)}, or a function.",
+            f"The value must be one of {', '.join(SHARDINGS)}, or a function.",
             f"Did you mean {near!r}?" if near else "Leave it at 'auto' unless the stream is special.",
         )
     if dispatch_batches is not None and sharding != "auto" and dispatch_batches != (sharding == "dispatch"):
         raise Conflict(
             f"Cannot combine sharding={sharding!r} with dispatch_batches={dispatch_batches}.",
-            "With one of them the main process reads all batches, with the other every process reads its own.",
+            "One lets the main process read all batches, the other lets every process read its own.",
             "Leave dispatch_batches at None and let sharding decide.",
         )

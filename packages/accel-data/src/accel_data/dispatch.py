@@ -554,7 +554,7 @@ def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
         raise DataError(
             "Cannot get the next batch.",
             f"The main process, which reads for all, could not read it: {reason[0]}",
-            "Look at the error of process 0.",
+            "See the error of process 0.",
         )
 
 

@@ -161,7 +161,7 @@ class ElasticLoader(DataLoaderShard):
         if not isinstance(loader, DataLoaderShard) or not isinstance(loader.source, MapSource):
             raise Conflict(
                 "Cannot follow optimizer steps whose members change with this loader.",
-                "It reads a stream or receives its batches from another process, so it cannot continue at any step.",
+                "It reads a stream or receives its batches from another process, so it cannot start at any step.",
                 "Use a data set with indices, and leave dispatch_batches at None.",
             )
         check_global_order(loader.base_dataloader, loader.source, own_shard=False, dispatched=False, compared=False)

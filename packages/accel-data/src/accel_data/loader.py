@@ -263,10 +263,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         padding, obstacle = self.progress.padding, ""
         real = padding.total if padding else 0 if self.source.pads else -1
         if given != promised:
-            obstacle = f"It gave this process {given} batches; by its length they should have been {promised}."
+            obstacle = f"It yielded {given} batches on this process; len() reported {promised}."
         elif real >= 0 <= remainder != real:
-            obstacle = f"Its last step had {real or 'all'} samples; by its length they should have been {remainder}."
-        remedy = "Let len() of the data set, the sampler or the batch sampler say how many come, or leave it out."
+            obstacle = f"Its last step had {real or 'all'} samples; by len() it should have {remainder}."
+        remedy = "Correct __len__ of the data set, the sampler or the batch sampler, or remove it."
         return self._error("the epoch does not have the reported length.", obstacle, remedy) if obstacle else None
 
     def _next(self, batches: Iterator[Any]) -> Any:

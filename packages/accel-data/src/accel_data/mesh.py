@@ -55,7 +55,7 @@ def _data_axes(mesh: Any) -> list[int]:
     if mesh.mesh_dim_names is None:
         raise SettingError(
             "Cannot shard a loader between the processes of this device mesh.",
-            "Its dimensions have no names, so nothing says which processes get the same data.",
+            "Its dimensions have no names, so it is unknown which processes read the same data.",
             "Make the mesh with mesh_dim_names, where the names of data axes begin with dp or fsdp.",
         )
     return [axis for axis, name in enumerate(mesh.mesh_dim_names) if name.startswith(_DATA_AXES)]

@@ -66,7 +66,7 @@ class _Weighted:
         if stop not in get_args(StopWhen):
             raise SettingError(
                 f"Cannot make a mixture with stop={stop!r}.",
-                f"It has to be one of {', '.join(get_args(StopWhen))}.",
+                f"The value must be one of {', '.join(get_args(StopWhen))}.",
                 "Leave it out to end an epoch when the first source is exhausted.",
             )
         self.stop = stop
@@ -82,8 +82,8 @@ class _Weighted:
         wrong = next((start for start in starts if type(start) is not int or start < 0), None)
         if wrong is not None or any(later <= start for start, later in pairwise(starts)):
             raise SettingError(
-                f"Cannot follow a schedule that begins at the samples {', '.join(map(str, starts))}.",
-                "Each entry has to begin at a later sample than the one before; samples are integers of at least 0.",
+                f"Cannot use a schedule that begins at the samples {', '.join(map(str, starts))}.",
+                "Each entry must begin at a later sample than the one before; samples are integers of at least 0.",
                 "Sort the entries by their first sample, and give one for each.",
             )
         if not given and (not starts or starts[0] > 0):
@@ -378,7 +378,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         if state is None:
             raise CheckpointError(
                 failed,
-                f"The data set of the saved loader was no mixture; this one has {', '.join(self._names)}.",
+                f"The data set of the saved loader was not a mixture; this one has {', '.join(self._names)}.",
                 "Load the checkpoint with the data set that it was saved with, or begin a new run.",
             )
         saved, own = state["sources"], dict(zip(self._names, self._sizes, strict=True))
@@ -441,7 +441,7 @@ def _size(name: str, source: Any) -> int:
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise UnknownKind(
             f"Cannot mix the source {name!r}, of type {type(source).__name__}.",
-            "A mixture of data sets reads its sources by index, and this one has no __getitem__ or no __len__.",
+            "A mixture of data sets reads its sources by index, and this one lacks __getitem__ or __len__.",
             "Mix streams with MixtureStream, which cannot seek.",
         )
     size = len(source)

@@ -202,7 +202,7 @@ def _check_resumable(dataset: Any, source: Source, option: str) -> None:
     obstacle = source.obstacle()
     held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
     if held is not None and not source.continues_from_base:
-        obstacle = f"The stream holds {held!r}, which can be read once, so no epoch can begin again."
+        obstacle = f"The stream contains {held!r}, which can be read only once, so it cannot be read again."
     if obstacle is not None:
         raise Conflict(
             f"Cannot prepare a loader over {source.identity()} with {option}.",

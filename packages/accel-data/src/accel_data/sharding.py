@@ -451,7 +451,7 @@ def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int)
     for number, batch in enumerate(batches):
         if len(batch) > plan.step_size:
             raise DataError(
-                f"Cannot cut batch {number} into {plan.processes} shards of {plan.batch_size} (split_batches=True).",
+                f"Cannot split batch {number} into {plan.processes} shards of {plan.batch_size} (split_batches=True).",
                 f"The batch sampler gave {len(batch)} indices, more than the {plan.step_size} of its batch_size.",
                 "Let the batch sampler's batch_size be its largest batch, or leave split_batches off.",
             )

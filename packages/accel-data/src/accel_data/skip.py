@@ -52,7 +52,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise SettingError(
             f"Cannot skip {num_batches} batches.",
             "The number cannot be negative.",
-            "Give the number of batches that were trained on in this epoch.",
+            "Give the number of batches of this epoch that are done.",
         )
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

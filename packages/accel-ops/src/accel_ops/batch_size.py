@@ -133,9 +133,9 @@ class _Retrying:
         size = self.reduce()
         if size >= self.size:
             raise SettingError(
-                f"After a batch of {self.size} did not fit, reduce_batch_size_fn asked for one of {size}.",
-                "That is not smaller, and would not end.",
-                "Let it return less each time.",
+                f"Cannot try a batch of {size} after one of {self.size} did not fit (reduce_batch_size_fn).",
+                "It is not smaller, so the search would not end.",
+                "Let reduce_batch_size_fn return a smaller size each time.",
             )
         return size
 
@@ -146,14 +146,14 @@ class _Retrying:
             name = self.function.__name__
             known = list(self.signature.parameters)[1:]
             shorter = ", ".join(f"{parameter}={value}" for parameter, value in zip(known, args[1:], strict=False))
-            failed = f"Call {name}() with a batch size of find_executable_batch_size."
+            failed = f"Cannot call {name}() with a batch size of find_executable_batch_size."
             if len(args) >= len(self.signature.parameters):
                 failed = (
                     f"Batch size was passed into `{name}` as the first argument when called: `{name}({shorter})` does."
                 )
             raise UnknownKind(
                 failed,
-                f"It is given the batch size as its first argument, before those of the caller: {error}.",
+                f"It receives the batch size as its first argument, before those of the caller: {error}.",
                 "Let the function take it first, and leave it out of the call.",
             ) from None
 

@@ -138,7 +138,7 @@ def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -
     if leaf.dim() == 0 or leaf.shape[0] % count:
         raise SettingError(
             f"Cannot split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes ({operation}).",
-            "Its first dimension is not a multiple of that." if leaf.dim() else "It has no dimension to split.",
+            f"Its first dimension is not a multiple of {count}." if leaf.dim() else "It has no dimension to split.",
             "Pad it first, for example with pad_input_tensors().",
         )
 

@@ -212,7 +212,7 @@ def all_to_all(tensor: Any, *, group: Group = None) -> Any:
 def _gather_with_gradients(tensor: Any, dst: int | None, group: Group) -> Any:
     if dst is not None:
         raise SettingError(
-            f"gather() was called with differentiable=True and dst={dst}.",
+            f"Cannot gather with differentiable=True and dst={dst}.",
             "Gradients flow back from every process.",
             "Leave out one of the two.",
         )

@@ -106,7 +106,7 @@ def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Gr
 def _check_list(given: Any) -> None:
     if not isinstance(given, MutableSequence):
         raise UnknownKind(
-            f"broadcast_object_list() was given an object of type {type(given).__name__}.",
+            f"Cannot use an object of type {type(given).__name__} in broadcast_object_list().",
             "Its items cannot be overwritten in place.",
             "Give a list, for example [object].",
         )
@@ -116,8 +116,8 @@ def _items(given: Any) -> list[Any]:
     if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
         return list(given)
     raise UnknownKind(
-        f"gather_object() was given an object of type {type(given).__name__}.",
-        "It joins the items of lists, and this is none.",
+        f"Cannot use an object of type {type(given).__name__} in gather_object().",
+        "The function joins lists, and this is not a list.",
         "Give a list, for example [object].",
     )
 
@@ -129,7 +129,7 @@ def _pickled(operation: str, items: list[Any]) -> bytes:
         position = next((index for index, item in enumerate(items) if not _can_be_pickled(item)), None)
         where = "An item" if position is None else f"The item {position}, of type {type(items[position]).__name__},"
         raise UnknownKind(
-            f"{operation}() was given items to send to other processes.",
+            f"Cannot send the items of {operation}() to other processes.",
             f"{where} cannot be pickled: {error}",
             "Give items that can be pickled, such as numbers, text, tensors, and lists and dicts of them.",
         ) from error

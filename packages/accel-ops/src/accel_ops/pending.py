@@ -100,9 +100,9 @@ def open_scatter_stream(
             if transport in _broken:
                 raise CollectiveError(
                     f"Cannot begin {operation}.",
-                    "Some processes left an earlier one before its end, and its messages could be taken for those of "
-                    "this.",
-                    "Start the run anew, and let all processes iterate loaders to the same step.",
+                    "Some processes left an earlier one before its end, and its messages could be mistaken for those "
+                    "of this one.",
+                    "Restart the run, and let all processes leave loaders at the same step.",
                 )
             if transport.rank == src:
                 handshake.listen()

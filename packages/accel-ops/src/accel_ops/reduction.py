@@ -296,4 +296,4 @@ def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
 
 def _not_summable(path: str, leaf: torch.Tensor, obstacle: str, remedy: str) -> UnknownKind:
     where = f"the leaf {path}" if path else "the tensor"
-    return UnknownKind(f"reduce() was given {where} of dtype {leaf.dtype}.", obstacle, remedy)
+    return UnknownKind(f"Cannot reduce {where} of dtype {leaf.dtype}.", obstacle, remedy)

@@ -211,7 +211,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if not _is_name(self.name):
             raise PluginError(
-                f"A backend calls itself {self.name!r}.",
+                f"Cannot use the backend name {self.name!r}.",
                 "A name has lower-case letters, digits, '-' and '_', starts with a letter and is at most 48 long.",
                 "Rename it in its Manifest.",
             )
@@ -224,15 +224,15 @@ class Manifest:
         for field_name, target in targets.items():
             if target is not None and not _leads_somewhere(target):
                 raise PluginError(
-                    f"The backend {self.name!r} declares {field_name}={target!r}.",
-                    "That does not lead to an object.",
+                    f"Cannot use {field_name}={target!r} in the Manifest of the backend {self.name!r}.",
+                    "The value does not name an object in a module.",
                     "Write it as 'package.module:Name'.",
                 )
 
         oldest, newest = self.protocols
         if oldest > newest:
             raise PluginError(
-                f"The backend {self.name!r} declares protocol={self.protocol!r}.",
+                f"Cannot use protocol={self.protocol!r} in the Manifest of the backend {self.name!r}.",
                 "The first version is newer than the last.",
                 "Write the oldest version first.",
             )

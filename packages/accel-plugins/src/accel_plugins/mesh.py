@@ -174,8 +174,8 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
     asked = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
-        obstacle = "The combination is in no test." if exclusion is None else exclusion.reason
-        remedy = "`accel_plugins.mesh.PERMITTED` lists what goes together."
+        obstacle = "No test covers the combination." if exclusion is None else exclusion.reason
+        remedy = "`accel_plugins.mesh.PERMITTED` lists the combinations."
         raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
     _check_backend(asked, axes, manifest)
     _check_engine(asked, parallelism_config, manifest)
@@ -207,7 +207,7 @@ def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> Non
         sharding = Axis.SHARD in foreign
         raise Conflict(
             asked,
-            f"That backend takes {named(manifest.axes)}, and not {named(foreign)}.",
+            f"That backend supports {named(manifest.axes)}, not {named(foreign)}.",
             "Give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
             if sharding
             else "Choose another backend, or set the size of that axis to 1.",
@@ -228,7 +228,7 @@ def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: M
     if parallelism_config.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
         raise Conflict(
             asked,
-            f"sp_backend={parallelism_config.sp_backend!r} leaves the sequence to an engine, and this backend is none.",
+            f"sp_backend={parallelism_config.sp_backend!r} leaves the sequence to an engine, which this backend lacks.",
             "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or give deepspeed_plugin.",
         )
 

@@ -70,8 +70,8 @@ def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Tr
         if maker not in (None, manifest.name):
             raise Conflict(
                 f"Cannot prepare {type(given).__name__} with the backend {manifest.name!r}.",
-                f"The backend {maker!r} has prepared it before, and made it train in its own way.",
-                "Build the model anew and prepare that one.",
+                f"The backend {maker!r} prepared it before and changed how it trains.",
+                "Build a new model and prepare that.",
             )
     strategy.check(bundle)
     strategy.context.precision.check(bundle)

@@ -96,9 +96,9 @@ class PreparedObjects(ObjectsByKind):
         for index, item in enumerate(given):
             if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise UnknownKind(
-                    f"register_for_checkpointing() was given {item!r} as argument {index + 1}.",
+                    f"Cannot register {item!r} for checkpointing (argument {index + 1}).",
                     "It lacks the methods state_dict() and load_state_dict(state).",
-                    "Add them, or save it by yourself.",
+                    "Add them, or save the object yourself.",
                 )
         self.custom.extend(given)
 

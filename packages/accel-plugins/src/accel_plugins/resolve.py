@@ -81,7 +81,7 @@ def _look_at(extension: Any) -> Found:
         return Found(extension.name, extension.origin, failure=traceback.format_exc())
     failure = ""
     if not isinstance(manifest, Manifest):
-        failure = f"{extension.target} is a {type(manifest).__name__}, and no accel_plugins Manifest."
+        failure = f"{extension.target} is a {type(manifest).__name__}, not an accel_plugins.Manifest."
     elif manifest.common_protocol is None:
         failure = (
             f"It was written for {_versions(*manifest.protocols)} of the backend interface; this release works with "
@@ -256,13 +256,13 @@ def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
         raise SettingError(
             asked,
             f"Installed backends: {', '.join(names) or 'none'}.",
-            f"Did you mean {near!r}?" if near else "Install the package that brings it, or choose one of these.",
+            f"Did you mean {near!r}?" if near else "Install the package that provides it, or choose one of these.",
         )
     if len(bearers) > 1:
         raise Conflict(
             asked,
-            f"Several packages bring one of that name: {', '.join(one.origin for one in bearers)}.",
-            "Remove all but one of them.",
+            f"Several packages provide a backend of that name: {', '.join(one.origin for one in bearers)}.",
+            "Uninstall all but one of them.",
         )
     return _usable(asked, bearers[0])
 
@@ -271,7 +271,7 @@ def _usable(asked: str, found: Found) -> Manifest:
     if found.manifest is None:
         raise PluginError(
             asked,
-            f"That of {found.origin} cannot be used:\n{found.failure}",
+            f"The one of {found.origin} cannot be used:\n{found.failure}",
             "Repair, update or remove that package.",
         )
     for requirement in found.manifest.requires:
@@ -293,7 +293,7 @@ def _of_config(config: object, found: Sequence[Found]) -> Manifest:
     raise NotOffered(
         asked,
         f"No installed backend has such settings. Installed: {', '.join(one.name for one in found) or 'none'}.",
-        "Install the package that brings it.",
+        "Install the package that provides it.",
     )
 
 
@@ -359,8 +359,8 @@ def _is_present(found: Found, process: Process) -> bool:
         raise
     except Exception as error:
         warnings.warn(
-            f"The backend {found.name!r} of {found.origin} could not say whether it is wanted and was not considered: "
-            f"{error!r}",
+            f"The backend {found.name!r} of {found.origin} could not tell whether this run needs it and was not "
+            f"considered: {error!r}",
             stacklevel=2,
         )
         return False
@@ -381,7 +381,7 @@ def _imported(manifest: Manifest, target: str) -> Any:
         raise PluginError(
             f"Cannot start the backend {manifest.name!r}.",
             f"{target} could not be imported: {error!r}.",
-            "Repair or update the package that brings it.",
+            "Repair or update the package that provides it.",
         ) from error
 
 
@@ -394,8 +394,8 @@ def _same_choice(choices: Sequence[str]) -> str:
     if len(set(choices)) > 1:
         shown = ", ".join(f"process {rank}: {choice}" for rank, choice in enumerate(choices))
         raise SettingError(
-            "All processes of a run were to choose the same backend.",
-            f"They chose differently. {shown}.",
+            "Cannot choose a backend for this run.",
+            f"The processes chose different backends. {shown}.",
             "Give every process the same arguments, environment and installed packages.",
         )
     return choices[0]

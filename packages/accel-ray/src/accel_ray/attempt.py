@@ -121,7 +121,7 @@ class Attempt:
                 raise LaunchError(
                     f"Cannot start process {process.rank} of {len(placed)} on {process.placed.place.address}.",
                     f"The node refused: {str(error).strip().splitlines()[-1]}",
-                    "See that the node has the folder of the run, as a shared file system does.",
+                    "Put the folder of the run on a file system that all nodes share.",
                 ) from None
 
     def _follow(self) -> None:

@@ -88,7 +88,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
     if address is not None and "://" in address:
         raise SettingError(
             _ASKED,
-            f"{address} is an address for Ray clients, which cannot look after processes.",
+            f"{address} is an address for Ray clients, which cannot start and watch processes.",
             "Run `accel launch` on a node of the cluster, and give HOST:PORT of its head.",
         )
     if address is not None and address != "auto":
@@ -156,7 +156,7 @@ class Cluster:
         self._looked = time.monotonic()
         if self._missed >= _MISSES:
             raise LaunchError(
-                "Cannot go on with the run.",
+                "Cannot continue the run.",
                 f"The head of the Ray cluster at {self.address} is lost: {error}",
                 "Start the cluster and the run again; a script that saves resumes from its newest checkpoint.",
             )
@@ -275,7 +275,7 @@ class Cluster:
             raise LaunchError(
                 _ASKED,
                 f"The actors did not start: {str(error).strip().splitlines()[-1]}",
-                "See that accel-ray is installed on every node, in the same Python, and `ray status`.",
+                "Install accel-ray on every node, for the same Python; `ray status` shows the nodes.",
             ) from None
         placed = [Placed(actor, place) for actor, place in zip(actors, places, strict=True)]
         order = list(dict.fromkeys(one.place.node for one in placed))

@@ -171,7 +171,7 @@ class GradientState:
                 return
         raise NotReady(
             "Cannot end the iteration of a loader.",
-            "The loader is not in iteration.",
+            "The loader is not iterated over.",
             "Call begin(loader) before finish(loader).",
         )
 

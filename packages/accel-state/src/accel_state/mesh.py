@@ -120,7 +120,7 @@ class DeepSpeedSequenceParallelConfig:
     Args:
         sp_seq_length: tokens of a full sequence; required when all sequences have the same length.
         sp_seq_length_is_variable: whether the lengths of sequences differ.
-        sp_attn_implementation: "sdpa", "flash_attention_2", "flash_attention_3", or a flash attention kernel of the
+        sp_attn_implementation: "sdpa", "flash_attention_2", "flash_attention_3", or a FlashAttention kernel of the
             Hub such as "kernels-community/flash-attn2"; None leaves the model's.
 
     Raises:
@@ -151,8 +151,8 @@ class DeepSpeedSequenceParallelConfig:
         if name is not None and name not in _ATTENTION and not ("/" in name and "flash-attn" in name):
             raise SettingError(
                 f"Cannot use DeepSpeedSequenceParallelConfig(sp_attn_implementation={name!r}).",
-                "This attention does not work on a sharded sequence.",
-                f"Give one of {', '.join(_ATTENTION)}, or a flash attention kernel such as "
+                "This attention does not support a sharded sequence.",
+                f"Give one of {', '.join(_ATTENTION)}, or a FlashAttention kernel such as "
                 "'kernels-community/flash-attn2'.",
             )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:

@@ -281,7 +281,7 @@ def _step_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
         return None
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the processes are at different steps of a loader.",
-        f"The batches received from the process that reads for all are {_by_rank(steps, ranks)}.",
+        f"The numbers of batches received from the process that reads for all are {_by_rank(steps, ranks)}.",
         "Let every process take the same number of batches and leave the loop at the same step.",
     )
 

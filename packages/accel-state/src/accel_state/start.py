@@ -101,7 +101,7 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise NotOffered(
             "Cannot bind this process to the processors nearest to its device.",
-            "The operating system has no such call.",
+            "This operating system cannot bind processes.",
             "Unset ACCELERATE_CPU_AFFINITY.",
         )
     node = family.numa_node(index)

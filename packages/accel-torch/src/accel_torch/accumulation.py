@@ -92,7 +92,7 @@ class Accumulation:
                 raise NotReady(
                     "Cannot compute gradients of a step whose members may change.",
                     "The number of micro-batches of the step depends on how many processes share it.",
-                    "Put forward, backward and step inside of `with accelerator.accumulate(model):`.",
+                    "Put forward, backward and step inside `with accelerator.accumulate(model):`.",
                 )
             return loss * elastic.factor
         if self.factor is not None:
@@ -134,20 +134,20 @@ class Accumulation:
         """
         if self._counted_by_strategy:
             raise NotOffered(
-                "Cannot weigh micro-batches with accumulate(model, weight=...).",
-                "The backend of this run accumulates by itself and divides by the number of micro-batches.",
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
+                "The backend of this run accumulates itself, and divides by the number of micro-batches.",
                 "Remove the weight, or use another backend.",
             )
         if self._elastic:
             raise NotOffered(
-                "Cannot weigh micro-batches with accumulate(model, weight=...).",
-                "The members of this run may change, and micro-batches are weighed by their samples.",
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
+                "The members of this run may change, so micro-batches are weighted by their samples.",
                 "Remove the weight, or use another backend.",
             )
         if loss_reduction not in ("mean", "sum"):
             raise SettingError(
                 f"Cannot accumulate with loss_reduction={loss_reduction!r}.",
-                "The loss of a micro-batch is the mean or the sum over its tokens.",
+                "The loss of a micro-batch must be the mean or the sum over its tokens.",
                 "Give 'mean' or 'sum'.",
             )
         if self.weighting is None:
@@ -171,7 +171,7 @@ class Accumulation:
     def _refuse_mixing(mixed: bool) -> None:
         if mixed:
             raise Conflict(
-                "Cannot weigh micro-batches with accumulate(model, weight=...).",
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
                 "Some micro-batches of this window have a weight and others have none.",
                 "Give every micro-batch a weight, or none.",
             )

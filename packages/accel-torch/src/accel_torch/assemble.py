@@ -164,7 +164,7 @@ def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
             f"Cannot construct an Accelerator with {asked!r}.",
-            f"The backend {backend.manifest.name!r} accumulates by itself, alike for all Accelerators of a run, and "
+            f"The backend {backend.manifest.name!r} accumulates itself, alike for all Accelerators of a run, and "
             f"the run was made with {shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",
         )

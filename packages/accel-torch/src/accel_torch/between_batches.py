@@ -96,7 +96,7 @@ def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
         if threading.current_thread() is not threading.main_thread():
             raise NotOffered(
                 "Cannot handle signals for ProjectConfiguration(save_on_signal=True).",
-                "Only the main thread receives signals, and this is another thread.",
+                "Only the main thread of Python can handle signals, and this is another thread.",
                 "Prepare loaders in the main thread.",
             )
 

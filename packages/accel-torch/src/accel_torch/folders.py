@@ -49,8 +49,8 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
         raise CheckpointError(
             f"Cannot save {target} by automatic naming.",
             f"{(later or [target.name])[-1]} is there already, and load_state() would take it for the newest.",
-            "Call load_state() first to go on after it, set project_configuration.iteration to a later number, or use "
-            "another project_dir.",
+            "Call load_state() first to continue after it, set project_configuration.iteration to a later number, or "
+            "use another project_dir.",
         )
     return target
 
@@ -63,8 +63,8 @@ def given_folder(given: str | os.PathLike[str] | None, method: str) -> str:
     """
     if given is None:
         raise SettingError(
-            f"{method}() was called without a folder.",
-            "Checkpoints are not named automatically.",
+            f"Cannot call {method}() without a folder.",
+            "Automatic naming of checkpoints is off.",
             "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
         )
     return os.path.expanduser(os.fspath(given))

@@ -124,7 +124,7 @@ def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:
     if not isinstance(asked, (str, type(None))) or asked not in places:
         raise UnknownKind(
             f"Cannot load a state with map_location={asked!r}.",
-            "It can be 'cpu' or 'on_device'.",
+            "The value must be 'cpu' or 'on_device'.",
             "Remove it: tensors move to the device of the prepared objects.",
         )
     return places[asked]
@@ -205,7 +205,7 @@ def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path)
         if 0 < len(blind) < len(answers):
             raise CheckpointError(
                 f"Cannot load the checkpoint {folder}.",
-                f"There is no such folder on process {', '.join(blind)}; the others see it.",
+                f"There is no such folder on process {', '.join(blind)}; the other processes have it.",
                 "Save to a file system that all nodes share, or copy the checkpoint to each.",
             )
         return ""

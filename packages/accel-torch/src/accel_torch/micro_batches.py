@@ -80,7 +80,7 @@ class MicroBatches:
 
         Raises:
             NotReady: the batch before was not read to its last micro-batch.
-            NotOffered: the backend counts micro-batches by itself.
+            NotOffered: the backend counts micro-batches itself.
 
         Example:
             >>> for batch in loader:
@@ -104,7 +104,7 @@ def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
     if accelerator._backend.owns(Duty.ACCUMULATION):
         raise NotOffered(
             failed,
-            f"The backend {accelerator._backend.manifest.name!r} counts micro-batches by itself.",
+            f"The backend {accelerator._backend.manifest.name!r} counts micro-batches itself.",
             "Give it the number of steps and the micro-batch size in its settings, and loaders of that batch size.",
         )
     gradient = accelerator.gradient_state
@@ -191,7 +191,7 @@ def _shard_size(global_batch_size: int, process: Process, accelerator: Accelerat
     if global_batch_size < shards or global_batch_size % shards:
         raise SettingError(
             f"Cannot divide a global batch of {global_batch_size} samples.",
-            f"It has to be a multiple of the {shards} processes that read different data.",
+            f"It must be a multiple of the {shards} processes that read different data.",
             f"Give a multiple of {shards}.",
         )
     return global_batch_size // shards

@@ -228,17 +228,17 @@ class MisuseGuard:
             known = self._replaced.get(id(parameter))
             if known is not None and known() is parameter:
                 raise Conflict(
-                    "An optimizer was to step.",
+                    "Cannot step an optimizer.",
                     "prepare() replaced the parameters of the model, and this optimizer still has the old ones, which "
-                    "get no gradients: nothing would be learnt.",
-                    "Pass the optimizer to prepare() together with its model, or make it from the parameters of the "
+                    "get no gradients.",
+                    "Pass the optimizer to prepare() together with its model, or create it from the parameters of the "
                     "model that prepare() returned.",
                 )
 
     def _check_direct_step(self, optimizer: Optimizer, prepared: bool) -> None:
         """Look for a step that did not go through a prepared optimizer, where that makes a difference."""
         remedy = "Step the optimizer that prepare() returned." if prepared else "Pass the optimizer to prepare()."
-        what = "The optimizer that was given to prepare()" if prepared else "An optimizer that did not go to prepare()"
+        what = "The optimizer that was passed to prepare()" if prepared else "An optimizer that was not prepared"
         if self._counts_backward and not self._gradient.sync_gradients:
             self._warn(
                 "optimizer",

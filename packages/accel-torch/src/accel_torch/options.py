@@ -164,13 +164,13 @@ def accumulation_plugin(
     if given is not None and loader.gradient_accumulation_kwargs is not None:
         raise Conflict(
             "Cannot combine gradient_accumulation_plugin and DataLoaderConfiguration.gradient_accumulation_kwargs.",
-            "They configure the same thing.",
+            "Both set the same option.",
             "Give the plugin only.",
         )
     if given is not None and steps != 1:
         raise Conflict(
             f"Cannot combine gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin.",
-            "They configure the same thing.",
+            "Both set the same option.",
             "Give GradientAccumulationPlugin(num_steps=...) only.",
         )
     plugin = given or GradientAccumulationPlugin(**(loader.gradient_accumulation_kwargs or {}))
@@ -208,13 +208,13 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
     for handler in handlers or ():
         if not isinstance(handler, KwargsHandler):
             raise UnknownKind(
-                f"kwargs_handlers holds {handler!r}.",
+                f"Cannot use {handler!r} in kwargs_handlers.",
                 f"It is of type {type(handler).__name__}, not a KwargsHandler.",
                 "Give settings objects such as AutocastKwargs(...), or leave it out.",
             )
         if any(type(other) is type(handler) for other in checked):
             raise Conflict(
-                f"kwargs_handlers holds two {type(handler).__name__}.",
+                f"Cannot use two {type(handler).__name__} in kwargs_handlers.",
                 "Only one of a kind can be used.",
                 "Give one.",
             )
@@ -231,7 +231,7 @@ def either(name: str, given: Any, older_name: str, older: Any) -> Any:
     if given is not None and older is not None:
         raise Conflict(
             f"Cannot combine {name} and {older_name}.",
-            "They are two spellings of one argument.",
+            "They are two names of one argument.",
             f"Give {name} only.",
         )
     return older if given is None else given
@@ -245,8 +245,8 @@ def checked_interval(steps: int | None) -> int | None:
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
         raise SettingError(
-            f"Accelerator(check_replicas_every={steps!r}) cannot be used.",
-            "It is the number of optimizer steps between two comparisons: an int, 0 for no comparison.",
+            f"Cannot use check_replicas_every={steps!r}.",
+            "The value must be an int of at least 0: the optimizer steps between two comparisons, or 0 for none.",
             "Give for example 100, or leave it out.",
         )
     return steps
@@ -260,8 +260,8 @@ def account_kept(goodput: bool | None) -> bool:
     """
     if goodput is not None and not isinstance(goodput, bool):
         raise SettingError(
-            f"Accelerator(goodput={goodput!r}) cannot be used.",
-            "It says whether an account of the time is kept: True or False.",
+            f"Cannot use goodput={goodput!r}.",
+            "The value must be a bool: whether to keep an account of the time.",
             "Leave it out to keep one where the run was started with accel launch --project_dir.",
         )
     return bool(os.environ.get(PROJECT_DIR_VARIABLE)) if goodput is None else goodput
@@ -281,8 +281,8 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
     given = those_given(configs)
     if len(given) > 1:
         raise Conflict(
-            f"{' and '.join(given)} were given together.",
-            "Each belongs to a backend of its own, and one backend owns a run.",
+            f"Cannot combine {' and '.join(given)}.",
+            "Each selects a backend, and a run has one backend.",
             "Give one of them.",
         )
     return next(iter(given.values()), None)
@@ -297,8 +297,8 @@ def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | N
     """
     if plugin is not None and backend is not None:
         raise Conflict(
-            f"dynamo_backend={str(backend)!r} and a dynamo_plugin were both given.",
-            "They configure the same thing.",
+            f"Cannot combine dynamo_backend={str(backend)!r} and a dynamo_plugin.",
+            "Both set the same option.",
             "Give TorchDynamoPlugin(backend=...) only.",
         )
     if plugin is None and backend is None and not os.environ.get(DYNAMO_VARIABLE, "").strip():
@@ -319,7 +319,7 @@ def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transfor
     for one in given:
         if not callable(getattr(one, "apply", None)):
             raise UnknownKind(
-                f"transforms holds {one!r}.",
+                f"Cannot use {one!r} in transforms.",
                 f"It is of type {type(one).__name__}, not a Transform of accel_plugins.",
                 "Give objects such as ActivationCheckpoint(), or leave it out.",
             )

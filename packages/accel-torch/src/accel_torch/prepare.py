@@ -108,8 +108,8 @@ def _check_together(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
     missing = together - given
     if given and missing:
         raise Conflict(
-            f"prepare() was given {_named(given)}.",
-            f"The backend {accelerator._backend.manifest.name!r} has to be given {_named(together)} in one call.",
+            f"Cannot prepare {_named(given)} alone.",
+            f"The backend {accelerator._backend.manifest.name!r} needs {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
         )
 

@@ -89,7 +89,7 @@ class ProfileKwargs(KwargsHandler):
         if self.schedule_option is not None and "active" not in self.schedule_option:
             raise SettingError(
                 f"Cannot profile with schedule_option={self.schedule_option!r}.",
-                "It does not say how many steps are recorded in a cycle.",
+                "It does not set how many steps of a cycle are recorded.",
                 "Add 'active', for example {'wait': 1, 'warmup': 1, 'active': 3}.",
             )
 
@@ -122,8 +122,8 @@ def _activity(name: str) -> Any:
     if found is None:
         raise SettingError(
             f"Cannot profile with activities=[{name!r}].",
-            "The profiler of the torch that is installed does not know it.",
-            "Leave it out, or install the torch of that device.",
+            "The profiler of the installed torch does not support it.",
+            "Leave it out, or install a torch built for that device.",
         )
     return found
 

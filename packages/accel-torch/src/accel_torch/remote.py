@@ -131,7 +131,7 @@ def fetch(
                 raise CheckpointError(
                     f"Cannot load the checkpoint {url}.",
                     f"{store} has no complete checkpoint of that name.",
-                    f"See which there are: accel checkpoint list {store}",
+                    f"List those that exist: accel checkpoint list {store}",
                 )
     there = bool(barrier.wait(f"{phase} done", "yes" if there else ""))
     return folder / name if there else None

@@ -225,8 +225,8 @@ def _sides(witnesses: Sequence[ReplicaState] | None, values: Sequence[Hashable])
 def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
     groups = "; ".join(f"process {', '.join(map(str, side))}" for side in sides)
     return ReplicasDiffer(
-        f"The replicas were compared after {steps} optimizer steps (check_replicas_every).",
+        f"The replicas differ after {steps} optimizer steps (check_replicas_every).",
         f"They differ first in {what}. Processes that agree with each other: {groups}.",
-        "Look for what only some processes do: steps under a condition, weights changed by hand, another seed, data "
-        "of its own outside of prepared loaders.",
+        "Look for what only some processes do: steps under a condition, weights changed by hand, another seed, or "
+        "data read outside of prepared loaders.",
     )

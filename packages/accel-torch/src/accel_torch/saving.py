@@ -122,14 +122,14 @@ def _check(accelerator: AcceleratorMembers, async_save: bool, options: Mapping[s
     if unknown:
         known = ", ".join(sorted(strategy.traits.save_options))
         raise SettingError(
-            f"save_state() was given {', '.join(unknown)}.",
+            f"Cannot call save_state() with {', '.join(unknown)}.",
             f"The backend {accelerator._backend.manifest.name!r} has no such options for saving models.",
             f"Leave them out; it knows {known}." if known else "Leave them out.",
         )
     if async_save and strategy.traits.collective_save and not strategy.traits.supports_async_save:
         raise NotOffered(
             "Cannot save a checkpoint while training goes on (async_save=True).",
-            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, and training runs others.",
+            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, as training does.",
             "Leave async_save out.",
         )
     _check_window(accelerator)
@@ -147,7 +147,7 @@ def _check_window(accelerator: AcceleratorMembers) -> None:
     if not accelerator.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
-            f"The backend {accelerator._backend.manifest.name!r} does not give out the gradients gathered so far.",
+            f"The backend {accelerator._backend.manifest.name!r} does not expose the gradients accumulated so far.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
 
@@ -299,12 +299,12 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], reco
     remedy = "Call wait_for_checkpoint() before changing parameters outside of optimizer.step()."
     if request.attempts > _COPIES_BEHIND:
         barrier.leave()
-        obstacle = f"Another thread changes parameters while nobody trains: {named}."
+        obstacle = f"Another thread changes parameters between two steps: {named}."
         raise CheckpointError(request.asked, obstacle, "Stop that thread, or call wait_for_checkpoint() before it.")
     if barrier.rank == 0:
         logger.warning(
-            "%s It is not committed: changed before they were copied were %s. It is taken again at the next boundary "
-            "between steps. %s",
+            "%s It is not committed: %s changed before they were copied. The save is repeated between the next two "
+            "steps. %s",
             request.asked,
             named,
             remedy,

@@ -45,7 +45,7 @@ def main() -> None:
 def _expect(holds: bool, what: str, accelerator: Accelerator) -> None:
     if not holds:
         raise CollectiveError(
-            "`accel test` checked whether training works here.",
+            "`accel test` failed: training does not work here.",
             f"On process {accelerator.process_index}, {what}.",
             "Compare `accel env` of all machines; `accel doctor --nodes` tests the network between them.",
         )

@@ -108,7 +108,7 @@ def fused_backward(accelerator: AcceleratorMembers, loss: Tensor, learning_rate:
     if accelerator.gradient_state.num_steps > 1 or accelerator.state.use_distributed:
         raise NotOffered(
             asked,
-            "Each gradient is gone when the next is computed, so none can be gathered over micro-batches or processes.",
+            "The optimizer drops each gradient before it computes the next, so none can be accumulated or averaged.",
             "Train in one process without accumulation, or with another optimizer.",
         )
     for optimizer in fused:

@@ -110,8 +110,8 @@ class TokenWeighting:
         if not math.isfinite(total):
             wrong = [str(rank) for rank, (sent, _) in enumerate(self._everyones) if not math.isfinite(sent)]
             raise SettingError(
-                "Cannot weigh micro-batches with accumulate(model, weight=...).",
-                f"A weight was negative or not finite on process {', '.join(wrong)}.",
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
+                f"A weight is negative or not finite on process {', '.join(wrong)}.",
                 "Give the number of tokens (or samples) that the loss of the micro-batch is over.",
             )
         # Backward has averaged over the processes; without any token there is nothing to learn.

@@ -174,7 +174,7 @@ class TorchFTConfig(KwargsHandler):
         if self.min_replicas > self.replica_groups:
             raise Conflict(
                 f"Cannot use min_replicas={self.min_replicas} and replica_groups={self.replica_groups} together.",
-                "The run never has as many replicas as it needs.",
+                "The run can never have as many replicas as it needs.",
                 "Start more replicas, or need fewer.",
             )
 

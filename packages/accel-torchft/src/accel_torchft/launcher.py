@@ -254,7 +254,7 @@ class _Run:
             raise LaunchError(
                 "Cannot start the lighthouse of torchft.",
                 f"It {ending(code)} within {_LIGHTHOUSE_PATIENCE:g} s and gave no address; see the lines above.",
-                "Run `python -m accel_torchft.lighthouse 5 60 1` to see it alone.",
+                "Run `python -m accel_torchft.lighthouse 5 60 1` to start it alone.",
             )
         return address
 
@@ -276,7 +276,9 @@ class _Run:
             )
         except OSError as error:
             asked = f"Cannot start replica {number}: {' '.join(self._plan.argv[:4])}."
-            raise LaunchError(asked, f"The system refused: {error}.", "Check the interpreter and limits.") from None
+            raise LaunchError(
+                asked, f"The system refused: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
+            ) from None
         return popen, joined, Relay(popen, f"[replica {number}] ") if self._prefixed else None
 
     # ------------------------------------------------------------------ while they run

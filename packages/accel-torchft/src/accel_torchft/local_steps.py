@@ -108,7 +108,7 @@ class LocalSteps(Replicated):
             return optimizer
         raise NotReady(
             "Cannot begin a round of local steps (accel-torchft).",
-            "No optimizer was prepared, and replicas exchange what it trains.",
+            "No optimizer is prepared, and replicas exchange the weights that it trains.",
             "Give the optimizer to accelerator.prepare() before the loop.",
         )
 

@@ -101,7 +101,7 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
             raise CollectiveError(
                 f"Cannot end step {self.current_step()} of the run.",
                 f"{str(error).strip()}{why}",
-                "See in the output of the other replicas what ends them.",
+                "The output of the other replicas says why they end.",
             ) from error
 
 
@@ -219,7 +219,7 @@ class Quorum:
             f"Cannot begin step {self.step} of the run.",
             f"The lighthouse {lighthouse_of(config)} brought no quorum of at least {config.min_replicas} replica(s) "
             f"within {self._quorum_timeout:g} s: {str(error).strip()}",
-            "See whether the lighthouse and the other replicas live, or raise --torchft_quorum_timeout.",
+            "Check that the lighthouse and the other replicas run, or raise --torchft_quorum_timeout.",
         )
 
     def average(self, tensor: Tensor) -> Sent:
@@ -286,7 +286,7 @@ def lighthouse_of(config: TorchFTConfig) -> str:
     if not address:
         raise NotReady(
             "Cannot train with replicas (backend 'torchft').",
-            "No lighthouse is named, by which the replicas find each other.",
+            "The address of the lighthouse, by which the replicas find each other, is missing.",
             "Start the script with `accel launch --backend torchft --replica_groups N`.",
         )
     return address

@@ -212,7 +212,7 @@ def _check_optimizers(count: int) -> None:
     if count > 1:
         raise NotOffered(
             "Cannot train with several optimizers (accel-torchft).",
-            "Whether a step counts is decided once for all that it changes.",
+            "The replicas decide once for each step whether it counts.",
             "Give all parameters to one optimizer, in groups of their own.",
         )
 
@@ -226,7 +226,7 @@ class OneProcess(Strategy):
             raise Conflict(
                 "Cannot use the replicas of accel-torchft with this backend.",
                 f"Each replica is one process, and this one has {processes}.",
-                "Launch with --num_processes 1, or divide the model with the backend 'torchft-fsdp2'.",
+                "Launch with --num_processes 1, or shard the model with the backend 'torchft-fsdp2'.",
             )
         super().check(bundle)
 

@@ -101,7 +101,7 @@ def plot_run(run: RunRecord, path: Path) -> None:
     try:
         path.write_bytes(_page(run, image.getvalue()) if suffix == ".html" else image.getvalue())
     except OSError as error:
-        raise SettingError(failed, f"The system refuses to write it: {error}.", "Choose another --output.") from error
+        raise SettingError(failed, f"The system cannot write it: {error}.", "Choose another --output.") from error
 
 
 def _figure(run: RunRecord) -> Any:

@@ -88,7 +88,7 @@ def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
         return code
     raise SettingError(
         f"Cannot estimate the memory of training {arguments.model_name!r}.",
-        "The package accel-torch, which trains, is not installed.",
+        "The estimate needs the package accel-torch, which is not installed.",
         "Install accel-torch.",
     )
 

@@ -259,7 +259,7 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",
-            "If you trust its author, read it yourself with torch.load and save its tensors again.",
+            "If you trust its author, read it yourself with torch.load, and save its tensors again.",
         ) from error
     except Exception as error:  # a damaged pickle can make its reader raise anything
         first_line = (str(error).splitlines() or [""])[0]
@@ -284,7 +284,7 @@ def _check_weights(path: Path, weights: object) -> None:
     raise CheckpointError(
         f"Cannot read the weights in {str(path)!r}.",
         f"It holds {wrong} where a mapping of names to tensors is expected.",
-        "If the weights are deeper inside, take them out with torch.load and save them by themselves.",
+        "If the weights are nested deeper, read the file with torch.load and save the mapping alone.",
     )
 
 
@@ -294,5 +294,5 @@ def _check_present(path: Path, names: Iterable[str], present: Mapping[str, Any])
         raise CheckpointError(
             f"Cannot read {missing[0]!r} from {str(path)!r}.",
             f"The file does not hold it, nor {len(missing) - 1} others that the index places there.",
-            "The index and the file do not belong together: fetch both again.",
+            "The index and the file do not match: fetch both again.",
         )

@@ -242,7 +242,7 @@ def _write(path: Path, write: Callable[[Path], object], size: int, fsync: bool) 
         raise CheckpointError(
             f"Cannot write {str(path)!r} ({convert_bytes(size)}).",
             f"{type(error).__name__}: {error}",
-            "Check the free space and the permissions of the folder; what was there before is untouched.",
+            "Check the free space and the permissions of the folder; existing files are unchanged.",
         ) from error
     finally:
         beside.unlink(missing_ok=True)

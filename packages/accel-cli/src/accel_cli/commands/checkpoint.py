@@ -47,8 +47,8 @@ class CheckpointCommand:
         if (arguments.target is None) is (arguments.action == "copy"):
             raise SettingError(
                 f"Cannot run `accel checkpoint {arguments.action}`.",
-                "It needs two places." if arguments.target is None else "It takes one place.",
-                "Give the source and the target of a copy, and one place to all other actions.",
+                "It needs a source and a target." if arguments.target is None else "It takes one path.",
+                "Give a source and a target to `copy`, and one path to all other actions.",
             )
         on_store = is_url(arguments.path) or arguments.action == "copy"
         actions: Mapping[str, Callable[..., Answer]] = _ACTIONS_ON_STORES if on_store else _ACTIONS
@@ -59,7 +59,7 @@ class CheckpointCommand:
             raise CheckpointError(
                 f"Cannot run `accel checkpoint {arguments.action} {place}`.",
                 f"A file or folder cannot be read: {error}.",
-                "Check that this user may read it, and that nobody removes it meanwhile.",
+                "Check that this user may read it, and that no other program removes it.",
             ) from error
         if arguments.json:
             import json

@@ -76,7 +76,9 @@ def _write_default(path: str, arguments: Namespace) -> str:
     precision = settings_of(RunSettings)["mixed_precision"].parse(arguments.mixed_precision, "--mixed_precision")
     if os.path.exists(path):
         asked = f"Cannot write the default config file {path}."
-        raise SettingError(asked, "There is a file already.", "Remove it, give another --config_file, or update it.")
+        raise SettingError(
+            asked, "The file exists already.", "Remove it, give another --config_file, or run `accel config update`."
+        )
     write_config(path, usual_config(best_devices(), precision))
     return f"Written to {path}."
 

@@ -42,8 +42,8 @@ class Doctor:
 
         if not 0 <= arguments.timeout <= _LONGEST_WAIT:
             raise SettingError(
-                f"Wait {arguments.timeout} seconds for the other machines.",
-                f"A wait has 0 to {_LONGEST_WAIT} seconds.",
+                f"Cannot wait {arguments.timeout} seconds for the other machines.",
+                f"The value must be from 0 to {_LONGEST_WAIT}.",
                 "Give another --timeout.",
             )
         request = request_of(arguments.launch[arguments.launch[:1] == ["--"] :], os.environ)

@@ -57,9 +57,9 @@ def _script() -> str:
         if extension.name == "test":
             return extension.target.partition(":")[0]
     raise Missing(
-        "`accel test` was called.",
-        "No installed package has the script that it runs.",
-        "Install accel-torch, which has it.",
+        "Cannot run `accel test`.",
+        "No installed package provides its script.",
+        "Install accel-torch.",
     )
 
 

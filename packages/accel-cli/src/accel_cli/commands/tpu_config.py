@@ -83,7 +83,7 @@ def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alp
         said for given, said in ((name, "--tpu_name"), (zone, "--tpu_zone"), (commands, "--command")) if not given
     ]
     if missing:
-        obstacle = f"{', '.join(missing)} was not given, nor does the config file say."
+        obstacle = f"{', '.join(missing)} is neither given nor in the config file."
         raise SettingError(_ASKED, obstacle, f"Give {' and '.join(missing)}.")
     return (
         "gcloud",
@@ -122,7 +122,7 @@ def call(argv: Sequence[str]) -> int:
         return subprocess.call(argv)
     except FileNotFoundError:
         remedy = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
-        raise Missing(_ASKED, "There is no gcloud on the path.", remedy) from None
+        raise Missing(_ASKED, "The program gcloud is not on the path.", remedy) from None
 
 
 COMMAND: Final = TPUConfig()

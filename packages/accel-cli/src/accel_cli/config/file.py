@@ -228,7 +228,7 @@ def read_document(path: str) -> tuple[ConfigEntry, ...]:
         remedy = f"Give a text file of at most {_LARGEST} bytes."
         raise SettingError(asked, f"It cannot be read: {error}.", remedy) from None
     if _depth(text) > _DEEPEST:
-        raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.")
+        raise SettingError(asked, f"{path} is nested too deeply.", "Write a flatter file.")
     entries = None if path.endswith(".json") else plain_entries(text)
     return tuple(_from_library(text, asked, path)) if entries is None else entries
 
@@ -247,7 +247,7 @@ def read_tables(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
         asked = f"Cannot read the config file {path}."
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError(asked, f"One of its values cannot be made: {reason}.", "Quote that value.") from None
+        raise SettingError(asked, f"A value cannot be parsed: {reason}.", "Quote that value.") from None
     return found
 
 
@@ -260,7 +260,7 @@ def _from_library(text: str, asked: str, path: str) -> Iterator[ConfigEntry]:
     if root is None or root.tag == _NULL:
         return
     if root.id != "mapping":
-        obstacle = f"{path}:{root.start_mark.line + 1} begins with something other than a table of keys."
+        obstacle = f"{path}:{root.start_mark.line + 1} does not begin with `key: value`."
         raise SettingError(asked, obstacle, "Write one `key: value` a line.")
     yield from _entries(root, "", asked, path)
 
@@ -312,7 +312,7 @@ def _compose(text: str, asked: str, path: str) -> Any:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SettingError(asked, f"{where}: it is not valid YAML: {problem}.", "Correct that line.") from None
     except RecursionError:
-        raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.") from None
+        raise SettingError(asked, f"{path} is nested too deeply.", "Write a flatter file.") from None
 
 
 def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigEntry]:
@@ -320,7 +320,9 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigE
     for key_node, value_node in table.value:
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
-            raise SettingError(asked, f"{path}:{line} has a key that is not text.", "Write one `key: value` a line.")
+            raise SettingError(
+                asked, f"{path}:{line} has a key that is not a string.", "Write one `key: value` a line."
+            )
         key = prefix + key_node.value
         first = seen.setdefault(key, (line, value_node))
         if first[1] is not value_node:
@@ -334,7 +336,7 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigE
 def _entry(key: str, node: Any, line: int, asked: str, path: str) -> Iterator[ConfigEntry]:
     if node.id == "mapping" and node.value:
         if key.count(".") >= 8:
-            raise SettingError(asked, f"{path}:{line} is nested too deep.", "Write a flatter file.")
+            raise SettingError(asked, f"{path}:{line} is nested too deeply.", "Write a flatter file.")
         yield from _entries(node, key + ".", asked, path)
     elif node.id == "mapping":
         yield ConfigEntry(key, None, line)
@@ -346,8 +348,8 @@ def _entry(key: str, node: Any, line: int, asked: str, path: str) -> Iterator[Co
 
 def _scalar(node: Any, key: str, asked: str, path: str) -> str | None:
     if node.id != "scalar":
-        obstacle = f"{path}:{node.start_mark.line + 1}: the list {key!r} holds another list or table."
-        raise SettingError(asked, obstacle, "Write plain values into it.")
+        obstacle = f"{path}:{node.start_mark.line + 1}: the list {key!r} contains another list or table."
+        raise SettingError(asked, obstacle, "Write plain values in the list.")
     if node.tag == _NULL:
         return None
     text: str = node.value

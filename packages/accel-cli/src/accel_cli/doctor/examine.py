@@ -163,7 +163,7 @@ def _name(request: Request) -> Iterator[Finding]:
 def _shared_memory(request: Request) -> Iterator[Finding]:
     if os.path.isdir(_SHARED_MEMORY):
         free = shutil.disk_usage(_SHARED_MEMORY).free
-        remedy = "Give the container more, as with docker run --shm-size=8g: workers of data loaders need it."
+        remedy = "Give the container more, as with docker run --shm-size=8g: DataLoader workers need it."
         yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
 
 

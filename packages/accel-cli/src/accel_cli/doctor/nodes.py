@@ -129,7 +129,9 @@ def _differences(main: Member, member: Member) -> Iterator[Finding]:
                 yield Finding(subject, verdict, told, remedy)
     if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
         told = f"The clock of {member.host} differs from that of {main.host} by {member.clock:+.1f} s."
-        yield Finding("clocks", WORRY, told, "Set the clocks by NTP: the times in logs and checkpoints would mislead.")
+        yield Finding(
+            "clocks", WORRY, told, "Set the clocks by NTP: otherwise times in logs and checkpoints are wrong."
+        )
 
 
 _LONGEST: Final = 2**20
@@ -307,8 +309,8 @@ def _serve(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
     try:
         server = _Server(meeting.port)
     except OSError as error:
-        asked = f"The machines were to meet on port {meeting.port}."
-        raise LaunchError(asked, f"It cannot be used: {error}.", "Give another --main_process_port.") from None
+        asked = f"Cannot accept the other machines on port {meeting.port}."
+        raise LaunchError(asked, f"The port cannot be used: {error}.", "Give another --main_process_port.") from None
     with server, _token(meeting.folder) as token:
         threading.Thread(target=server.serve_forever, args=(_BETWEEN_TRIES / 4,), daemon=True).start()
         peers = _arrivals(server, meeting)
@@ -349,9 +351,9 @@ def _join(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
             line.settimeout(_patience(plan["roster"]))
             return [Finding(*map(finding.get, _FIELDS)) for finding in receive(file, _FINDINGS)]
     except (OSError, ValueError) as error:
-        remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
-        asked = f"This machine was to meet the main one at {meeting.host}:{meeting.port}."
-        raise LaunchError(asked, f"That failed: {printable(error)}.", remedy) from None
+        remedy = "Check the address, that no firewall blocks the port, and that `accel doctor --nodes` runs there."
+        asked = f"Cannot connect to the main machine at {meeting.host}:{meeting.port}."
+        raise LaunchError(asked, f"The connection failed: {printable(error)}.", remedy) from None
 
 
 def _look_around(me: Member, meeting: Meeting, roster: Sequence[Mapping[str, Any]], token: str) -> Member:
@@ -378,7 +380,7 @@ def _token(folder: str | None) -> Iterator[str]:
         file = tempfile.NamedTemporaryFile(prefix=".accel-doctor-", dir=folder)  # noqa: SIM115 - closed below
     except OSError as error:
         asked = f"Cannot share the folder {folder} with all machines."
-        raise LaunchError(asked, f"It cannot be written: {error}.", "Give a folder that can.") from None
+        raise LaunchError(asked, f"It is not writable: {error}.", "Give a writable folder.") from None
     with file:
         yield os.path.basename(file.name)
 
@@ -404,9 +406,10 @@ def meet_machines(request: Request, timeout: float, shared_folder: str | None) -
     machines = request.settings.instance(MachineSettings)
     if machines.num_machines < 2 or machines.main_process_ip is None:
         raise SettingError(
-            "The machines of a run were to meet.",
-            "The launch that is meant takes place on one machine.",
-            "Give its arguments: accel doctor --nodes -- --num_machines 2 --machine_rank 0 --main_process_ip ADDRESS",
+            "Cannot connect the machines of a run.",
+            "The launch takes place on one machine.",
+            "Give the arguments of the launch: accel doctor --nodes -- --num_machines 2 --machine_rank 0 "
+            "--main_process_ip ADDRESS",
         )
     told = {
         name: str(effect.value)
@@ -429,7 +432,7 @@ def clear_for_launch(request: Request) -> None:
     findings = meet_machines(request, _LAUNCH_PATIENCE, None)
     if any(finding.verdict == TROUBLE for finding in findings):
         raise LaunchError(
-            "The machines met before the launch (--preflight).",
+            "Cannot launch: the check of the machines found faults (--preflight).",
             "\n  ".join(lines_of(findings)),
-            "Nothing was started. Correct it, or leave out --preflight to start all the same.",
+            "Nothing was started. Correct them, or leave out --preflight to start anyway.",
         )

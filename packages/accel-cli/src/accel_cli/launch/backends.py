@@ -121,7 +121,7 @@ def why_unusable(backend: OfferedBackend, origin: str) -> Exception | None:
     if backend.manifest is None:
         package = backend.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
-        return PluginError(asked, f"That of {package} could not be loaded: {backend.reason}.", remedy)
+        return PluginError(asked, f"The one of {package} could not be loaded: {backend.reason}.", remedy)
     for requirement in backend.manifest.requires:
         obstacle = requirement.obstacle()
         if obstacle is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
@@ -76,7 +75,7 @@ def check_elastic(resolved: ResolvedSettings, launcher: str, elastic: bool) -> N
         text = machines.setting.type.format(machines.value)
         raise Conflict(
             f"Cannot combine num_machines={text} ({machines.origin}) and the launcher {launcher!r}.",
-            "It needs all machines, and does not start with fewer.",
+            "The launcher needs all machines and does not start with fewer.",
             f"Give --num_machines {int(machines.value)}, or an elastic launcher such as ray.",
         )
 
@@ -124,11 +123,7 @@ def check_axes(resolved: ResolvedSettings, processes: int) -> None:
         number = resolved["num_processes"]
         asked = [shown(effect) for effect in (*sizes, *((number,) if number.given else ()))]
         obstacle = f"{error.failure} {error.obstacle}"
-        raise Conflict(f"{' and '.join(asked)} {_were(asked)} asked for.", obstacle, error.remedy) from error
-
-
-def _were(asked: Sequence[str]) -> str:
-    return "were" if len(asked) > 1 else "was"
+        raise Conflict(f"Cannot launch with {' and '.join(asked)}.", obstacle, error.remedy) from error
 
 
 def _check_machines(resolved: ResolvedSettings) -> None:
@@ -147,7 +142,7 @@ def _check_meeting(resolved: ResolvedSettings) -> None:
     if machines.value > 1 and address.value is None:
         raise SettingError(
             f"Cannot launch with {shown(machines)}.",
-            "The machines cannot find each other: the address of the main machine is missing.",
+            "The address of the main machine, where the machines meet, is missing.",
             "Give --main_process_ip, the address of the machine with rank 0.",
         )
 
@@ -162,11 +157,11 @@ def _check_launcher(resolved: ResolvedSettings) -> None:
     launcher, reason = resolved["launcher"], asks_for_torchrun(resolved)
     policy, budget = resolved["restart_policy"], resolved["max_restarts"]
     if policy.value == "auto" and (launcher.value == "torchrun" or reason is not None):
-        obstacle = "torch.distributed.run counts restarts alone, and knows no policy."
+        obstacle = "torch.distributed.run only counts restarts and has no policy."
         remedy = "Leave --restart_policy out: --max_restarts alone lets it restart after every failure."
         raise contradiction(policy, launcher if reason is None else reason, obstacle, remedy)
     if policy.value == "auto" and budget.value < 1:
-        obstacle = "The policy may not restart the processes even once."
+        obstacle = "max_restarts does not allow a single restart."
         raise contradiction(policy, budget, obstacle, "Give --max_restarts, for example 20, or leave the policy out.")
     if launcher.value == "local" and reason is not None:
         obstacle = "The local launcher starts processes on one machine and does not restart them."
@@ -175,7 +170,7 @@ def _check_launcher(resolved: ResolvedSettings) -> None:
     runs_torchrun = launcher.value == "torchrun" or reason is not None
     if prefix.value and runs_torchrun:
         other = launcher if reason is None else reason
-        obstacle = "torch.distributed.run passes the output on by itself and has no such prefix."
+        obstacle = "torch.distributed.run forwards the output itself and has no such prefix."
         raise contradiction(prefix, other, obstacle)
 
 
@@ -189,5 +184,5 @@ def check_launchers(cluster: ClusterEnvironment, processes: int) -> None:
         raise Conflict(
             f"Cannot start {processes} processes with each launcher.",
             f"{cluster.system} started {cluster.launchers} launchers on this machine.",
-            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process by each.",
+            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process with each launcher.",
         )

@@ -124,7 +124,7 @@ def check_deepspeed(resolved: ResolvedSettings) -> None:
     if chosen == _WITHOUT_SSH and not resolved["main_process_ip"].value:
         raise SettingError(
             f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
-            "Each machine starts its own processes, and lacks the address of the main machine.",
+            "Each machine starts its own processes, and the address of the main machine is missing.",
             "Give --main_process_ip and --machine_rank on each machine.",
         )
     from accel_cli.launch.mpi import read_hostfile
@@ -149,7 +149,7 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
     if unknown:
         raise SettingError(
             f"Cannot read the hostfile {settings.deepspeed_hostfile} ({origin}).",
-            f"It does not say how many processes {', '.join(unknown)} may have.",
+            f"It does not set the number of processes of {', '.join(unknown)}.",
             f"Write it as: {unknown[0]} slots=4",
         )
     slots = {host.name: host.slots or 0 for host in hosts}

@@ -95,11 +95,11 @@ def ask_torch(asked: str) -> dict[str, Any]:
         raise LaunchError(asked, f"torch did not answer within {_TIMEOUT:.0f} s.", remedy) from None
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-        raise LaunchError(asked, f"torch could not be asked: {last}", remedy)
+        raise LaunchError(asked, f"The query of torch failed: {last}", remedy)
     try:
         found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        raise LaunchError(asked, f"torch answered {answer.stdout[-200:]!r}.", remedy) from None
+        raise LaunchError(asked, f"The query of torch printed {answer.stdout[-200:]!r}.", remedy) from None
     return found
 
 

@@ -122,7 +122,7 @@ def _raise(first: _Forked, processes: int) -> None:
     trace = first.error.read().rstrip()
     ending = f"was killed by {meaning(-code)}." if code < 0 else f"ended with exit code {code}."
     raise LaunchError(
-        f"A function was run by {processes} processes.",
+        f"The function failed in one of {processes} processes.",
         f"Process {first.rank} {'raised:' if trace and code > 0 else ending}" + (f"\n\n{trace}\n" if trace else ""),
         "The other processes were ended. Correct the function, and launch it again.",
     )

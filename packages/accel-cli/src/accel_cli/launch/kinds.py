@@ -156,7 +156,7 @@ def check_kind(resolved: ResolvedSettings) -> None:
     if cpu.value and not (kind.by_device and cpu.origin.startswith("$")):
         raise Conflict(
             f"Cannot combine {effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}).",
-            "One is for a run on devices, the other for one on the CPU.",
+            "One selects accelerators, the other the CPU.",
             "Remove one of the two.",
         )
     if kind.by_device and processes.value == 1 and processes.given:

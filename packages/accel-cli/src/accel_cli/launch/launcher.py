@@ -108,7 +108,7 @@ class LauncherManifest:
             if (target or field == "launcher") and not (colon and module and name):
                 raise PluginError(
                     f"Cannot use the launcher {self.name!r}.",
-                    f"{field}={target!r} in its LauncherManifest does not lead to an object.",
+                    f"{field}={target!r} in its LauncherManifest does not name an object in a module.",
                     'Write it as "package.module:Name".',
                 )
 

@@ -184,7 +184,7 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
     if offered.manifest is None:
         package = offered.extension.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
-        raise PluginError(asked, f"That of {package} could not be loaded: {offered.error!r}.", remedy)
+        raise PluginError(asked, f"The one of {package} could not be loaded: {offered.error!r}.", remedy)
     return offered.manifest
 
 

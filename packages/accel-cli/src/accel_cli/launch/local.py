@@ -353,7 +353,9 @@ class _Processes:
             )
         except OSError as error:
             asked = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
-            raise LaunchError(asked, f"The system refused: {error}.", "Check the interpreter and limits.") from None
+            raise LaunchError(
+                asked, f"The system refused: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
+            ) from None
         relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
         return _Process(rank, popen, error_file, grouped, relay)
 

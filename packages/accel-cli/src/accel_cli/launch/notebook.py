@@ -176,7 +176,7 @@ def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
         if not isinstance(value, int) or value < least:
             raise SettingError(_ASKED, f"{name}={value!r} is not an int of at least {least}.", "Correct the number.")
     if node_rank >= num_nodes:
-        raise SettingError(_ASKED, f"node_rank={node_rank} is none of {num_nodes} machine(s).", "Count from 0.")
+        raise SettingError(_ASKED, f"node_rank={node_rank} is not below num_nodes={num_nodes}.", "Count nodes from 0.")
 
 
 def _check_untouched() -> None:
@@ -185,15 +185,15 @@ def _check_untouched() -> None:
     if current is not None and current.process_or_none() is not None:
         raise NotReady(
             _ASKED,
-            "An Accelerator or a state was made in this process already, and every copy of it would believe to be it.",
-            "Restart the notebook, and make the Accelerator inside of the function only.",
+            "This process already has an Accelerator or a state, which every forked process would inherit.",
+            "Restart the notebook, and create the Accelerator inside the function only.",
         )
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         raise NotReady(
             _ASKED,
-            "A GPU was used in this process already, and a copy of it could not use any.",
-            "Restart the notebook, and touch the GPU inside of the function only.",
+            "This process has used a GPU already, and processes forked from it cannot use one.",
+            "Restart the notebook, and use the GPU inside the function only.",
         )
 
 

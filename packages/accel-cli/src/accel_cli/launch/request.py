@@ -86,7 +86,7 @@ def _check_script(target: str) -> None:
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise SettingError(asked, "It is a folder without a __main__.py.", "Name the file to run.")
     if not os.access(target, os.R_OK):
-        raise SettingError(asked, "It may not be read.", "Change its permissions.")
+        raise SettingError(asked, "This user may not read it.", "Change its permissions.")
 
 
 def _as_module(target: str) -> str | None:
@@ -120,7 +120,9 @@ def _check_module(target: str) -> None:
     if missing.endswith(".__main__"):
         raise SettingError(asked, "It is a package without a __main__ module.", "Name the module to run.")
     if missing:
-        raise SettingError(asked, f"There is no module {missing!r}.", "Install it, or start from its folder.")
+        raise SettingError(
+            asked, f"There is no module {missing!r}.", "Install it, or launch from the folder that contains it."
+        )
 
 
 def _missing_part(spec: ModuleSpec, target: str) -> str:

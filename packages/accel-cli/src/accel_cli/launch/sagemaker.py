@@ -90,7 +90,9 @@ def describe_job(
             raise SettingError(_ASKED, f"{name} is missing.", "Write it into the config file.")
     kind = resolved["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
-        raise NotOffered(_ASKED, f"distributed_type={kind} is none of {', '.join(_DISTRIBUTION)}.", "Use one of these.")
+        raise NotOffered(
+            _ASKED, f"distributed_type={kind} is not one of {', '.join(_DISTRIBUTION)}.", "Use one of these."
+        )
     if not target.endswith(".py"):
         raise SettingError(_ASKED, f"{target!r} is not a Python script.", "Name a file that ends with .py.")
     metrics = _table(settings.sagemaker_metrics_file)
@@ -139,7 +141,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
             raise SettingError(
                 _ASKED,
                 f"The script's argument {word!r} has no {'value' if name.startswith('--') else 'name'}.",
-                "SageMaker hands over pairs only: write --name value, a switch as --name true.",
+                "SageMaker passes pairs only: write --name value, a switch as --name true.",
             )
         found[name[2:]] = _value(value if equals else rest.pop(0))
     return found
@@ -179,7 +181,7 @@ def _table(path: str | None) -> list[tuple[str, str]]:
         raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a table with two columns.") from None
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:
-            raise SettingError(_ASKED, f"{path}:{number} has {len(row)} column(s).", "Divide two columns by a tab.")
+            raise SettingError(_ASKED, f"{path}:{number} has {len(row)} column(s).", "Separate two columns by a tab.")
     return [(row[0], row[1]) for row in rows]
 
 

@@ -247,7 +247,7 @@ def _put_in_place(claim: Claim, target: Path, finalizer: CheckpointFinalizer, fs
         raise CheckpointError(
             f"Cannot put a checkpoint in place as {target}.",
             f"{type(error).__name__}: {error}",
-            "What stood there before is still valid.",
+            "What was there before is still valid.",
         ) from error
 
 
@@ -282,7 +282,7 @@ def _check_ours(claim: Claim, path: Path, target: Path, finalizer: CheckpointFin
         raise CheckpointError(
             f"Cannot put a checkpoint in place as {target}.",
             " ".join(changed),
-            "What stood there before is still valid. Let nothing else write there, and save again.",
+            "What was there before is still valid. Let nothing else write there, and save again.",
         )
 
 

@@ -52,7 +52,7 @@ class ContinuousSavePolicy:
             if not holds:
                 raise SettingError(
                     f"Cannot use ContinuousSavePolicy({name}={getattr(self, name)!r}).",
-                    f"It has to be {rule}.",
+                    f"The value must be {rule}.",
                     "Leave it out for the default.",
                 )
 
@@ -142,14 +142,14 @@ class ProjectConfiguration:
             if not holds:
                 raise SettingError(
                     f"Cannot use ProjectConfiguration({name}={getattr(self, name)!r}).",
-                    f"It has to be {rule}.",
+                    f"The value must be {rule}.",
                     "Remove it for the default.",
                 )
 
         if self.save_policy is not None and self.total_limit is not None:
             raise Conflict(
                 "Cannot use ProjectConfiguration(save_policy=..., total_limit=...).",
-                "The policy says by itself which checkpoints stay.",
+                "The policy already decides which checkpoints stay.",
                 "Leave total_limit out, and give ContinuousSavePolicy(keep_last=...).",
             )
 

@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
     Raises:
         CheckpointError: there is one that cannot be read.
     """
-    failed = f"Read the checkpoint {printable(folder)}."
+    failed = f"Cannot read the checkpoint {printable(folder)}."
     try:
         return parse_manifest(read_limited(folder / MANIFEST_NAME), failed)
     except FileNotFoundError:
@@ -212,7 +212,7 @@ def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
         raise ValueError(f"It has the unknown key {printable(f'{unknown[0]!r:.200}')}.")
     # Manifests of earlier releases have no hash of their own.
     if found.pop(_OWN_HASH, None) not in (None, _own_hash(found)):
-        raise ValueError("Its contents do not have its hash.")
+        raise ValueError("Its contents do not match its hash.")
     files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
     return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
 

@@ -170,7 +170,7 @@ class RemoteCheckpoints:
             commit = parse_json(self.store.read(file, 0, sizes[file]), _COMMIT)
             manifest = parse_manifest(commit["manifest"].encode(), failed)
         except ValueError as error:
-            remedy = "Load another checkpoint; `accel checkpoint list` shows which there are."
+            remedy = "Load another checkpoint; `accel checkpoint list` lists those that exist."
             raise CheckpointError(failed, f"{file} is damaged. {error}", remedy) from error
         data = commit["data"]
         return RemoteCheckpoint(self.store.url, name, epoch, generation, data, manifest, present.get((name, data), {}))
@@ -188,7 +188,7 @@ class RemoteCheckpoints:
                     digest = xxhash.xxh3_128()
                     self._transfer(checkpoint, name, expected.size, digest.update)
                     if digest.hexdigest() != expected.xxh3_128:
-                        damage.append(f"{printable(name)} has another content than was written.")
+                        damage.append(f"{printable(name)} does not have the content that was written.")
         listed = checkpoint.manifest.files
         return Verdict(checkpoint.manifest, tuple(damage), tuple(sorted(checkpoint.present.keys() - listed.keys())))
 
@@ -220,7 +220,7 @@ class RemoteCheckpoints:
                         file.flush()
                         os.fsync(file.fileno())
                     if digest.hexdigest() != expected.xxh3_128:
-                        obstacle = f"{printable(name)} has another content than was written."
+                        obstacle = f"{printable(name)} does not have the content that was written."
                         raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
                 (staged / MANIFEST_NAME).write_text(checkpoint.manifest.text(), encoding="utf-8")
                 fsync_path(staged / MANIFEST_NAME)
@@ -322,7 +322,7 @@ class RemoteCheckpoints:
                     waiting.remove(int(share["rank"]))
             if waiting and time.monotonic() > until:
                 named = ", ".join(map(str, sorted(waiting)))
-                remedy = "Look for errors of uploads in the output of these processes."
+                remedy = "Look for upload errors in the output of these processes."
                 raise CheckpointError(failed, f"The files of process {named} did not come in time.", remedy)
             if waiting:
                 time.sleep(_POLL)

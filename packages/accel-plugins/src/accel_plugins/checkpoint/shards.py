@@ -487,7 +487,9 @@ def _demand_regular(source: Path) -> None:
     for path in walk(source):
         if path.exists() and not path.is_file():
             raise CheckpointError(
-                f"Load the shards in {source}.", f"{path.name} is not a regular file.", "Load an older checkpoint."
+                f"Cannot load the shards in {source}.",
+                f"{path.name} is not a regular file.",
+                "Load an older checkpoint.",
             )
 
 
@@ -499,7 +501,7 @@ def _demand_room(source: Path, described: Metadata) -> None:
     if wanted > there:
         raise CheckpointError(
             f"Cannot merge the shards in {source}.",
-            f"They describe tensors of {wanted} bytes, and the files have {there}.",
+            f"Their metadata describes tensors of {wanted} bytes, and the files have {there}.",
             "The folder is incomplete or damaged: load an older checkpoint.",
         )
 

@@ -89,7 +89,7 @@ def _hook_type(
     if hook is None or hook not in allowed:
         raise SettingError(
             f"Cannot use DistributedDataParallelKwargs({name}={str(given)!r}).",
-            f"It has to be one of {', '.join(map(str, allowed))}.",
+            f"The value must be one of {', '.join(map(str, allowed))}.",
             "Use a member of DDPCommunicationHookType.",
         )
     return hook

@@ -32,7 +32,7 @@ class DDPStrategy(Strategy):
             devices = {str(device) for device in getattr(model, DEVICE_MAP, {}).values()}
             if len(devices) > 1:
                 raise Conflict(
-                    f"{type(model).__name__} was given to prepare() in a run of several processes.",
+                    f"Cannot prepare {type(model).__name__} in a run of several processes.",
                     f"A device map spreads it over {', '.join(sorted(devices))}; each process needs it on one device.",
                     "Load it without a device map, or launch one process.",
                 )

@@ -246,8 +246,8 @@ class DeepSpeedPlugin:
         ds_config = self.hf_ds_config
         if not isinstance(ds_config.get_value("zero_optimization"), dict):
             raise SettingError(
-                "A DeepSpeed configuration was given.",
-                'It lacks the table "zero_optimization".',
+                "Cannot use this DeepSpeed configuration.",
+                'It has no entry "zero_optimization".',
                 'Add "zero_optimization": {"stage": 2}, or the stage you want.',
             )
         known = [
@@ -443,7 +443,7 @@ class DeepSpeedPlugin:
 
     @selected.setter
     def selected(self, value: bool) -> None:
-        raise NotOffered(f"DeepSpeedPlugin.selected = {value!r} was called.", *_SELECT)
+        raise NotOffered(f"Cannot set DeepSpeedPlugin.selected to {value!r}.", *_SELECT)
 
     def deselect(self) -> None:
         """Make another configuration the one in use; called by `AcceleratorState.select_deepspeed_plugin`."""
@@ -456,6 +456,6 @@ class DeepSpeedPlugin:
             SettingError: something else called it.
         """
         if not _from_accelerator_state:
-            raise SettingError("DeepSpeedPlugin.select() was called.", *_SELECT)
+            raise SettingError("Cannot call DeepSpeedPlugin.select().", *_SELECT)
         self._selected = True
         self.set_deepspeed_weakref()

@@ -137,8 +137,8 @@ def read_ds_config(given: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(given))
     if not isinstance(given, (str, os.PathLike)):
         raise SettingError(
-            f"A DeepSpeed configuration of type {type(given).__name__} was given.",
-            "It has to be a table or the path of a JSON file.",
+            f"Cannot read a DeepSpeed configuration of type {type(given).__name__}.",
+            "A configuration is a dict or the path of a JSON file.",
             "Give a dict, or a path such as 'ds_config.json'.",
         )
     path = os.path.expanduser(os.fspath(given))
@@ -210,7 +210,7 @@ def _parsed(text: str, asked: str) -> dict[str, Any]:
     except ValueError as error:
         raise SettingError(asked, str(error), "Correct the text there.") from None
     if not isinstance(table, dict):
-        raise SettingError(asked, f"It holds a {type(table).__name__}.", "Write a table in braces.")
+        raise SettingError(asked, f"It contains a {type(table).__name__}.", "Write a JSON object, in braces.")
     return table
 
 
@@ -285,9 +285,9 @@ def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
     if left:
         raise SettingError(
             "Cannot start DeepSpeed.",
-            f"Nothing here knows the value of {', '.join(left)}.",
-            "Write numbers there. Sizes of ZeRO stage 3 follow from model.config.hidden_size, learning rates from a "
-            "DummyOptim, schedules from a DummyScheduler.",
+            f"The value of {', '.join(left)} is not known.",
+            'Replace "auto" by numbers. Sizes of ZeRO stage 3 follow from model.config.hidden_size, learning rates '
+            "from a DummyOptim, schedules from a DummyScheduler.",
         )
 
 

@@ -268,9 +268,9 @@ def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
         placeholder = isinstance(scheduler, DummyScheduler)
         if own and not placeholder and not isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
             raise Conflict(
-                f"prepare() was given {type(scheduler).__name__} and a DummyOptim.",
-                "DeepSpeed makes the optimizer, and this scheduler follows another one.",
-                "Give DummyScheduler(optimizer, lr_scheduler_callable=...), which makes it for DeepSpeed's optimizer.",
+                f"Cannot prepare {type(scheduler).__name__} together with a DummyOptim.",
+                "DeepSpeed creates the optimizer, and this scheduler changes another one.",
+                "Give DummyScheduler(optimizer, lr_scheduler_callable=...), which DeepSpeed's optimizer then gets.",
             )
         if not placeholder or scheduler.lr_scheduler_callable is None:
             _check_one(plugin, "scheduler", scheduler, placeholder, "DummyScheduler")
@@ -278,17 +278,17 @@ def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
 
 def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: bool, dummy: str) -> None:
     described = isinstance(plugin.get_value(entry), dict)
-    asked = f"prepare() was given {type(given).__name__}."
+    asked = f"Cannot prepare {type(given).__name__} with this DeepSpeed configuration."
     if described and not placeholder:
         raise Conflict(
             asked,
-            f'The DeepSpeed configuration describes the {entry} too (entry "{entry}").',
+            f'The configuration describes the {entry} too (entry "{entry}").',
             f'Give accel_plugins.deepspeed.objects.{dummy}, or remove the entry "{entry}".',
         )
     if placeholder and not described:
         raise SettingError(
             asked,
-            f'The DeepSpeed configuration has no entry "{entry}" that describes it.',
+            f'The configuration has no entry "{entry}" that describes it.',
             f'Add "{entry}" to the configuration, or give a real one.',
         )
 
@@ -315,8 +315,8 @@ def batch_values(
         if not sizes and bundle.optimizers:
             raise SettingError(
                 "Cannot start DeepSpeed.",
-                "It has to know the size of a batch, and neither a loader with a batch size was given to prepare() nor "
-                "does the configuration say it.",
+                "The batch size is not known: prepare() received no loader with a batch size, and the configuration "
+                "does not set it.",
                 "Prepare the training loader in the same call, or set train_micro_batch_size_per_gpu.",
             )
         # A model that is only evaluated takes batches of any size.
@@ -444,8 +444,8 @@ def load_engine(engine: Any, folder: Path, index: int, process: Process, options
     unknown = sorted(options.keys() - LOAD_OPTIONS.keys())
     if unknown:
         raise SettingError(
-            f"load_state() was given {', '.join(unknown)}.",
-            "DeepSpeed has no such options for loading.",
+            f"Cannot call load_state() with {', '.join(unknown)}.",
+            "DeepSpeed has no such loading options.",
             f"Leave them out; it knows {', '.join(LOAD_OPTIONS)}.",
         )
     place = folder / tag_of(index)

@@ -134,7 +134,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """
         if closure is not None:
             raise NotOffered(
-                "optimizer.step(closure) was called with DeepSpeed.",
+                "Cannot call optimizer.step(closure) with DeepSpeed.",
                 "The engine steps during backward, and cannot compute gradients again.",
                 "Call step() without a closure.",
             )

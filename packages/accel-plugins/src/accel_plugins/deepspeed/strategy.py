@@ -114,14 +114,14 @@ class DeepSpeedStrategy(Strategy):
     def check(self, bundle: Bundle) -> None:
         if len(bundle.models) > 1 and bundle.optimizers:
             raise Conflict(
-                f"prepare() was given {len(bundle.models)} models and an optimizer.",
-                "One engine of DeepSpeed holds one model.",
+                f"Cannot prepare {len(bundle.models)} models and an optimizer in one call.",
+                "A DeepSpeed engine holds one model.",
                 "Prepare each model with its optimizer in a call of its own.",
             )
         if bundle.optimizers and (not bundle.models or len(bundle.optimizers) > 1):
             raise Conflict(
-                f"prepare() was given {len(bundle.optimizers)} optimizers and {len(bundle.models)} models.",
-                "One engine of DeepSpeed holds one model and one optimizer.",
+                f"Cannot prepare {len(bundle.optimizers)} optimizers and {len(bundle.models)} models in one call.",
+                "A DeepSpeed engine holds one model and one optimizer.",
                 "Give each model together with its optimizer.",
             )
         if bundle.optimizers and self.context.precision.name == "fp16":
@@ -193,8 +193,8 @@ class DeepSpeedStrategy(Strategy):
         if len(training) == 1:
             return training[0]
         raise NotReady(
-            "backward(loss) was called with DeepSpeed.",
-            f"{len(training)} prepared models may have made this loss."
+            "Cannot call backward(loss) with DeepSpeed.",
+            f"The loss may come from any of {len(training)} prepared models."
             if training
             else "No model was prepared together with an optimizer.",
             "Call model.backward(loss) of the right one, and model.step()."
@@ -317,7 +317,7 @@ def _check_clipping(engine: Any, max_norm: float, norm_type: float) -> None:
         return
     clips = f"clips to {configured} in the 2-norm" if configured else "is configured to clip nothing"
     raise Conflict(
-        f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called.",
+        f"Cannot call clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}).",
         f"DeepSpeed clips while it steps, within backward, and {clips}.",
         f"Set DeepSpeedPlugin(gradient_clipping={max_norm}), or leave out the call.",
     )

@@ -141,7 +141,7 @@ class SequenceShardedLoader:
             raise NotReady(
                 "Cannot read a loader whose sequences DeepSpeed shards.",
                 "It shards them with the groups of a model, and none was prepared.",
-                "Prepare model, optimizer and loader before.",
+                "Prepare model, optimizer and loader before you iterate over the loader.",
             )
         rank, group = groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_group()
         batches = _Once(self._checked())
@@ -163,7 +163,7 @@ class SequenceShardedLoader:
             if tokens % self._ulysses.count or tokens != (length or tokens):
                 raise DataError(
                     f"Cannot shard a batch with sequences of {tokens} tokens over {self._ulysses.count} processes.",
-                    "All parts have the same length" + (f", and sp_seq_length={length} was given." if length else "."),
+                    "All shards have the same length" + (f", and sp_seq_length is {length}." if length else "."),
                     f"Pad sequences to {length or f'a multiple of {self._ulysses.count}'} tokens.",
                 )
             yield dict(batch) if isinstance(batch, Mapping) else {name: batch[name] for name in batch.keys()}  # noqa: SIM118

@@ -120,8 +120,8 @@ def _state_dict_config_field(name: str) -> ObjectField:
     def keep(settings: Any, given: Any) -> Any:
         if not hasattr(given, "offload_to_cpu"):
             raise SettingError(
-                f"FullyShardedDataParallelPlugin({'optim_' if name else ''}state_dict_config={given!r}).",
-                "A configuration of state dicts says whether they are moved to the CPU.",
+                f"Cannot use FullyShardedDataParallelPlugin({'optim_' if name else ''}state_dict_config={given!r}).",
+                "It has no attribute offload_to_cpu.",
                 f"Give a Full{name}StateDictConfig or a Sharded{name}StateDictConfig of {_FSDP}, or leave it out.",
             )
         return given
@@ -150,8 +150,8 @@ def _cpu_offload_field() -> ObjectField:
             "OffloadPolicy",
         ):
             raise SettingError(
-                f"FullyShardedDataParallelPlugin(cpu_offload={given!r}).",
-                "It has to be True, False or an offload object of torch.",
+                f"Cannot use FullyShardedDataParallelPlugin(cpu_offload={given!r}).",
+                "The value must be True, False or an offload policy of torch.",
                 "Give True or False.",
             )
         pins = type(given).__name__ == "CPUOffloadPolicy" and given.pin_memory
@@ -179,9 +179,9 @@ def _auto_wrap_policy_field() -> ObjectField:
                 return name
         if not callable(given) and not hasattr(given, "_run_policy"):
             raise SettingError(
-                f"FullyShardedDataParallelPlugin(auto_wrap_policy={given!r}).",
-                "It says which blocks are sharded by themselves.",
-                f"Give one of {', '.join(WRAP_POLICIES)}, a policy of {_WRAP}, or a function of a module.",
+                f"Cannot use FullyShardedDataParallelPlugin(auto_wrap_policy={given!r}).",
+                "The value must select the blocks that are sharded separately.",
+                f"Give one of {', '.join(WRAP_POLICIES)}, a policy of {_WRAP}, or a function that takes a module.",
             )
         return given
 
@@ -207,8 +207,8 @@ def _dtype_name(given: Any) -> str | None:
     text = str(given).removeprefix("torch.")
     if text not in _DTYPES:
         raise SettingError(
-            f"FullyShardedDataParallelPlugin: the precision {given!r} in a mixed-precision policy.",
-            f"It is none of {', '.join(_DTYPES)}.",
+            f"Cannot use the precision {given!r} in a mixed-precision policy of FSDP.",
+            f"The known precisions are {', '.join(_DTYPES)}.",
             "Use a name such as 'bf16', or a dtype such as torch.bfloat16.",
         )
     return _DTYPES[text]
@@ -241,8 +241,8 @@ def _mixed_precision_policy_field() -> ObjectField:
             return {name: _dtype_name(value) if name.endswith("_dtype") else value for name, value in given.items()}
         if not hasattr(given, "param_dtype"):
             raise SettingError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={given!r}).",
-                "A policy says in which dtype parameters are gathered.",
+                f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={given!r}).",
+                "It has no attribute param_dtype, the dtype in which parameters are gathered.",
                 "Give a precision such as 'bf16', a dict with param_dtype and reduce_dtype, or a policy of torch.",
             )
         return given
@@ -273,14 +273,14 @@ def _check_policy(settings: Any, kept: Any) -> None:
         unknown = [name for name in kept if name not in known]
         if unknown:
             raise SettingError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={kept!r}).",
+                f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={kept!r}).",
                 f"A policy of FSDP version {version} has no entry {', '.join(map(repr, unknown))}.",
                 f"Use entries among {', '.join(known)}.",
             )
     elif kept is not None and not isinstance(kept, str) and type(kept).__name__ == _POLICIES[3 - version]:
         raise SettingError(
-            f"FullyShardedDataParallelPlugin(mixed_precision_policy={type(kept).__name__}(...)).",
-            f"It is a policy of FSDP version {3 - version}, and these settings are for version {version}.",
+            f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={type(kept).__name__}(...)).",
+            f"It is a policy of FSDP version {3 - version}, and fsdp_version is {version}.",
             f"Give a {_POLICIES[version]} of {_FSDP}.",
         )
 
@@ -473,15 +473,15 @@ class FullyShardedDataParallelPlugin:
         """Leave out what version 2 does not have, with a word to those who gave it."""
         if "sharding_strategy" in given:
             raise Conflict(
-                f"FullyShardedDataParallelPlugin(sharding_strategy={given_value(self, 'sharding_strategy')!r}) with "
-                f"fsdp_version={self.fsdp_version}.",
+                "Cannot use FullyShardedDataParallelPlugin(sharding_strategy="
+                f"{given_value(self, 'sharding_strategy')!r}) with fsdp_version={self.fsdp_version}.",
                 "Sharding strategies belong to version 1.",
                 "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP, and "
                 "dp_replicate_size of a ParallelismConfig instead of a hybrid strategy.",
             )
         if not isinstance(self.reshard_after_forward, bool | None):
             raise Conflict(
-                f"FullyShardedDataParallelPlugin(reshard_after_forward={self.reshard_after_forward!r}) with "
+                f"Cannot use FullyShardedDataParallelPlugin(reshard_after_forward={self.reshard_after_forward!r}) with "
                 f"fsdp_version={self.fsdp_version}.",
                 "Version 2 takes True or False there.",
                 "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP.",
@@ -506,7 +506,7 @@ class FullyShardedDataParallelPlugin:
     def _refuse_flat_shards(self) -> None:
         if self.fsdp_version >= 2 and plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
             raise Conflict(
-                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
+                "Cannot use Cannot use FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
                 "Version 2 has no flat shards.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )

@@ -82,7 +82,7 @@ def _reshards(strategy: str, notes: list[str]) -> bool:
         raise SettingError(
             f"Cannot convert {_STRATEGY}={strategy}.",
             "There is no such sharding strategy.",
-            f"It has to be one of {', '.join(names)}, or its number from 1.",
+            f"The value must be one of {', '.join(names)}, or its number from 1.",
         )
     if name in _BY_MESH:
         notes.append(f"{name} needs parallelism_config with dp_replicate_size and dp_shard_size in version 2.")

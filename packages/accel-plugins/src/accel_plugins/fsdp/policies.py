@@ -48,7 +48,7 @@ def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
     chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     if any(chosen.values()):
         raise NotOffered(
-            "A CustomPolicy with arguments of their own for some blocks.",
+            "Cannot use a CustomPolicy that gives some blocks arguments of their own.",
             "Every block is sharded with the settings of the plugin.",
             "Let the function of the policy answer True or False.",
         )
@@ -100,7 +100,7 @@ def block_classes(model: Module, config: ShardingSettings) -> set[type[Module]]:
     names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
     if not names:
         raise SettingError(
-            f"Shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
+            f"Cannot shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
             "Neither the settings nor the model name the classes.",
             "Give transformer_cls_names_to_wrap=['...'], or wrap by size.",
         )

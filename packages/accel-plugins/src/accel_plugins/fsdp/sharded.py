@@ -49,7 +49,7 @@ class ShardedStrategy(Strategy):
         super().__init__(context, config)
         if config.fsdp_version != self.version:
             raise Conflict(
-                f"Cannot use the backend 'fsdp{self.version}' with settings of version {config.fsdp_version}.",
+                f"Cannot use the backend 'fsdp{self.version}' with fsdp_version={config.fsdp_version}.",
                 "Each version has its own backend and its own settings.",
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or remove the backend.",
             )
@@ -91,7 +91,7 @@ class ShardedStrategy(Strategy):
             owner(optimizer, [*bundle.models, *self._sharded])
             if optimizer.state:
                 raise Conflict(
-                    f"{type(optimizer).__name__} was given to prepare().",
+                    f"Cannot prepare {type(optimizer).__name__}.",
                     "It has stepped before, and its state belongs to parameters that are not sharded yet.",
                     "Prepare it first, and load its state afterwards.",
                 )
@@ -240,7 +240,7 @@ def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
         if held <= set(model.parameters()):
             return model
     raise Conflict(
-        f"{type(optimizer).__name__} was given to prepare().",
-        "Its parameters are not those of one sharded model or of one model of this call; sharding replaces parameters.",
-        "Give each optimizer together with its model, or make it from what prepare() returned; one for each model.",
+        f"Cannot prepare {type(optimizer).__name__}.",
+        "Its parameters do not all belong to one model of this call; sharding replaces parameters.",
+        "Prepare each optimizer together with its model, or create one for each model that prepare() returned.",
     )

@@ -95,7 +95,7 @@ def check_weights(model: Module, config: FullyShardedDataParallelPlugin, rank: i
     empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
     if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
         raise Conflict(
-            f"{type(model).__name__} was given to prepare().",
+            f"Cannot prepare {type(model).__name__}.",
             f"{empty!r} is on the meta device of process {rank} and has no values.",
             "Load its weights on the first process at least, and set cpu_ram_efficient_loading=True.",
         )
@@ -392,8 +392,8 @@ def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
     found = len(list(folder.glob(_rank_file_name(part, index, "[0-9]*"))))
     if found not in (0, process.world_size):
         raise CheckpointError(
-            f"Cannot read_rank_file {part.value} {index} from {folder}, one file per process.",
-            f"{found} processes wrote it, and there are {process.world_size}.",
+            f"Cannot read the {part.value} {index} from {folder}, one file per process.",
+            f"{found} processes wrote it, and this run has {process.world_size}.",
             "Start as many processes, or save with use_dcp=True, which loads on any number.",
         )
     state: dict[str, Any] = pickled.read(folder / _rank_file_name(part, index, process.rank))
@@ -462,6 +462,6 @@ def _shards_in(folder: Path) -> Path:
     if inside:
         names = ", ".join(path.name for path in inside)
         raise SettingError(asked, f"It holds several models: {names}.", "Name the folder of one of them.")
-    obstacle = "It holds no shards (no file .metadata)." if folder.is_dir() else "There is no such folder."
+    obstacle = "It has no shards (no file .metadata)." if folder.is_dir() else "There is no such folder."
     remedy = f"Name a folder such as {FSDP_MODEL_NAME}_0, which state_dict_type='SHARDED_STATE_DICT' writes."
     raise SettingError(asked, obstacle, remedy)

@@ -76,7 +76,7 @@ def check_batches(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
     if plugin.micro_batch_size is None and not any(_micro_batch(loader, plugin, 1) for loader in bundle.loaders):
         raise SettingError(
             "Cannot train a model with Megatron-LM.",
-            "It has to know the size of a micro-batch, and no loader with a batch size was given to prepare().",
+            "The size of a micro-batch is not known: prepare() received no loader with a batch size.",
             "Prepare the training loader in the same call.",
         )
 
@@ -140,8 +140,8 @@ def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -
     rates = list(scheduler.base_lrs)
     if len(set(rates)) > 1 or len({id(f) for f in getattr(scheduler, "lr_lambdas", ())}) > 1:
         raise Conflict(
-            f"{type(scheduler).__name__} was given to prepare(), with several learning rates.",
-            "Megatron-LM makes groups of its own.",
+            f"Cannot prepare {type(scheduler).__name__} with several learning rates.",
+            "Megatron-LM forms the parameter groups itself.",
             "Use one learning rate, or MegatronLMPlugin(scale_lr_cond=..., lr_mult=...).",
         )
     groups = optimizer.param_groups

@@ -119,7 +119,7 @@ def _precision_args(name: str) -> dict[str, Any]:
     if name not in ("no", "fp16", "bf16"):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r} with Megatron-LM.",
-            "It takes no, fp16 or bf16; Megatron-LM has its own settings for 8 bits.",
+            "The backend supports 'no', 'fp16' and 'bf16'; Megatron-LM has its own settings for 8 bits.",
             "Use mixed_precision='bf16', and other_megatron_args={'fp8': 'hybrid'} on devices that have it.",
         )
     return {"fp16": name == "fp16", "bf16": name == "bf16"}
@@ -135,8 +135,8 @@ def _take_schedule(plugin: Any, scheduler: Any) -> None:
     if scheduler.total_num_steps is not None:
         if plugin.train_samples is not None:
             raise Conflict(
-                f"A schedule of {scheduler.total_num_steps} steps was given to prepare().",
-                f"MegatronLMPlugin(train_samples={plugin.train_samples}) says how long training is too.",
+                f"Cannot prepare a schedule of {scheduler.total_num_steps} steps.",
+                f"MegatronLMPlugin(train_samples={plugin.train_samples}) sets the length of training too.",
                 "Leave out one of the two.",
             )
         if plugin.train_iters is None:
@@ -156,8 +156,8 @@ def schedule_samples(plugin: Any) -> tuple[int, int, int]:
     decay = plugin.lr_decay_samples or (plugin.lr_decay_iters or 0) * batch or whole
     if not decay:
         raise SettingError(
-            "Megatron-LM was to make a schedule.",
-            "Neither the scheduler nor the settings say how many steps training has.",
+            "Cannot create a learning-rate schedule for Megatron-LM.",
+            "Neither the scheduler nor the settings give the number of training steps.",
             "Give MegatronLMDummyScheduler(optimizer, total_num_steps=...), or MegatronLMPlugin(train_iters=...).",
         )
     if plugin.lr_warmup_fraction is not None:
@@ -373,7 +373,7 @@ class MegatronLMPlugin:
         if self.train_iters is not None and self.train_samples is not None:
             raise Conflict(
                 f"Cannot combine train_iters={self.train_iters} and train_samples={self.train_samples}.",
-                "Both say how long training is.",
+                "Both set the length of training.",
                 "Give one of them.",
             )
         if self.sequence_parallelism and self.tp_degree == 1:
@@ -385,7 +385,7 @@ class MegatronLMPlugin:
         if self.consumed_samples is not None and len(self.consumed_samples) != 3:
             raise SettingError(
                 f"Cannot use consumed_samples={self.consumed_samples!r}.",
-                "It has to have three numbers: of training, validation and test data.",
+                "The value must have three numbers: of training, validation and test samples.",
                 "Give a list such as [1000, 0, 0].",
             )
 
@@ -491,7 +491,7 @@ def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
     if kind is None:
         raise SettingError(
             asked,
-            "Megatron-LM builds the model anew, and this one has no `config.model_type` that tells its sizes.",
+            "Megatron-LM builds the model anew, and this one has no `config.model_type`, which gives its sizes.",
             "Give a model of transformers, or MegatronLMPlugin(custom_model_provider_function=...).",
         )
     known = MODEL_CONFIGS_TO_MEGATRON_PARSERS
@@ -686,7 +686,7 @@ def _activation(name: str) -> str:
     if name not in names:
         raise NotOffered(
             f"Cannot train a model with the activation {name!r} with Megatron-LM.",
-            f"Those that are known here are {', '.join(names)}.",
+            f"The supported activations are {', '.join(names)}.",
             "Give MegatronLMPlugin(custom_model_provider_function=...).",
         )
     return names[name]

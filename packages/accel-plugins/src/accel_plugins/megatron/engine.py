@@ -191,9 +191,9 @@ class MegatronEngine(Module):
         parts, plugin = len(self.module), self._plugin
         if not batch_data:
             raise DataError(
-                "The model was called without a batch.",
-                "Megatron-LM is given a batch by name.",
-                "Call model(**batch); with Megatron's datasets, the batches of the prepared loaders are like this too.",
+                "Cannot call a model of Megatron-LM without a batch.",
+                "It takes the tensors of a batch as named arguments.",
+                "Call model(**batch), also with batches of Megatron-LM's own data sets.",
             )
         chunks = micro_batches(batch_data, plugin.micro_batch_size)
         made: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
@@ -265,7 +265,7 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, 
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     samples = {name: value.shape[0] if value.ndim else 0 for name, value in tensors.items()}
-    asked = f"A batch of {samples} samples was given to Megatron-LM."
+    asked = f"Cannot pass a batch of {samples} samples to Megatron-LM."
     if not samples:
         raise DataError(asked, "It has no tensors.", "Give tensors whose first dimension counts samples.")
     if len(set(samples.values())) != 1:

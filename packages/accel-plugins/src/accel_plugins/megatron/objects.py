@@ -129,7 +129,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         """
         if closure is not None:
             raise NotOffered(
-                "optimizer.step(closure) was called with Megatron-LM.",
+                "Cannot call optimizer.step(closure) with Megatron-LM.",
                 "The engine steps when the model is called, and cannot compute gradients again.",
                 "Call step() without a closure.",
             )
@@ -251,8 +251,8 @@ def lengths(plugin: MegatronLMPlugin) -> list[int]:
     training = plugin.train_samples or (plugin.train_iters or 0) * batch
     if not training:
         raise SettingError(
-            "Cannot construct Megatron's data sets.",
-            "Nobody said how many samples training takes.",
+            "Cannot construct the data sets of Megatron-LM.",
+            "The number of training samples is not known.",
             "Give MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
         )
     evaluations = training // batch // plugin.eval_interval + 1
@@ -315,7 +315,7 @@ def _listed(megatron_args: dict[str, Any]) -> list[Any]:
     path = megatron_args.get("data_path")
     if not path:
         raise SettingError(
-            "Cannot construct Megatron's data sets.",
+            "Cannot construct the data sets of Megatron-LM.",
             "The path of the data is missing.",
             'Give MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
         )
@@ -358,8 +358,8 @@ class _Share(Sampler[list[int]]):
         self._begin = consumed % max(total - total % self._step, 1)
         if total < self._step:
             raise SettingError(
-                f"Cannot read a step of {self._step} samples.",
-                f"The dataset has {total}.",
+                f"Cannot draw a step of {self._step} samples.",
+                f"The data set has {total}.",
                 "Take smaller batches or more data.",
             )
 

@@ -147,9 +147,9 @@ def _check_same(plugin: MegatronLMPlugin) -> None:
     )
     if existing != asked:
         raise Conflict(
-            f"Cannot shard a model of Megatron-LM over {asked} processes (tensors, pipeline, sequence, experts).",
-            f"Its groups of {existing} processes exist already.",
-            "Use the same degrees, or end the run before.",
+            f"Cannot use the degrees {asked} of Megatron-LM (tensor, pipeline, context, expert).",
+            f"Process groups of the degrees {existing} exist already.",
+            "Use the same degrees, or end the other run first.",
         )
 
 

@@ -72,7 +72,7 @@ class MegatronStrategy(Strategy):
         if steps != 1:
             raise Conflict(
                 f"Cannot use gradient_accumulation_steps={steps} with Megatron-LM.",
-                "It accumulates over the micro-batches of a step by itself.",
+                "Megatron-LM itself accumulates over the micro-batches of a step.",
                 f"Use MegatronLMPlugin(num_micro_batches={steps}).",
             )
 
@@ -87,14 +87,14 @@ class MegatronStrategy(Strategy):
             return
         if (len(bundle.models), len(bundle.optimizers)) != (1, 1) or len(bundle.schedulers) > 1:
             raise Conflict(
-                f"prepare() was given {len(bundle.models)} models, {len(bundle.optimizers)} optimizers and "
+                f"Cannot prepare {len(bundle.models)} models, {len(bundle.optimizers)} optimizers and "
                 f"{len(bundle.schedulers)} schedulers.",
                 "Megatron-LM trains one model with one optimizer and one schedule.",
                 "Give one of each, in one call.",
             )
         if self.engine is not None:
             raise Conflict(
-                "prepare() was given a second model.", "Megatron-LM trains one in a run.", "Train it in another run."
+                "Cannot prepare a second model.", "Megatron-LM trains one model in a run.", "Train it in another run."
             )
         building.check_batches(self.config, bundle)
 
@@ -148,7 +148,7 @@ class MegatronStrategy(Strategy):
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         if self.config.gradient_clipping != max_norm or norm_type != 2.0:
             raise Conflict(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called.",
+                f"Cannot call clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}).",
                 f"Megatron-LM clips within a step, to gradient_clipping={self.config.gradient_clipping} in the 2-norm.",
                 f"Set MegatronLMPlugin(gradient_clipping={max_norm}), or leave out the call.",
             )

@@ -77,7 +77,9 @@ def _next(data_iterator: Iterator[Any] | None, device: torch.device) -> dict[str
     """The next micro-batch, on the device."""
     if data_iterator is None:
         raise DataError(
-            "Megatron-LM was to read a batch.", "This process has no data.", "Prepare the loader on every process."
+            "Cannot read a batch for Megatron-LM.",
+            "This process has no loader.",
+            "Prepare the loader on every process.",
         )
     return {name: value.to(device) for name, value in next(data_iterator).items() if isinstance(value, Tensor)}
 
@@ -87,7 +89,7 @@ def _named(batch: Batch, name: str, kind: str) -> Tensor:
         raise DataError(
             f"Cannot pass a batch to a {kind} of Megatron-LM.",
             f"It has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}.",
-            "Let the collating function make it.",
+            "Let the collate function add it.",
         )
     return batch[name]
 

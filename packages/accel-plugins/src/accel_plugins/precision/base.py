@@ -67,7 +67,7 @@ class Precision:
         if on != self.autocasts:
             raise Conflict(
                 f"Cannot switch autocasting {'on' if on else 'off'} in a run with mixed_precision={self.name!r}.",
-                "This precision cannot do without it." if self.autocasts else "This precision has no dtype for it.",
+                "This precision needs autocasting." if self.autocasts else "This precision has no dtype for it.",
                 "Give mixed_precision='bf16' or 'fp16' to the Accelerator.",
             )
 
@@ -82,7 +82,7 @@ class Precision:
         """
         if scaler is not None:
             raise Conflict(
-                f"A gradient scaler was assigned in a run with mixed_precision={self.name!r}.",
+                f"Cannot assign a gradient scaler in a run with mixed_precision={self.name!r}.",
                 "Only fp16 scales the loss.",
                 "Give mixed_precision='fp16' to the Accelerator.",
             )

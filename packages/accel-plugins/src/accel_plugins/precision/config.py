@@ -95,7 +95,7 @@ class GradScalerKwargs(KwargsHandler):
             if not holds:
                 raise SettingError(
                     f"Cannot use GradScalerKwargs({name}={getattr(self, name)!r}).",
-                    f"It has to be {rule}.",
+                    f"The value must be {rule}.",
                     "Leave it out for torch's default.",
                 )
 

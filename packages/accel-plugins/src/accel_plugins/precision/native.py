@@ -233,8 +233,8 @@ class Float16(Autocasting):
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         if closure is not None:
             raise NotOffered(
-                "optimizer.step(closure) was called in fp16 mixed precision.",
-                "A closure computes gradients again, and the scaler cannot follow that.",
+                "Cannot call optimizer.step(closure) in fp16 mixed precision.",
+                "A closure computes gradients again, which the gradient scaler does not support.",
                 "Train in bf16 or full precision, or call step() without a closure.",
             )
         if not self._scaler.is_enabled() or not _has_gradients(optimizer):

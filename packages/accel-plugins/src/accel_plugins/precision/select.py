@@ -37,7 +37,7 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",
-            f"Devices of the family {family.name!r} that are here cannot autocast to {precision.dtype}.",
+            f"The {family.name!r} devices of this machine cannot autocast to {precision.dtype}.",
             "Use mixed_precision='no', or another device.",
         )
     return precision

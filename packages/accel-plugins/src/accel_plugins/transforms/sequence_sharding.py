@@ -135,7 +135,7 @@ def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Te
         return mask.narrow(-2, mine * rows, rows)
     raise ShapeMismatch(
         f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
-        f"It has to cover all {columns} keys, for the {rows} queries of this process or for all of them.",
+        f"The mask must cover all {columns} keys, for the {rows} queries of this process or for all of them.",
         "Leave the mask out and use is_causal, or make it for the whole sequence.",
     )
 
@@ -164,7 +164,7 @@ def _check_heads(query: Tensor, key: Tensor, parts: int) -> None:
         if tensor.ndim < 3 or tensor.shape[-3] % parts:
             raise ShapeMismatch(
                 f"Cannot shard attention of {what} of the shape {tuple(tensor.shape)} among {parts} processes.",
-                "Its heads (the third dim from the end) cannot be shared out evenly.",
+                f"The number of heads (the third dim from the end) must be a multiple of {parts}.",
                 "Set sp_size to a divisor of the number of heads, or shard the sequence by cp_size.",
             )
 
@@ -248,14 +248,14 @@ def shard_sequences(
 def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
     if len(buffers) != len(dims):
         raise SettingError(
-            f"Cannot cut {len(buffers)} buffers along {len(dims)} dims.",
-            "Each buffer has one dim that is its sequence.",
+            f"Cannot shard {len(buffers)} buffers along {len(dims)} dims.",
+            "Each buffer has one sequence dim.",
             "Give buffer_seq_dims with one number for each buffer.",
         )
     if any(all(one is not buffer for buffer in buffers) for one in kept):
         raise SettingError(
-            "no_restore_buffers holds a tensor that is not among the buffers.",
-            "Only what is cut can stay cut.",
+            "Cannot use a tensor in no_restore_buffers that is not in buffers.",
+            "Only a buffer that is sharded can stay sharded.",
             "Add it to buffers, or take it out.",
         )
 
@@ -297,8 +297,8 @@ class ShardedSequences:
         if getattr(plain, "of_sharded_sequences", False):
             raise NotReady(
                 "A block with a sharded sequence was entered.",
-                "There is one around it already.",
-                "Leave the first one before.",
+                "It is inside another one.",
+                "Leave the outer one first.",
             )
         cut = [self._cut(buffer, dim) for buffer, dim in zip(self._buffers, self._dims, strict=True)]
         self._plain, self._calls = plain, 0
@@ -310,8 +310,8 @@ class ShardedSequences:
     def _cut(self, buffer: Tensor, dim: int) -> Tensor:
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] % self._parts:
             raise ShapeMismatch(
-                f"Cannot cut a tensor of the shape {tuple(buffer.shape)} along dim {dim} into {self._parts} parts.",
-                "It has no such dim, or the parts would not be equal.",
+                f"Cannot shard a tensor of shape {tuple(buffer.shape)} along dim {dim} into {self._parts} shards.",
+                "It has no such dim, or the shards would not be equal.",
                 f"Pad sequences to a multiple of {self._parts}.",
             )
         return buffer.data.chunk(self._parts, dim)[self._mine].contiguous()
@@ -334,8 +334,8 @@ class ShardedSequences:
         if error is None and not self._calls and not torch.compiler.is_compiling():
             raise NotReady(
                 "A block with a sharded sequence was left.",
-                "Nothing in it called torch.nn.functional.scaled_dot_product_attention, so attention saw parts only.",
-                "Let the model use that function (attn_implementation='sdpa'), and call it inside of the block.",
+                "The context saw no call of torch.nn.functional.scaled_dot_product_attention.",
+                "Let the model use that function (attn_implementation='sdpa'), and call it inside the context.",
             )
 
 

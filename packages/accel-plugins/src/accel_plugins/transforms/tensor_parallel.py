@@ -68,7 +68,7 @@ class TensorParallel(Transform):
         for optimizer in bundle.optimizers:
             if optimizer.state:
                 raise NotReady(
-                    f"{type(optimizer).__name__} was given to prepare() with tensor parallelism.",
+                    f"Cannot prepare {type(optimizer).__name__} with tensor parallelism.",
                     "It has stepped before, and its state belongs to parameters that are not sharded yet.",
                     "Prepare it first, and load its state afterwards.",
                 )
@@ -104,7 +104,7 @@ class TensorParallel(Transform):
         plan = self._plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not plan:
             raise SettingError(
-                f"{type(model).__name__} was given to prepare() with tensor parallelism.",
+                f"Cannot prepare {type(model).__name__} with tensor parallelism.",
                 "Nothing says how its layers are sharded.",
                 "Give torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan={'layers.*.up': 'colwise', ...}).",
             )
@@ -120,8 +120,8 @@ def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
     along = submesh(mesh, Axis.TENSOR)
     if along is None:
         raise SettingError(
-            f"A device mesh with the axes {mesh.mesh_dim_names} was given for tensor parallelism.",
-            "It has several axes, and none is called 'tp'.",
+            f"Cannot use a device mesh with the axes {mesh.mesh_dim_names} for tensor parallelism.",
+            "It has several axes, and none has the name 'tp'.",
             "Name its axes, or give the part to shard along.",
         )
     return along
@@ -146,7 +146,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
         near = closest(str(style), STYLES)
         raise SettingError(
             f"The plan of tensor parallelism shards {pattern!r} by {style!r}.",
-            f"The styles known by name are {', '.join(STYLES)}.",
+            f"The names of styles are {', '.join(STYLES)}.",
             f"Did you mean {near!r}?" if near else "Give a ParallelStyle of torch.distributed.tensor.parallel.",
         )
     return STYLES[style]()
@@ -171,8 +171,8 @@ def _tie(places: list[Place]) -> None:
     if len({getattr(parameter, "placements", None) for parameter in now}) > 1:
         raise Conflict(
             f"Tensor parallelism sharded a parameter of the shape {tuple(now[0].shape)} in several ways.",
-            f"It is shared by {' and '.join(type(module).__name__ for module, _ in places)}.",
-            "Let the plan shard both along the same dim, or neither.",
+            f"{' and '.join(type(module).__name__ for module, _ in places)} share it.",
+            "Let the tensor-parallel plan shard all of them along the same dim, or none.",
         )
     for module, name in places[1:]:
         setattr(module, name, now[0])

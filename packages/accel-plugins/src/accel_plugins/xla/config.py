@@ -44,9 +44,16 @@ class XLAPlugin(KwargsHandler):
         given = resolve(XLASettings, {"fsdp": self.fsdp, "downcast_bf16": self.downcast_bf16})
         self.fsdp, self.downcast_bf16 = bool(given["fsdp"].value), bool(given["downcast_bf16"].value)
         if isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks):
-            _refuse("blocks", self.blocks, "It is not a list of class names.", "Give ('LlamaDecoderLayer',).")
+            _refuse(
+                "blocks", self.blocks, "The value must be a sequence of class names.", "Give ('LlamaDecoderLayer',)."
+            )
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            _refuse("prefetch", self.prefetch, "It is a number of batches.", "Give 0 or more.")
+            _refuse(
+                "prefetch",
+                self.prefetch,
+                "The value must be a number of batches, an int of at least 0.",
+                "Give 0 or more.",
+            )
 
 
 def _refuse(name: str, value: Any, obstacle: str, remedy: str) -> None:

@@ -29,8 +29,8 @@ def install_xla(upgrade: bool = False) -> None:
     """
     if _COLAB not in sys.modules:
         raise NotOffered(
-            "install_xla() was called.",
-            "It works in a notebook of Google Colab only, whose machines are set up anew each time.",
+            "Cannot install torch_xla with install_xla() here.",
+            "The function works in a notebook of Google Colab only, whose machines are set up anew each time.",
             "Run once: pip install torch_xla, in the version of torch.",
         )
     _install(f"torch_xla[tpu]{'' if upgrade else _same_series('torch')}")
@@ -52,7 +52,7 @@ def _install(requirement: str) -> None:
     installed_version.cache_clear()
     if done.returncode != 0:
         raise Missing(
-            "install_xla() was called.",
+            "Cannot install torch_xla with install_xla().",
             f"pip could not install {requirement}: {done.stderr.strip() or done.stdout.strip()}",
             "Use install_xla(upgrade=True), which takes the newest torch_xla and the torch that it was built for.",
         )

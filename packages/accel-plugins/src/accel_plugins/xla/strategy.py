@@ -55,9 +55,9 @@ class XLAStrategy(Strategy):
         for model in bundle.models:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise NotOffered(
-                    f"{type(model).__name__} was given to prepare().",
-                    "Some of its parameters have no values yet (device 'meta'), and XLA devices take values alone.",
-                    "Load its weights before, on the CPU.",
+                    f"Cannot prepare {type(model).__name__}.",
+                    "Some of its parameters are on the meta device and have no values.",
+                    "Load its weights on the CPU first.",
                 )
 
     def setup(self, bundle: Bundle) -> Bundle:
@@ -205,9 +205,9 @@ def _mesh(context: Context, config: XLAPlugin) -> Any:
 def _check_one_device(context: Context) -> None:
     if context.process.world_size > 1 and runtime.world_size() == 1:
         raise Conflict(
-            f"{context.process.world_size} processes were started, each on a host of its own.",
-            "torch_xla has started no replicas that could add up gradients.",
-            "Give XLAPlugin(fsdp=True), by which each process drives all its devices, or use `accel launch --tpu`.",
+            f"Cannot train on {context.process.world_size} XLA processes, each on its own host.",
+            "torch_xla started no replicas, so nothing sums their gradients.",
+            "Give XLAPlugin(fsdp=True), so that each process drives all its devices, or use `accel launch --tpu`.",
         )
 
 

@@ -169,7 +169,7 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
     if not ranks:
         raise SettingError(
             f"Cannot read where the time of the run {str(run)!r} went.",
-            f"No line of {str(folder)!r} is a sound line of an account; {damaged} are damaged.",
+            f"{str(folder)!r} has no valid line of a goodput account; {damaged} are damaged.",
             "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
         )
     parts = {rank: _parts(found, LiveAccount.read(folder / f"rank_{rank}.live")) for rank, found in ranks.items()}
@@ -195,7 +195,7 @@ def _folder_of(run: Path) -> Path:
             return folder
     raise NotFound(
         asked,
-        f"It has no account of any process in {str(run / GOODPUT_FOLDER)!r}.",
+        f"It has no goodput account of any process in {str(run / GOODPUT_FOLDER)!r}.",
         "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
     )
 

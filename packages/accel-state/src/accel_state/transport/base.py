@@ -87,7 +87,7 @@ class Transport(ABC):
         """
         raise NotOffered(
             f"Cannot run a collective in {label}.",
-            f"The transport of this run, {type(self).__name__}, connects only all processes.",
+            f"The transport of this run, {type(self).__name__}, does not support groups of processes.",
             "Leave out group.",
         )
 

@@ -277,9 +277,9 @@ class ControlStore:
         if not self._reported:
             self._reported = True
             _logger.warning(
-                "Ignored a message in the store of this run, under %r: it was not signed with the secret of the run, "
-                "or is an old one. A program that does not belong to the run writes to its store. Further messages are "
-                "ignored without a warning.",
+                "Ignored a message in the store of this run, under %r: it is not signed with the secret of the run, or "
+                "it is old. A program outside the run may be writing to its store. Further such messages are ignored "
+                "without a warning.",
                 key,
             )
 
@@ -345,7 +345,7 @@ def _unreachable(obstacle: str) -> StoreUnreachable:
     return StoreUnreachable(
         "Cannot send or read a message to the other processes.",
         f"The store of the run: {obstacle}",
-        "Look at the process that hosts the store (rank 0, or torchrun), and at the network between the machines.",
+        "Check the process that hosts the store (rank 0, or torchrun) and the network between the machines.",
     )
 
 

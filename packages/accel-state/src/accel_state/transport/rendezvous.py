@@ -117,9 +117,9 @@ def init_transport(
         if dist.is_initialized():
             dist.destroy_process_group()
         raise CollectiveError(
-            f"Cannot connect process {topology.rank} of {topology.world_size} to the others, which it has met.",
+            f"Cannot connect process {topology.rank} of {topology.world_size} to the others after the rendezvous.",
             f"The backend {chosen!r} could not: {str(error).splitlines()[0]}.",
-            "Look at the output of the other processes, and at the network between the machines.",
+            "Check the output of the other processes and the network between the machines.",
         ) from error
 
 
@@ -178,7 +178,7 @@ def _check_address(topology: Topology) -> None:
     if missing:
         raise SettingError(
             f"Cannot connect rank {topology.rank} of {topology.world_size} ({topology.scheme}) to the other processes.",
-            f"{' and '.join(missing)} not set, so the processes have no address to meet at.",
+            f"{' and '.join(missing)} not set, so the processes have no rendezvous address.",
             "Set them, or start the script with `accel launch`, which sets them.",
         )
 
@@ -286,7 +286,7 @@ def _failed_rendezvous(topology: Topology, url: str, error: Exception) -> Collec
     if "EADDRINUSE" in str(error):
         return CollectiveError(
             _cannot_meet(topology, url),
-            "This process has to listen there, and the port is in use: by another program, or by a second process "
+            "This process must listen there, and the port is in use: by another program, or by a second process "
             f"that was started as rank {topology.rank}.",
             "Give every process another rank, or choose another MASTER_PORT (`accel launch` finds a free one).",
         )
@@ -333,7 +333,7 @@ def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) ->
         raise CollectiveError(
             _cannot_meet(topology, url),
             _missing(store, topology, timeout),
-            "Look at the output of those processes, and check that every process was started.",
+            "Check the output of those processes, and that every process was started.",
         ) from error
     if store.check(["twice"]):
         twice = store.get("twice").decode()

@@ -81,7 +81,7 @@ class _Handler(Generic[H]):
         kind, options, strategy = self._kind(), instance._options, instance._backend.strategy
         if handler is not None and not isinstance(handler, kind):
             raise UnknownKind(
-                f"An attribute of an Accelerator was set to {handler!r}.",
+                f"Cannot set an attribute of the Accelerator to {handler!r}.",
                 f"It holds a {kind.__name__}, or None.",
                 f"Assign a {kind.__name__}(...).",
             )
@@ -129,7 +129,7 @@ class AttributesMixin(AcceleratorMembers):
         plugin = self.deepspeed_plugin
         if plugin is None:
             raise NoState(
-                "Accelerator.deepspeed_config was read.",
+                "Cannot read Accelerator.deepspeed_config.",
                 "The run was made without DeepSpeed.",
                 "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
             )
@@ -158,8 +158,8 @@ class AttributesMixin(AcceleratorMembers):
     def dataloader_config(self, configuration: DataLoaderConfiguration) -> None:
         if not isinstance(configuration, DataLoaderConfiguration):
             raise SettingError(
-                f"Accelerator.dataloader_config = {configuration!r}",
-                "It says how loaders are prepared.",
+                f"Cannot set Accelerator.dataloader_config to {configuration!r}.",
+                "The attribute must be a DataLoaderConfiguration.",
                 "Assign a DataLoaderConfiguration(...).",
             )
         self._options = self._options._replace(loader=configuration)
@@ -177,8 +177,8 @@ class AttributesMixin(AcceleratorMembers):
     def project_configuration(self, configuration: ProjectConfiguration) -> None:
         if not isinstance(configuration, ProjectConfiguration):
             raise SettingError(
-                f"Accelerator.project_configuration = {configuration!r}",
-                "It says where checkpoints and logs go.",
+                f"Cannot set Accelerator.project_configuration to {configuration!r}.",
+                "The attribute must be a ProjectConfiguration.",
                 "Assign a ProjectConfiguration(project_dir=...).",
             )
         self._options = self._options._replace(project=configuration)

@@ -153,7 +153,7 @@ class CheckParity:
         if min(processes, arguments.steps) < 1:
             raise SettingError(
                 "Cannot check a plan with a number of processes or steps below 1.",
-                "One process is compared with those of the plan after each step.",
+                "The command compares one process with those of the plan after each step.",
                 "Give numbers from 1 in --processes and --steps.",
             )
         check_script(arguments.script)

@@ -101,7 +101,7 @@ class CheckResume:
         """Make the runs, print what they show and return the exit code."""
         if min((*arguments.at, *arguments.processes, arguments.steps)) < 1:
             raise SettingError(
-                "Cannot check a resumed run with a step, or a number of processes or steps, below 1.",
+                "Cannot check a resumed run with a value below 1 in --at, --processes or --steps.",
                 "The first checkpoint is saved after step 1, and at least one step follows it.",
                 "Give numbers from 1 in --at, --processes and --steps.",
             )
@@ -130,7 +130,7 @@ class _Check:
         straight, failure = self._run(task, arguments.processes[0])
         made = straight.last_step
         if failure is None and not made:
-            failure = "the script trains on no loader that accelerator.prepare() made, so that no step can be followed"
+            failure = "the script does not train on a prepared loader, so its steps cannot be counted"
         elif made and made <= steps[-1]:
             failure = f"the script made {made} steps; give --at less than that{f'; {failure}' if failure else ''}"
         if failure is not None:

@@ -64,15 +64,15 @@ def check_parity(
     if file is None or "<" in name:
         raise SettingError(
             f"Cannot check the function {name}.",
-            "New processes load it from its file by its name, and it has none at the top of a module.",
+            "New processes load it by its name from its file, and it is not a top-level function of a module.",
             "Define it with def at the top of a module.",
         )
     sizes = {train_function._samples_of(batch) for batch in batches}
     if len(sizes) != 1:
         raise SettingError(
             f"Cannot check with batches of {sorted(sizes) or 'no'} samples.",
-            "Each is cut into equal slices, one after the other.",
-            "Give at least one batch, and all of one size.",
+            "The check cuts each batch into equal slices.",
+            "Give at least one batch, and batches of one size.",
         )
     plan = ParityPlan(processes, backend, dict(axes or {}), mixed_precision, tuple(launch), timeout)
     with tempfile.TemporaryDirectory(prefix="accel-check-parity-") as folder:

@@ -58,7 +58,7 @@ class TrainingMemory:
         if min(numbers) < 1:
             raise SettingError(
                 "Cannot estimate a step with numbers below 1.",
-                "Processes, batches and sequences have at least one member.",
+                "The numbers of processes, samples and tokens must be at least 1.",
                 "Give numbers from 1.",
             )
         if not 0 <= arguments.rank < arguments.processes:
@@ -91,7 +91,9 @@ class TrainingMemory:
                 draw_svg(arguments.picture, found)
             except OSError as error:
                 raise SettingError(
-                    f"Cannot write the picture {arguments.picture}.", f"The system refused: {error}.", "Name another."
+                    f"Cannot write the picture {arguments.picture}.",
+                    f"The system cannot write it: {error}.",
+                    "Name another file.",
                 ) from None
         write = as_json if arguments.json else as_text
         print(write(found, script))  # noqa: T201 - what the command is for

@@ -80,13 +80,13 @@ def compare_plans_of_script(
         observer.fork.send(
             SettingError(
                 failure,
-                "The script ends before its second optimizer step with what prepare() returned.",
-                "Let it train for two steps: the first one makes the states of the optimizer.",
+                "The script ends before the second step of a prepared optimizer.",
+                "Let it train for two steps: the first one creates the optimizer states.",
             )
         )
     if observer.found is None:
         raise SettingError(
-            failure, "The script never calls accelerator.prepare() with a model.", "Prepare the model that trains."
+            failure, "The script never calls accelerator.prepare() with a model.", "Prepare the model that you train."
         )
     return observer.found
 
@@ -151,11 +151,11 @@ class _ScriptObserver(RunObserver):
         with open(read, "rb") as pipe:
             sent = pipe.read()
         os.waitpid(number, 0)
-        found = pickle.loads(sent) if sent else SettingError(self._failure, "The system ended a trial.", "Try again.")
+        found = pickle.loads(sent) if sent else SettingError(self._failure, "The system killed a trial.", "Try again.")
         if isinstance(found, AccelError):
             raise found
         if isinstance(found, str):
-            raise SettingError(self._failure, f"The script fails: {found}.", "Run it by itself first.")
+            raise SettingError(self._failure, f"The script fails: {found}.", "Run it alone first.")
         return found
 
 

@@ -348,7 +348,7 @@ def naming_values() -> Iterator[None]:
             if package not in _LIBRARIES and not package.startswith("accel_") and Path(file).is_file():
                 where = f"{file}, line {line}: {linecache.getline(file, line).strip()}"
         raise SettingError(
-            "Cannot estimate the memory of a model that needs the values of tensors.",
+            "Cannot estimate the memory of a model whose shapes or branches depend on values.",
             f"{error.func} makes a number or a shape of values, in {where}",
             "Give the shape where accel_torch.training_memory.is_estimating() is true: a fixed capacity instead "
             "of a count, and the branch that needs the most memory.",

@@ -49,7 +49,7 @@ def show_goodput(run: str, as_json: bool = False, output: Path | None = None) ->
     if output is not None and output.suffix != ".svg":
         raise SettingError(
             f"Cannot draw {str(output)!r}.",
-            f"It would be a picture of the kind {output.suffix or 'without an ending'!r}.",
+            f"The format {output.suffix!r} is not supported." if output.suffix else "The name has no suffix.",
             "Give a name that ends with .svg.",
         )
     summary = read_goodput(run)

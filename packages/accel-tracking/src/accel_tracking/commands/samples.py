@@ -47,7 +47,7 @@ def _newest(run: RunRecord) -> tuple[float | None, list[list[Any]]]:
             return record.step, rows
     raise SettingError(
         f"Cannot show the samples by source of the run {run.name!r}.",
-        f"Its file {str(run.path)!r} has no table of them.",
+        f"Its file {str(run.path)!r} has no such table.",
         "Read a MixtureDataset through a prepared loader, and call accelerator.log().",
     )
 

@@ -132,7 +132,7 @@ class JSONLinesTracker(GeneralTracker):
         if flush_every < 1:
             raise SettingError(
                 f"Cannot construct the tracker 'jsonl' with flush_every={flush_every}.",
-                "It is the number of lines that one write collects, at least 1.",
+                "It is the number of lines in one write, at least 1.",
                 "Set flush_every to 1 or more.",
             )
         self.run_name = run_name
@@ -151,7 +151,7 @@ class JSONLinesTracker(GeneralTracker):
         """
         if self._file is None:
             raise NotReady(
-                "Cannot log with the tracker 'jsonl'.", "It is not started, or it is finished.", "Call start() first."
+                "Cannot log with the tracker 'jsonl'.", "It has not started, or it has finished.", "Call start() first."
             )
         return self._file
 
@@ -278,7 +278,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
     except OSError as error:
         raise SettingError(
             f"Cannot read the run {str(file)!r}.",
-            f"The system refuses: {error}.",
+            f"The system cannot read it: {error}.",
             "Name a .jsonl file, or a folder that contains some.",
         ) from error
     parsed = [_parse(line) for line in lines if line.strip()]

@@ -603,4 +603,4 @@ def refuse_exchange() -> None:
 
 
 def _not_offered(reason: str) -> NotOffered:
-    return NotOffered("Exchanges of two names were to fail.", reason, "Run this test on another machine.")
+    return NotOffered("Cannot make exchanges of two names fail.", reason, "Run this test on another machine.")
