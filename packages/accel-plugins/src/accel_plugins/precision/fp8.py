@@ -224,7 +224,7 @@ def convert_model_to_fp8_ao(
         Missing: torchao is not installed.
         SettingError: no layer is left to convert.
     """
-    TORCHAO.demand("convert_model_to_fp8_ao() was called.")
+    TORCHAO.demand("Cannot call convert_model_to_fp8_ao().")
     from torchao.float8 import convert_to_float8_training
 
     if module_filter_func is None:
@@ -246,7 +246,7 @@ def has_ao_layers(model: Module) -> bool:
     Raises:
         Missing: torchao is not installed.
     """
-    TORCHAO.demand("has_ao_layers() was called.")
+    TORCHAO.demand("Cannot call has_ao_layers().")
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(part, Float8Linear) for part in model.modules())
@@ -322,7 +322,7 @@ def convert_model(
     Raises:
         Missing: Transformer Engine is not installed.
     """
-    TRANSFORMER_ENGINE.demand("convert_model() was called.")
+    TRANSFORMER_ENGINE.demand("Cannot call convert_model().")
     import transformer_engine.pytorch as engine
 
     everything = [part for _, part in model.named_modules(remove_duplicate=False)]
@@ -375,7 +375,7 @@ def has_transformer_engine_layers(model: Module) -> bool:
     Raises:
         Missing: Transformer Engine is not installed.
     """
-    TRANSFORMER_ENGINE.demand("has_transformer_engine_layers() was called.")
+    TRANSFORMER_ENGINE.demand("Cannot call has_transformer_engine_layers().")
     import transformer_engine.pytorch as engine
 
     kinds = (engine.LayerNorm, engine.Linear, engine.TransformerLayer)
@@ -422,7 +422,7 @@ def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None)
         Missing: Transformer Engine is not installed.
         NotOffered: it does not have what the settings ask for.
     """
-    TRANSFORMER_ENGINE.demand("apply_fp8_autowrap() was called.")
+    TRANSFORMER_ENGINE.demand("Cannot call apply_fp8_autowrap().")
     handler = fp8_recipe_handler or TERecipeKwargs()
     if isinstance(handler, FP8RecipeKwargs) and not handler.autocasts:
         return model

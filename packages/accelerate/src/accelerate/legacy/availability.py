@@ -348,7 +348,7 @@ def torchao_required(func: F) -> F:
 def _demanding(requirement: Requirement, func: F) -> F:
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        requirement.demand(f"{func.__qualname__}() was called.")
+        requirement.demand(f"Cannot call {func.__qualname__}().")
         return func(*args, **kwargs)
 
     demanding: Any = call
