@@ -13,22 +13,23 @@ from bench.table import cases
 ROOT = Path(__file__).resolve().parents[1]
 
 CASES = {
-    "gathering 64 small tensors from two processes": "gather 64 x (8, 16)",
-    "gathering 4 tensors of 1 MiB": "gather 4 x 1 MiB",
-    "what a training step costs besides the plain step": "full precision, accumulation 1: added alone",
-    "walking an epoch as one of 8 processes": "one epoch, sequential, 8 processes",
-    "a step whose data the main process sends, two processes": "dispatched step, 2 processes",
-    "launching two processes, to their first line": "launch, two processes, to the first line",
-    "importing and making an Accelerator": "import and Accelerator()",
-    "making a device map of 200 blocks": "infer_auto_device_map, 200 blocks",
-    "loading 2 GB of weights, copied into a model": "load 2 GB and copy each weight",
-    "loading a training state of 300 MB weights": "load_state",
+    "gather 64 small tensors from two processes": "gather 64 x (8, 16)",
+    "gather 4 tensors of 1 MiB": "gather 4 x 1 MiB",
+    "broadcast 4 tensors of 1 MiB": "broadcast 4 x 1 MiB",
+    "overhead of a training step over a plain step": "full precision, accumulation 1: added alone",
+    "iterate over an epoch as one of 8 processes": "one epoch, sequential, 8 processes",
+    "a step with batches that the main process dispatches, two processes": "dispatched step, 2 processes",
+    "launch two processes, to their first line": "launch, two processes, to the first line",
+    "import and create an Accelerator": "import and Accelerator()",
+    "infer a device map of 200 blocks": "infer_auto_device_map, 200 blocks",
+    "load 2 GB of weights, copied into a model": "load 2 GB and copy each weight",
+    "load a training state with 300 MB of weights": "load_state",
 }
 
 
 def quoted() -> dict[str, float]:
     """The table of the README."""
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| | here / original |")[2].partition("\n\n")[0]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| | accel / original |")[2].partition("\n\n")[0]
     return {name: float(ratio) for name, ratio in re.findall(r"^\| (.+?) \| (\d+\.\d+) \|$", table, re.MULTILINE)}
 
 

@@ -40,7 +40,7 @@ alone, for some seconds up to a minute; "not tested" means that these do not not
 
 _COLUMNS: Final = ("Area", "Modules", "Mutants", "Killed", "Hung", "Survived", "Noticed")
 _FIGURES: Final = re.compile(r"^\| \*\*all\*\* \|(?: [^|]+ \|){5} \*\*([\d.]+) %\*\* \|$", re.MULTILINE)
-_SURVIVOR: Final = re.compile(r"^\| (`[^`]+`), line (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+_SURVIVOR: Final = re.compile(r"^\| (`[^`]+\.py`) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def document(results: Sequence[Result], possible: int, judged: Mapping[tuple[str
             _row(["---", "---", *["---:"] * 5]),
             *rows,
             f"\nMeasured on {time.strftime('%Y-%m-%d')} with Python {platform.python_version()}, torch "
-            f"{torch.__version__}, {platform.system()} {platform.machine()}. These are all that survived:\n",
+            f"{torch.__version__}, {platform.system()} {platform.machine()}. These are all that survived, with "
+            "the text of the line at that time:\n",
             _row(["Module", "Line", "Change", "Judgement"]),
             _row(["---"] * 4),
             *(_survivor(result, judged) for result in survivors),
@@ -144,11 +145,11 @@ def _figures(area: str, results: Sequence[Result]) -> str:
 
 def _survivor(result: Result, judged: Mapping[tuple[str, str, str], str]) -> str:
     key = (result.place, _code(result.text), result.change)
-    return _row([f"{result.place}, line {result.line}", *key[1:], judged.get(key, UNJUDGED)])
+    return _row([*key, judged.get(key, UNJUDGED)])
 
 
 def _survivors(text: str) -> Iterator[tuple[tuple[str, str, str], str]]:
-    for place, _, line, change, judgement in _SURVIVOR.findall(text):
+    for place, line, change, judgement in _SURVIVOR.findall(text):
         yield (place, line, change), judgement
 
 

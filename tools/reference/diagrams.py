@@ -106,7 +106,7 @@ def _layers(graph: grimp.ImportGraph) -> str:
 def _batch(graph: grimp.ImportGraph) -> str:
     boxes = [Box(name, _said(name), *place, outside=name == _SCRIPT) for name, place in _PATH.items()]
     about = "On the left each process reads its own samples; on the right the main process reads for all."
-    return drawn("The way of a batch", about, boxes, [*_checked(graph), *_OF_THE_SCRIPT])
+    return drawn("The path of a batch", about, boxes, [*_checked(graph), *_OF_THE_SCRIPT])
 
 
 def _checked(graph: grimp.ImportGraph) -> Iterator[Arrow]:
