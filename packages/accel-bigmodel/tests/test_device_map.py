@@ -300,7 +300,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
     for missing in ("disk", "cuda:99", 99, "xpu:3"):
         with pytest.raises(SettingError, match="Cannot use the device"):
             resolve_device(missing)
-    with pytest.raises(SettingError, match="computed on the disk"):
+    with pytest.raises(SettingError, match="compute on the disk"):
         resolve_device("disk")
     assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cuda:1"), torch.device("cuda:0"))

@@ -138,7 +138,7 @@ def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
             f"{NotOffered.__name__}: Cannot cut Branching into stages",
             f"{Missing.__name__}: Cannot cut Importing into stages. Tracing it needs 'a_package_that_is_nowhere'",
             "It was traced for inputs like",
-            "It was traced with 'sum' where there is 'mean' now",
+            "It was traced with 'sum', and the call has 'mean' there",
             "(4, 2), (2, 2) have no first dimension in common",
             "no tensor with a batch dimension",
         ]

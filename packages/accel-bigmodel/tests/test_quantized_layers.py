@@ -147,7 +147,7 @@ def test_sizes_of_a_map_count_as_they_will_be(tmp_path: Path) -> None:
 
 def test_an_empty_model_needs_a_checkpoint_with_all_its_weights(tmp_path: Path) -> None:
     config = BnbQuantizationConfig(load_in_8bit=True)
-    with pytest.raises(SettingError, match="no weights_location="):
+    with pytest.raises(SettingError, match="weights_location= is missing"):
         load_and_quantize_model(empty(), config)
     state = built().state_dict()
     del state["blocks.1.0.weight"]

@@ -21,7 +21,7 @@ def test_commands_for_every_machine_of_a_pod():
 
 @pytest.mark.parametrize(("name", "zone", "commands"), [(None, "z", ["a"]), ("n", None, ["a"]), ("n", "z", [])])
 def test_pod_command_needs_name_zone_and_commands(name, zone, commands):
-    with pytest.raises(SettingError, match="was not given"):
+    with pytest.raises(SettingError, match="neither given nor"):
         pod_command(name, zone, commands)
 
 

@@ -256,7 +256,7 @@ def test_batches_and_schedules_are_counted_in_samples() -> None:
 
 
 def test_a_schedule_says_its_length_once() -> None:
-    with pytest.raises(SettingError, match="how many steps"):
+    with pytest.raises(SettingError, match="number of training steps"):
         config.schedule_samples(MegatronLMPlugin())
     with pytest.raises(Conflict, match="train_samples=10"):
         MegatronLMPlugin(train_samples=10).set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=3))

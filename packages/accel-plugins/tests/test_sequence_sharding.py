@@ -149,7 +149,7 @@ def refuse(what: str) -> str:
         ("kept", "SettingError"),
         ("ring", "NotOffered"),
         ("nested", "NotReady: It is inside another one"),
-        ("heads", "ShapeMismatch: Its heads"),
+        ("heads", "ShapeMismatch: The number of heads"),
         ("mask", "ShapeMismatch: The mask must cover all 8 keys"),
         ("no attention", "NotReady: The context saw no call of"),
     ],

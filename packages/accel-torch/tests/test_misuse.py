@@ -206,7 +206,7 @@ def scheduler_of_a_wrapped_optimizer_outside_of_prepare(accelerator: Any) -> Non
         ),
         (
             result_of_prepare_thrown_away,
-            "The optimizer that was given to prepare() steps within an accumulation",
+            "The optimizer that was passed to prepare() steps within an accumulation",
         ),
         (plain_backward, "The optimizer steps with gradients that accelerator.backward() did not compute."),
         (scheduler_outside_of_prepare, "A learning-rate scheduler moved within an accumulation window."),
@@ -235,7 +235,7 @@ def test_plain_backward_in_fp16_is_refused_with_the_remedy() -> None:
 def test_a_direct_step_with_scaled_gradients_is_warned_about() -> None:
     (message,) = warned(result_of_prepare_thrown_away, mixed_precision="fp16")
     assert message.startswith(
-        "The optimizer that was given to prepare() steps with gradients that are scaled for fp16."
+        "The optimizer that was passed to prepare() steps with gradients that are scaled for fp16."
     )
 
 

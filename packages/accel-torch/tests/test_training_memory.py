@@ -364,7 +364,7 @@ def test_a_script_takes_the_memory_of_its_model_and_batch(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "last", "message"),
     [
-        (MODEL, 1, "ends before its second optimizer step"),
+        (MODEL, 1, "ends before the second step of a prepared optimizer"),
         ("nn.Linear(63, 10)", 5, "The script fails: RuntimeError: "),
         ("nn.Sequential(nn.Linear(64, 10), nn.Threshold(torch.zeros(1), 0.0))", 5, "The script fails"),
     ],
