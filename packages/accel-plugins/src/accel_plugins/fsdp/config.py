@@ -506,7 +506,7 @@ class FullyShardedDataParallelPlugin:
     def _refuse_flat_shards(self) -> None:
         if self.fsdp_version >= 2 and plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
             raise Conflict(
-                "Cannot use Cannot use FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
+                "Cannot use FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
                 "Version 2 has no flat shards.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
