@@ -244,6 +244,20 @@ def test_what_is_waived_may_be_missing(tmp_path: Path, owner: Strategy) -> None:
     assert load(tmp_path, owner, what, allow_missing={"loaders", "custom", "random_states"}) == 0
 
 
+def test_states_of_objects_that_are_not_prepared_are_named(
+    tmp_path: Path, owner: Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    what = contents(owner)
+    save(tmp_path, owner, what)
+    load(tmp_path, owner, what)
+    assert not caplog.records
+    what.schedulers.clear()
+    del what.optimizers[1]
+    load(tmp_path, owner, what)
+    (warning,) = caplog.messages
+    assert warning.startswith("optimizer_1.bin, scheduler.bin of ")
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("size", [0, 40])
 def test_a_truncated_file_is_named(tmp_path: Path, owner: Strategy, name: str, size: int) -> None:

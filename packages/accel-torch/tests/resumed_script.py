@@ -1,27 +1,40 @@
 """Trains a small model on the CPU; run by `accel check-resume` in tests. Its argument names what it does wrong.
 
-resumed_script.py [average | generator | clock | position | unprepared | sharded]
+resumed_script.py [average | generator | clock | position | unprepared | sharded | tensor-parallel]
 
-With `sharded` it does nothing wrong, and keeps no average of weights, which are then spread over processes.
+With the last two it does nothing wrong, and keeps no average of weights, which are then spread over processes.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_torch import Accelerator, DataLoaderConfiguration, set_seed
+from accel_torch import (
+    Accelerator,
+    DataLoaderConfiguration,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+    set_seed,
+)
 
 
 def main(fault: str) -> None:
     set_seed(3)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, restore_position=fault != "position")
-    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    options: dict[str, Any] = {}
+    if fault == "tensor-parallel":
+        options = {
+            "parallelism_config": ParallelismConfig(tp_size=2),
+            "torch_tp_plugin": TorchTensorParallelPlugin(parallelize_plan={"0": "colwise", "2": "rowwise"}),
+        }
+    accelerator = Accelerator(cpu=True, dataloader_config=loading, **options)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     average = nn.Linear(8, 1)
     if fault != "average":
@@ -42,7 +55,7 @@ def main(fault: str) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if fault == "sharded":
+            if fault in ("sharded", "tensor-parallel"):
                 continue
             with torch.no_grad():
                 last = accelerator.unwrap_model(model)[2]

@@ -59,9 +59,17 @@ def test_a_fault_of_the_script_is_named(fault: str, verdict: str, what: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp1", "fsdp2"])
 def test_a_sharded_run_resumes(backend: str) -> None:
-    code, (outcome,) = check("--backend", backend, "--at", "4", "--steps", "3", "--processes", "2", SCRIPT, "sharded")
+    count = "1" if backend == "single" else "2"
+    code, (outcome,) = check("--backend", backend, "--at", "4", "--steps", "3", "--processes", count, SCRIPT, "sharded")
+    assert code == 0, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_layers_are_cut_resumes() -> None:
+    code, (outcome,) = check("--at", "4", "--steps", "3", "--processes", "2", SCRIPT, "tensor-parallel")
     assert code == 0, outcome
 
 

@@ -33,8 +33,11 @@ from accel_plugins.checkpoint.files import (
     extra_state_name,
     gradients_name,
     loader_name,
+    optimizer_name,
     random_states_name,
+    scheduler_name,
     shards_of,
+    weights_name,
 )
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part, Traits
@@ -341,8 +344,22 @@ def load_folder(
     _load_scaler(source, contents.scaler, "scaler" in allow_missing)
     _load_custom(source, contents.custom, trusted, "custom" in allow_missing)
     _load_extra_state(source, strategy, process, "extra_state" in allow_missing)
+    if process.rank == 0:
+        _warn_of_unread(source, contents)
     with _fitting(source, "the random generators"):
         return _load_random_states(source, process, "random_states" in allow_missing)
+
+
+def _warn_of_unread(folder: Path, contents: PreparedObjects) -> None:
+    """Warn of states whose objects are not prepared: a script may have forgotten its scheduler."""
+    following = (
+        *(weights_name(safe, len(contents.models)) for safe in (True, False)),
+        optimizer_name(len(contents.optimizers)),
+        scheduler_name(len(contents.schedulers)),
+        loader_name(len(contents.loaders)),
+    )
+    if unread := [name for name in following if (folder / name).is_file()]:
+        logger.warning("%s of %s: not loaded, because fewer objects are prepared.", ", ".join(unread), folder)
 
 
 @contextmanager
