@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_cli.testing import LauncherSuite
 from accel_state.settings.installed import importable
 from accel_state.testing.processes import Finished, run_command
 
@@ -78,3 +79,24 @@ def test_a_machine_starts_its_own_processes(machines: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = {file.name: file.read_text() for file in machines.glob("rank*")}
     assert said == {"rank2": "2 0 4 --lr 1", "rank3": "3 1 4 --lr 1"}
+
+
+class TestSuiteOnDeepSpeed(LauncherSuite):
+    """DeepSpeed's launcher starts the processes of this machine; other machines would need ssh."""
+
+    launcher = "deepspeed"
+    options = (
+        "--cpu",
+        "--use_deepspeed",
+        "--num_processes=2",
+        "--deepspeed_hostfile=hosts",
+        "--deepspeed_multinode_launcher=nossh",
+        "--main_process_ip=127.0.0.1",
+    )
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A folder with a hostfile; `deepspeed` is on the path."""
+        (tmp_path / "hosts").write_text("localhost slots=2\n")
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        return tmp_path

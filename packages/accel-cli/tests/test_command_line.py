@@ -188,3 +188,29 @@ def test_flags_are_spelled_with_underscores_and_with_dashes():
 def test_find_command_refuses_unknown_names():
     with pytest.raises(SettingError):
         find_command("")
+
+
+CLOSED = """
+import os, sys
+for number in map(int, sys.argv[1]):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize("streams", ["0", "1", "2", "012"])
+def test_a_run_whose_launcher_has_closed_streams_reads_and_writes_nothing(tmp_path, script, streams):
+    job = script(
+        "import os, pathlib, sys\n"
+        "rank = int(os.environ['RANK'])\n"
+        "streams = [os.readlink(f'/proc/self/fd/{number}') for number in map(int, sys.argv[2]) if number or not rank]\n"
+        "print('hello')\n"
+        "pathlib.Path(sys.argv[1], f'streams{rank}').write_text(' '.join(streams))\n"
+    )
+    words = ["launch", "--cpu", "--num_processes", "2", "--prefix_output" if streams == "1" else "--quiet"]
+    words = [sys.executable, "-c", CLOSED, streams, *words, str(job), str(tmp_path), streams]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for rank in (0, 1):
+        seen = (tmp_path / f"streams{rank}").read_text().split()
+        assert all(one == "/dev/null" or one.startswith("pipe:") for one in seen)

@@ -26,6 +26,7 @@ def refused(finished):
         (["--num_processes", "0", "job.py"], "an integer of at least 1"),
         (["--num_processes", "many", "job.py"], "Cannot use num_processes='many' (--num_processes)."),
         (["--num-processes", "", "job.py"], "num_processes=''"),
+        (["--num_processes", "80000000", "job.py"], "A machine starts at most 4096 processes."),
         (["--num_processes"], "expected one argument"),
         (["--main_process_port", "65536", "job.py"], "a port from 0"),
         (["--no_such_option", "job.py"], "--no_such_option"),

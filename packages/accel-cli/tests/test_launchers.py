@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from accel_cli.launch.launcher import LauncherManifest
 from accel_cli.testing import LauncherSuite
 from accel_state.errors import PluginError
+from accel_state.proc import state_of
 from accel_state.testing.processes import run_command
 
 
@@ -35,6 +40,43 @@ class TestMpi(LauncherSuite):
         return tmp_path
 
     options = ("--cpu", "--num_processes=2", "--mpirun_hostfile=hosts")
+
+
+STARTS_AND_WAITS = f"""#!{sys.executable}
+import subprocess, sys
+first = next(place for place, word in enumerate(sys.argv) if word.endswith("runner.py"))
+sys.exit(subprocess.Popen([sys.executable, *sys.argv[first:]]).wait())
+"""
+
+OUTLIVES = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == "ignores" else signal.SIG_DFL)
+pathlib.Path("partial").write_text(str(os.getpid()))
+os.rename("partial", "pid")
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("answer", ["obeys", "ignores"])
+def test_processes_that_outlive_the_program_which_started_them_are_ended(tmp_path, script, monkeypatch, answer):
+    program = tmp_path / "bin" / "deepspeed"
+    program.parent.mkdir()
+    program.write_text(STARTS_AND_WAITS)
+    program.chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    words = ["--launcher=deepspeed", "--deepspeed_hostfile=hosts", "--deepspeed_multinode_launcher=nossh"]
+    words += ["--main_process_ip=127.0.0.1", "--grace_period=1", str(script(OUTLIVES)), answer]
+    command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", *words]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher.terminate()
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, errors
+    assert state_of(int((tmp_path / "pid").read_text())) == "ended"
 
 
 RECORDER = """

@@ -42,6 +42,18 @@ def test_alone_when_no_launcher_left_a_trace() -> None:
             },
             Topology(1, 2, 1, 2, 0, None, None, 0, "torchrun"),
         ),
+        (
+            # By DeepSpeed's launcher, on the second of two machines with different numbers of processes.
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "0",
+                "LOCAL_SIZE": "1",
+                "CROSS_RANK": "1",
+                "CROSS_SIZE": "2",
+            },
+            Topology(3, 4, 0, 1, 1, None, None, scheme="torchrun"),
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Topology(1, 2, 1, 2, 0, scheme="torchrun")),
         (
             {

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         >>> main(["launch", "--num_processes", "2", "train.py"])  # doctest: +SKIP
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         code = _run(arguments, prog)
         sys.stdout.flush()
@@ -52,6 +53,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that are closed, for nothing to read or write.
+
+    The next file or socket would have the number of a closed one, and the processes of a run would write there.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open as long as the process
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
+            setattr(sys, name, stream)
 
 
 def console() -> NoReturn:

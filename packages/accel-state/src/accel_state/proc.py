@@ -5,6 +5,7 @@ Linux has all of this in `/proc`. On other systems only `state_of` answers, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Final, Literal, NamedTuple
@@ -19,6 +20,7 @@ __all__ = (
     "process_info",
     "state_of",
     "system_call",
+    "with_variable",
 )
 
 State = Literal["ended", "stopped", "uninterruptible", "alive"]
@@ -106,6 +108,18 @@ def environment_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def with_variable(name: str, value: str) -> set[int]:
+    """Pids of the processes of this machine, except this one, that were started with a variable of this value."""
+    wanted = b"\0" + f"{name}={value}".encode() + b"\0"
+    found = set()
+    for entry in os.listdir("/proc") if sys.platform.startswith("linux") else ():
+        if entry.isdecimal() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                if wanted in b"\0" + file.read():
+                    found.add(int(entry))
+    return found
 
 
 def system_call(pid: int) -> str:

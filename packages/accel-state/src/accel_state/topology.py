@@ -136,7 +136,15 @@ class Scheme(NamedTuple):
 
 
 SCHEMES: Final = (
-    Scheme("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK", "NODE_RANK")),
+    Scheme(
+        "torchrun",
+        ("RANK",),
+        ("WORLD_SIZE",),
+        ("LOCAL_RANK",),
+        # The second of these, and the third of the next, are those of DeepSpeed's launcher.
+        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        ("GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
+    ),
     Scheme(
         "OpenMPI",
         ("OMPI_COMM_WORLD_RANK",),

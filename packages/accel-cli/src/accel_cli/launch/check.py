@@ -48,6 +48,10 @@ def asks_for_torchrun(resolved: ResolvedSettings) -> ResolvedSetting | None:
     return next((effect for effect in asking if effect.value != effect.setting.default), None)
 
 
+_MOST_PROCESSES: Final = 4096
+"""More are a slip of the finger, and a machine that starts them all can no longer be used."""
+
+
 def check_launch(resolved: ResolvedSettings) -> None:
     """Refuse what contradicts itself or cannot be done.
 
@@ -135,6 +139,12 @@ def _check_machines(resolved: ResolvedSettings) -> None:
     if processes.value is not None and processes.value % machines.value:
         obstacle = "Every machine starts the same number of processes, so the total has to be a multiple."
         raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
+    if processes.value is not None and processes.value // machines.value > _MOST_PROCESSES:
+        raise SettingError(
+            f"Cannot launch with {shown(processes)}.",
+            f"A machine starts at most {_MOST_PROCESSES} processes.",
+            "Give one process for each device as --num_processes.",
+        )
 
 
 def _check_meeting(resolved: ResolvedSettings) -> None:

@@ -31,7 +31,7 @@ from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
-from accel_state.proc import oom_kills
+from accel_state.proc import oom_kills, with_variable
 from accel_state.run_status.folder import make_launch_folder, make_status_folder, remove_abandoned_folders
 
 if TYPE_CHECKING:
@@ -318,8 +318,26 @@ class _Processes:
             self._watch(inbox)
         finally:
             self._kill()
+        if not self._plan.starts_ranks and self._failures():
+            self._end_left_behind(inbox)
         self._finish_output()
         return self._result()
+
+    def _end_left_behind(self, inbox: Inbox) -> None:
+        """End the processes of a program that has died before them, as DeepSpeed's own does when it is signalled."""
+        deadline = time.monotonic() + self._plan.grace_period
+        asked: set[int] = set()
+        while left := with_variable(STATUS_FOLDER_VARIABLE, self._status_folder):
+            late = time.monotonic() - deadline
+            for pid in left if late >= 0 else left - asked:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM if late < 0 else signal.SIGKILL)
+            asked |= left
+            if late > _LAST_PATIENCE:
+                print(f"accel launch: process {min(left)} hangs in the system.", file=sys.stderr)
+                return
+            if not set(ENDING).isdisjoint(inbox.wait(_TICK / 10)):
+                deadline = time.monotonic()
 
     def _hang_watch(self) -> HangWatch:
         from accel_cli.launch.hangs import HangWatch
