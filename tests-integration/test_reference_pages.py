@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 LAZY = '''"""A made-up package."""
 from accel_state.lazy import lazy_stub
-__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)
 '''
 STUB = "from made_up.below import shown as shown\n"
 BELOW = '''"""What stands below."""

@@ -24,6 +24,7 @@ HEAVY = ("numpy", "torch")
 LIGHT = (
     ("accel-state", "accel_state/__init__.py"),
     ("accel-state", "accel_state/errors.py"),
+    ("accel-state", "accel_state/hang_report/progress.py"),
     ("accel-state", "accel_state/hang_report/rank_status.py"),
     ("accel-state", "accel_state/hang_report/report.py"),
     ("accel-state", "accel_state/labels.py"),

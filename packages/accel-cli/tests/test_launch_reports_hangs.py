@@ -11,7 +11,8 @@ import pytest
 from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
 from accel_state.hang_report.call_log import IMPORT
-from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, StatusFile
+from accel_state.hang_report.progress import STATUS_FOLDER
+from accel_state.hang_report.rank_status import RankStatus, StatusFile
 
 WAITS = """
     import os, time

@@ -490,7 +490,7 @@ class MakesSmallerSteps(CountsSteps):
         return dataclasses.replace(super().begin_step(), batches=9 - self.made)
 
 
-ELASTIC = {"traits": dataclasses.replace(MANIFEST.traits, elastic=True)}
+ELASTIC = {"traits": MANIFEST.traits._replace(elastic=True)}
 
 
 class SetsAFieldWithoutAFlag(MemoryPlans):

@@ -18,13 +18,8 @@ import pytest
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.hang_report.call_log import Location, UserFrame, locate, main_thread_frame
-from accel_state.hang_report.rank_status import (
-    STATUS_FOLDER,
-    TrainingProgress,
-    WorldStatus,
-    read_world_status,
-    request_world_status,
-)
+from accel_state.hang_report.progress import STATUS_FOLDER, TrainingProgress
+from accel_state.hang_report.rank_status import WorldStatus, read_world_status, request_world_status
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
 from accel_state.run_status.find import find_run, running_runs

@@ -13,7 +13,7 @@ from accel_state.testing.public_names import check_public_names
 
 INIT = """
 from accel_state.lazy import lazy_stub
-__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)
 """
 
 STUB = """

@@ -1,6 +1,8 @@
 """Trains a small model on the CPU; run by `accel check-parity` in tests. Its argument names what it does wrong.
 
-parity_script.py [sum | tokens | clock | rank | unseeded | unprepared | unshared | alike | noise]
+parity_script.py [sum | tokens | clock | rank | unseeded | unprepared | unshared | alike | noise | compiled]
+
+"compiled" is no fault.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_torch import Accelerator, set_seed
 
 
+def made(fault: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    if fault == "compiled":
+        compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
+        return compiled
+    return model
+
+
 def main(fault: str) -> None:
     if fault != "unseeded":
         set_seed(3)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     if fault == "unprepared":
         return
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = made(fault)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     classes = torch.randint(3, (72,))
     classes[::5] = -100

@@ -41,6 +41,12 @@ def test_two_processes_compute_what_one_process_computes() -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_compiled_model_is_compared_as_it_is_without_the_compiler() -> None:
+    code, report = check("--steps", "2", SCRIPT, "compiled")
+    assert (code, report["verdict"], report["steps"]) == (0, "equal", 2), report
+
+
+@pytest.mark.timeout(300)
 def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
     code, report = check("--steps", "2", SCRIPT, "sum")
     assert code == 1, report

@@ -25,8 +25,16 @@ from accel_state.errors import SettingError
 from accel_state.testing.plugin import Processes
 from accel_state.testing.processes import Finished, run_command
 from accel_torch.training_memory import is_estimating
-from accel_torch.training_memory.comparison import PlanComparison, compare_plans, read_facts
+from accel_torch.training_memory.comparison import (
+    ModelFacts,
+    PlanComparison,
+    PlanEstimate,
+    compare_plans,
+    read_facts,
+)
+from accel_torch.training_memory.live_bytes import MemoryKind
 from accel_torch.training_memory.plans import TrainingPlan, launch_command, plan_settings
+from accel_torch.training_memory.report import as_text
 from accel_torch.training_memory.trial import RankMemory, TrainingCase, block_names, measure_plan
 
 PRELOADED = ("accel_plugins.fsdp.fsdp2", "torch.distributed.tensor.parallel")
@@ -432,3 +440,42 @@ def test_no_rank_holds_more_than_the_first() -> None:
 def test_the_rank_of_the_command_is_one_of_the_processes() -> None:
     with pytest.raises(SettingError, match="Cannot estimate the memory of rank 2"):
         command(f"{MODELS}:mlp", "--training", "--processes", 2, "--rank", 2)
+
+
+def bars(limit: int | None, *estimates: PlanEstimate) -> list[str]:
+    """The lines of the bar chart, as a terminal without colours shows them."""
+    facts = ModelFacts(batch=8, blocks=(), divides_tensors=False, operations=1.0)
+    lines = as_text(PlanComparison(facts, list(estimates), [], limit), "train.py").splitlines()
+    start = lines.index("") + 1
+    return lines[start : start + len(estimates) + 1]
+
+
+def estimate_of(backend: str, variant: str = "", on_host: tuple[str, ...] = (), **parts: int) -> PlanEstimate:
+    named = {kind.value: parts.get(kind.name.lower(), 0) for kind in MemoryKind}
+    peak = sum(size for name, size in named.items() if name not in on_host)
+    return PlanEstimate(TrainingPlan(2, backend, variant, device="cpu"), RankMemory(0, peak, named, on_host), 1.0)
+
+
+def test_a_bar_shows_the_parts_of_the_peak_to_scale() -> None:
+    whole = estimate_of("ddp", parameters=400, gradients=200, optimizer=300, communication=100)
+    half = estimate_of("fsdp2", parameters=200, optimizer=200, gathered=60, activations=40)
+    states = ("parameters", "gradients", "optimizer states")
+    away = estimate_of("fsdp2", "offload", states, parameters=200, optimizer=200, activations=500)
+    found = bars(None, whole, half, away)
+    # The longest bar has fifty cells.
+    assert found[0] == "ddp              " + 20 * "#" + 10 * "+" + 15 * "o" + 5 * "~"
+    assert found[1] == "fsdp2            " + 10 * "#" + 10 * "o" + 2 * "=" + 3 * "g"
+    assert found[2] == "fsdp2 + offload  " + 25 * "="
+    assert found[3] == (
+        "# parameters, + gradients, o optimizer states, = activations, g gathered parameters, ~ communication buffers"
+    )
+
+
+def test_bars_show_the_memory_of_a_device() -> None:
+    fits = estimate_of("ddp", parameters=400)
+    found = bars(1000, fits, estimate_of("fsdp2", parameters=200))
+    assert found[:2] == ["ddp    " + 20 * "#" + 30 * " " + "|", "fsdp2  " + 10 * "#" + 40 * " " + "|"]
+    assert found[2].endswith(", | memory of a device")
+    # A bar that is longer than the memory of a device ends beyond the place of the mark.
+    found = bars(300, fits, estimate_of("fsdp2", parameters=200))
+    assert found[:2] == ["ddp    " + 50 * "#", "fsdp2  " + 25 * "#" + 13 * " " + "|"]

@@ -240,7 +240,7 @@ def looked_at(scope: Scope) -> Call:
     """Steps of a process that says where it is, as those of `accel launch` do."""
     from accel_state.hang_report.call_log import CallLog
     from accel_state.hang_report.monitor import HangMonitor
-    from accel_state.hang_report.rank_status import STATUS_FOLDER
+    from accel_state.hang_report.progress import STATUS_FOLDER
 
     several = replicas(0, scope)
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from accel_state.lazy import lazy_stub
 
-__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)

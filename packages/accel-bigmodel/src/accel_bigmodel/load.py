@@ -1,26 +1,26 @@
-"""Loading a checkpoint into a model: each weight is mapped from its file, or read once, straight to where it goes."""
+"""Loading a checkpoint into a model: each weight is mapped from its file, or read once, straight to where it goes.
+
+The modules that read files and place weights are imported by the first load, not by the many scripts that only import
+these functions.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
-from accel_bigmodel.dispatch import DISK, dispatch_layout
-from accel_bigmodel.loading import Loading, LoadReport, holds_sharded_weights, load_together, refuse_empty
-from accel_bigmodel.offload import load_offloaded_weight, weight_file
-from accel_bigmodel.place import set_module_tensor_to_device
-from accel_bigmodel.placement import MaxMemory, get_balanced_memory
-from accel_bigmodel.sizes import Dtype, torch_dtype
-from accel_bigmodel.tied import device_of_name
-from accel_bigmodel.weight_files.reading import WeightSource
-from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
+
+if TYPE_CHECKING:
+    from accel_bigmodel.device_map import DeviceMap
+    from accel_bigmodel.loading import Loading, LoadReport
+    from accel_bigmodel.placement import MaxMemory
+    from accel_bigmodel.sizes import Dtype
 
 __all__ = (
     "chosen_map",
@@ -77,6 +77,9 @@ def load_checkpoint_in_model(
             has too little memory for what the map puts there, which the error states in bytes with the nearest map that
             fits. Nothing was read.
     """
+    from accel_bigmodel.loading import holds_sharded_weights, load_together
+    from accel_bigmodel.sizes import torch_dtype
+
     if broadcast_from_rank0 or holds_sharded_weights(model):
         if device_map is not None:
             raise SettingError(
@@ -99,6 +102,10 @@ def _loading(
     keep_in_fp32_modules: Sequence[str] | None = None,
 ) -> Loading:
     """The load of one process alone."""
+    from accel_bigmodel.loading import Loading
+    from accel_bigmodel.sizes import torch_dtype
+    from accel_bigmodel.weight_layout import layout_of
+
     wanted, kept = None if dtype is None else torch_dtype(dtype), frozenset(keep_in_fp32_modules or ())
 
     def dtype_of(name: str) -> torch.dtype | None:
@@ -144,6 +151,9 @@ def load_checkpoint_and_dispatch(
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
+    from accel_bigmodel.dispatch import dispatch_layout
+    from accel_bigmodel.loading import holds_sharded_weights, refuse_empty
+
     chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     if chosen is None or broadcast_from_rank0 or holds_sharded_weights(model):
         load_checkpoint_in_model(
@@ -191,6 +201,9 @@ def chosen_map(
             f"The policies are {', '.join(_POLICIES)}.",
             "Use one of them, or give a mapping.",
         )
+    from accel_bigmodel.device_map import infer_auto_device_map
+    from accel_bigmodel.placement import get_balanced_memory
+
     if device_map != "sequential":
         low_zero = device_map == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)
@@ -206,6 +219,11 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
         CheckpointError: the file is missing, damaged, or holds Python objects other than weights.
         SettingError: the map names a device that is not there.
     """
+    from accel_bigmodel.device_map import resolve_device
+    from accel_bigmodel.dispatch import DISK
+    from accel_bigmodel.tied import device_of_name
+    from accel_bigmodel.weight_files.reading import WeightSource
+
     weights = WeightSource(Path(checkpoint_file)).load()
     if device_map is None:
         return weights
@@ -220,6 +238,9 @@ def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
     """Put weights that `offload_weight` wrote back into a model, on the CPU."""
+    from accel_bigmodel.offload import load_offloaded_weight, weight_file
+    from accel_bigmodel.place import set_module_tensor_to_device
+
     for name, entry in index.items():
         weight = load_offloaded_weight(weight_file(offload_folder, name), entry)
         set_module_tensor_to_device(model, name, "cpu", value=weight)

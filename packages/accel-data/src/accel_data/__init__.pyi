@@ -6,6 +6,7 @@ from accel_data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from accel_data.loader import DataLoaderShard as DataLoaderShard
 from accel_data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_data.loader import PreparedLoader as PreparedLoader
+from accel_data.loader import SkipDataLoader as SkipDataLoader
 from accel_data.mixture import MixtureDataset as MixtureDataset
 from accel_data.mixture import MixtureStream as MixtureStream
 from accel_data.mixture import SourceCount as SourceCount
@@ -19,6 +20,5 @@ from accel_data.sharding import BatchSamplerShard as BatchSamplerShard
 from accel_data.sharding import Padding as Padding
 from accel_data.sharding import ShardPlan as ShardPlan
 from accel_data.sharding import SkipBatchSampler as SkipBatchSampler
-from accel_data.skip import SkipDataLoader as SkipDataLoader
 from accel_data.skip import skip_first_batches as skip_first_batches
 from accel_data.streams import IterableDatasetShard as IterableDatasetShard

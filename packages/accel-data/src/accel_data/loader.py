@@ -34,6 +34,7 @@ __all__ = (
     "DataLoaderStateMixin",
     "LoaderOptions",
     "PreparedLoader",
+    "SkipDataLoader",
     "source_of",
 )
 
@@ -579,6 +580,22 @@ class DataLoaderShard(PreparedLoader):
             progress.remainder = padding.total
         elif progress.remainder < 0:
             self._count_last(last)
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader without the first batches of its epochs.
+
+    Args:
+        dataset: the data set.
+        skip_batches: how many batches to leave out.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        kwargs: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
 
 
 def _with_states(batches: Iterator[Any], source: Source) -> Iterator[PaddedBatch]:

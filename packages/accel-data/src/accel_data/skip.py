@@ -6,28 +6,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader, source_of
-from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
-from accel_data.source import rebuilt
 from accel_state.errors import SettingError, UnknownKind
 
-__all__ = ("SkipDataLoader", "skip_first_batches")
-
-
-class SkipDataLoader(DataLoaderShard):
-    """A loader without the first batches of its epochs.
-
-    Args:
-        dataset: the data set.
-        skip_batches: how many batches to leave out.
-        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
-        kwargs: of `torch.utils.data.DataLoader`.
-    """
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+__all__ = ("skip_first_batches",)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -54,6 +35,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             "The number cannot be negative.",
             "Give the number of batches of this epoch that are done.",
         )
+    # Scripts that import this function may prepare no loader.
+    from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader, source_of
+    from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
+    from accel_data.source import rebuilt
+
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if not isinstance(dataloader, DataLoader):

@@ -6,4 +6,4 @@ from accel_state.lazy import lazy_stub
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)

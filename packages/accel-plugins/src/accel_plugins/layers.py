@@ -16,8 +16,6 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_plugins.precision.native import restore_forward
-
 __all__ = (
     "COMPILED_IN_PLACE",
     "extract_model_from_parallel",
@@ -142,6 +140,9 @@ def extract_model_from_parallel(
     if recursive:
         _peel_children(model)
     if not keep_fp32_wrapper:
+        # What autocasts is imported by runs in a lower precision.
+        from accel_plugins.precision.native import restore_forward
+
         restore_forward(model)
     if not keep_torch_compile:
         _restore_blocks(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from accel_state.errors import NotOffered, PluginError
 from accel_state.labels import DistributedType
@@ -94,8 +94,7 @@ class Ability(str, Enum):
     """
 
 
-@dataclass(frozen=True)
-class Traits:
+class Traits(NamedTuple):
     """How a strategy synchronises and saves, where others have to know it.
 
     Args:
@@ -198,7 +197,7 @@ class Manifest:
     axes: frozenset[Axis] = frozenset()
     phases: Mapping[Job, Phase] = field(default_factory=dict)
     lacks: frozenset[Ability] = frozenset()
-    traits: Traits = Traits()
+    traits: Traits = Traits()  # noqa: RUF009 - it is immutable
     settings: Mapping[str, Any] = field(default_factory=dict)
     families: frozenset[str] = frozenset()
     switch: Setting | None = None

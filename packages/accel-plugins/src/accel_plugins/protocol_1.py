@@ -7,7 +7,7 @@ Version 1 had class attributes of the strategy where version 2 has `Manifest.tra
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from accel_plugins.manifest import Part, Traits
 from accel_plugins.strategy import Strategy
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 __all__ = ("adapted", "traits_of")
 
 
+_USUAL: Final = Traits()
+
+
 class _Names1(Strategy):
     """What a strategy of version 1 inherits beside what both versions have."""
 
-    save_order: ClassVar[Sequence[Part]] = Traits.save_order
-    load_order: ClassVar[Sequence[Part]] = Traits.load_order
-    saves_together: ClassVar[bool] = Traits.collective_save
-    saves_behind: ClassVar[bool] = Traits.supports_async_save
-    save_options: ClassVar[frozenset[str]] = Traits.save_options
-    gives_partial_gradients: ClassVar[bool] = Traits.can_checkpoint_partial_grads
-    gathers_each_parameter: ClassVar[bool] = Traits.per_parameter_sharding
-    syncs_in_own_forward: ClassVar[bool] = Traits.syncs_in_own_forward
+    save_order: ClassVar[Sequence[Part]] = _USUAL.save_order
+    load_order: ClassVar[Sequence[Part]] = _USUAL.load_order
+    saves_together: ClassVar[bool] = _USUAL.collective_save
+    saves_behind: ClassVar[bool] = _USUAL.supports_async_save
+    save_options: ClassVar[frozenset[str]] = _USUAL.save_options
+    gives_partial_gradients: ClassVar[bool] = _USUAL.can_checkpoint_partial_grads
+    gathers_each_parameter: ClassVar[bool] = _USUAL.per_parameter_sharding
+    syncs_in_own_forward: ClassVar[bool] = _USUAL.syncs_in_own_forward
 
     def part_held(self) -> Hashable:
         return None

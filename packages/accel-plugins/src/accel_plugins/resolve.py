@@ -120,16 +120,14 @@ def choose(
         from accel_state import current
 
         process = current.process_or_start()
+    if process.world_size == 1:
+        return _pick_for_axes(name, config, process, parallelism_config)
     from accel_ops.agreement import StoreBarrier
 
     patience = process.transport.timeout.total_seconds()
     barrier = StoreBarrier(process, "backend", "Cannot choose the backend of the run.", patience, SettingError)
     with barrier.reporting():
-        manifest = _pick(name, config, process, parallelism_config)
-        if parallelism_config is not None:
-            from accel_plugins import mesh
-
-            mesh.check_mesh(manifest, parallelism_config)
+        manifest = _pick_for_axes(name, config, process, parallelism_config)
     barrier.wait("choice", manifest.name, _same_choice, last=True)
     return manifest
 
@@ -230,6 +228,17 @@ def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
 
 
 # ---------------------------------------------------------------------------- picking
+
+
+def _pick_for_axes(
+    name: str | None, config: object | None, process: Process, parallelism_config: ParallelismConfig | None
+) -> Manifest:
+    manifest = _pick(name, config, process, parallelism_config)
+    if parallelism_config is not None:
+        from accel_plugins import mesh
+
+        mesh.check_mesh(manifest, parallelism_config)
+    return manifest
 
 
 def _pick(

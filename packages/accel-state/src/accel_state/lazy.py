@@ -1,8 +1,9 @@
 """Lazy packages: a package imports the module of a public name when the name is first used.
 
-    __getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+    __getattr__, __dir__ = lazy_stub(__name__, __file__)
 
-with an `__init__.pyi` beside it that lists the names, for type checkers and editors as well.
+with an `__init__.pyi` beside it that lists the names, for type checkers and editors as well. It is read when a name is
+first looked up, `__all__` among them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 __all__ = ("lazy_stub",)
 
-_STUB_LINE: Final = re.compile(r"^from (\S+) import (?:(\w+) as \2|\*)(?: +#.*)?$", re.MULTILINE)
+_STUB_LINE: Final = r"^from (\S+) import (?:(\w+) as \2|\*)(?: +#.*)?$"
 
 
-def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], tuple[str, ...]]:
-    """The module-level `__getattr__`, `__dir__` and `__all__` of a package whose `__init__.pyi` lists its public names.
+def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The module-level `__getattr__` and `__dir__` of a package whose `__init__.pyi` lists its public names.
 
     Each line of the stub has the form `from module import name as name`, or `from package import *` for all public
     names of another package. So each name is written once.
@@ -28,25 +30,36 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
         file: the `__file__` of the package.
 
     Example:
-        __getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+        __getattr__, __dir__ = lazy_stub(__name__, __file__)
     """
-    with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
-        lines = _STUB_LINE.findall(stub.read())
-    listed = [
-        (each, module)
-        for module, name in lines
-        for each in ((name,) if name else importlib.import_module(module).__all__)
-    ]
-    owner = dict(listed)
+
+    @cache
+    def lines() -> list[tuple[str, str]]:
+        """(module, name) of each line of the stub; the name is empty where all names of a package are taken over."""
+        with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
+            return re.findall(_STUB_LINE, stub.read(), re.MULTILINE)
+
+    @cache
+    def listed() -> list[tuple[str, str]]:
+        """(name, module) of each public name."""
+        return [
+            (each, module)
+            for module, name in lines()
+            for each in ((name,) if name else importlib.import_module(module).__all__)
+        ]
 
     def look_up(name: str) -> Any:
-        if name not in owner:
+        if name == "__all__":
+            return tuple(each for each, _ in listed())
+        # The packages of the lines without a name are imported only where no other line has it.
+        module = next((module for module, each in lines() if each == name), None) or dict(listed()).get(name)
+        if module is None or name.startswith("__"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(owner[name]), name)
+        value = getattr(importlib.import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *owner})
+        return sorted({*vars(sys.modules[package]), *(each for each, _ in listed())})
 
-    return look_up, list_names, tuple(name for name, _ in listed)
+    return look_up, list_names

@@ -15,10 +15,9 @@ from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
-from accel_state.hang_report.rank_status import STATUS_FOLDER
+from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.protocol import barrier, protocol_state
 from accel_state.start import start_process
 from accel_state.uncaught import install_hook
 
@@ -38,7 +37,14 @@ def wait_for_everyone() -> None:
         ShapeMismatch: on every process, when one of them called another collective.
         CollectiveError: a process died or did not call it before the timeout.
     """
-    barrier(current.process_or_start().transport, "wait_for_everyone")
+    _wait_for_all(current.process_or_start())
+
+
+def _wait_for_all(process: Process) -> None:
+    if process.transport.world_size > 1:
+        from accel_state.protocol import barrier
+
+        barrier(process.transport, "wait_for_everyone")
 
 
 def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = False) -> Any:
@@ -162,6 +168,8 @@ class PartialState:
             process = start_process(cpu, **options)
             current.set_process(process)
             if process.world_size > 1 or STATUS_FOLDER in os.environ:
+                from accel_state.protocol import protocol_state
+
                 # From here on it is known where this process is, and errors say where all are.
                 protocol_state(process.transport)
             if process.world_size > 1:
@@ -283,7 +291,7 @@ class PartialState:
             ShapeMismatch: on every process, when one of them called another collective.
             CollectiveError: a process died or did not call it before the timeout.
         """
-        barrier(self._process.transport, "wait_for_everyone")
+        _wait_for_all(self._process)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -12,8 +13,7 @@ import torch
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered, SettingError
-from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.rank_status import PROGRESS, STATUS_FOLDER, StatusFile, capture_status
+from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
@@ -53,12 +53,10 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
-    with PROGRESS.during("waiting for others"):
-        if (status := StatusFile.of_run(topology.rank)) is not None:
-            # The thread that writes it later begins when the processes have met.
-            status.write(capture_status(CallLog()))
-            PROGRESS.share(os.environ[STATUS_FOLDER], topology.rank)
-        PROGRESS.device_memory = partial(family.memory_beside_host, device.index)
+    PROGRESS.device_memory = partial(family.memory_beside_host, device.index)
+    with PROGRESS.during("waiting for others") if topology.world_size > 1 else nullcontext():
+        if os.environ.get(STATUS_FOLDER):
+            _write_first_status(os.environ[STATUS_FOLDER], topology.rank)
         transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(
         topology=topology,
@@ -71,6 +69,15 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
         fork_launched=settings.fork_launched,
         options={"cpu": cpu, **options},
     )
+
+
+def _write_first_status(folder: str, rank: int) -> None:
+    """Write where this process is; the thread that writes it later begins when the processes have met."""
+    from accel_state.hang_report.call_log import CallLog
+    from accel_state.hang_report.rank_status import StatusFile, capture_status
+
+    StatusFile(folder, rank).write(capture_status(CallLog()))
+    PROGRESS.share(folder, rank)
 
 
 def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology) -> torch.device:

@@ -12,13 +12,10 @@ import torch.distributed as dist
 
 from accel_state import current
 from accel_state.errors import AccelError
-from accel_state.hang_report.report import extend_error
-from accel_state.protocol import protocol_state
-from accel_state.transport.shutdown import record_exit_exception
 
 __all__ = ("explain_backend_error", "install_hook")
 
-_TEXTS: Final = re.compile(
+_TEXTS: Final = (
     r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
 )
 """Parts of the messages of backends that raise a plain RuntimeError."""
@@ -29,7 +26,10 @@ def explain_backend_error(error: BaseException) -> None:
     process = current.process_or_none()
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(_TEXTS, str(error))):
+        from accel_state.hang_report.report import extend_error
+        from accel_state.protocol import protocol_state
+
         extend_error(error, process.rank, process.world_size, protocol_state(process.transport).monitor)
 
 
@@ -52,6 +52,8 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Called by the interpreter."""
         if kind is not KeyboardInterrupt:
+            from accel_state.transport.shutdown import record_exit_exception
+
             record_exit_exception(error)
             explain_backend_error(error)
         self._then(kind, error, trace)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import NotOffered
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.boundaries import Preemption, StepBoundaries

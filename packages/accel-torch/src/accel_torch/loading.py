@@ -18,7 +18,7 @@ from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, UnknownKind
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.folders import automatic_folder, follow_number, given_folder
 
 if TYPE_CHECKING:

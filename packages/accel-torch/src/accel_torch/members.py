@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.manifest import Duty
 from accel_plugins.prepared import PreparedObjects
-from accel_state.hang_report.rank_status import PROGRESS, STATUS_FOLDER
+from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble, transforms_of
 from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from accel_data import DataLoaderConfiguration
+from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_plugins.transforms import DYNAMO_VARIABLE
 from accel_state.errors import Conflict, SettingError, UnknownKind

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
-from accel_state.hang_report.rank_status import PROGRESS, STATUS_FOLDER, sample_file
+from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER, sample_file
 from accel_torch.observers import RUN_OBSERVERS, RunObserver
 
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")

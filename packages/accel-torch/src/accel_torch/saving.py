@@ -21,7 +21,7 @@ from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:

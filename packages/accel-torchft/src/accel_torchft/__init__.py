@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel_torchft.config import TorchFTConfig
+from accel_state.lazy import lazy_stub
 
-__all__ = ("TorchFTConfig",)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)

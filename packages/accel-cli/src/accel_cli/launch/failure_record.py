@@ -59,7 +59,7 @@ def record_error(error: BaseException, shown: bool) -> bool:
 
 def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     """What tells whether two failures are the same one: see `accel_cli.launch.restarts.Fingerprint`."""
-    progress = getattr(sys.modules.get("accel_state.hang_report.rank_status"), "PROGRESS", None)
+    progress = getattr(sys.modules.get("accel_state.hang_report.progress"), "PROGRESS", None)
     chain = _chain(error)
     frames = [frame for one in chain for frame in _frames(one.__traceback__)]
     places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _lines(chain[0].__traceback__)]

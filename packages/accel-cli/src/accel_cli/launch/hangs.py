@@ -16,7 +16,8 @@ from typing import Final
 
 from accel_cli.launch.report import ending
 from accel_state.hang_report.call_log import IMPORT
-from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, read_statuses, request_stacks
+from accel_state.hang_report.progress import STATUS_FOLDER
+from accel_state.hang_report.rank_status import RankStatus, read_statuses, request_stacks
 from accel_state.hang_report.report import describe_ranks
 from accel_state.proc import process_info, state_of
 from accel_state.run_status.folder import announce_run

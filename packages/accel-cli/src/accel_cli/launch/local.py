@@ -460,7 +460,7 @@ class _Processes:
 
         ranks = range(len(self._processes))
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
-        from accel_state.hang_report.rank_status import read_run_step, read_samples
+        from accel_state.hang_report.progress import read_run_step, read_samples
 
         folder = self._status_folder
         steps = {rank: read_run_step(folder, rank) for rank in ranks}

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.manifest import Axis
-from accel_plugins.precision.config import FP8BackendType
 from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.precision.config import AutocastKwargs
+    from accel_plugins.precision.config import AutocastKwargs, FP8BackendType
 
 __all__ = ("Closure", "Precision")
 
@@ -44,7 +43,7 @@ class Precision:
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
-    library: ClassVar[FP8BackendType] = FP8BackendType.NO
+    library: ClassVar[FP8BackendType | None] = None
     excludes: ClassVar[frozenset[Axis]] = frozenset()
     swaps_modules: ClassVar[bool] = False
 

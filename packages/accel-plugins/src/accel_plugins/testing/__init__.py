@@ -14,4 +14,4 @@ if "pytest" in sys.modules:
     # Before the module is imported, so that its assertions show values.
     sys.modules["pytest"].register_assert_rewrite(f"{__name__}.backend_suite")
 
-__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+__getattr__, __dir__ = lazy_stub(__name__, __file__)

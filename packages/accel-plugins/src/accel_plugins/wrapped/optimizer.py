@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim import Optimizer
 
 from accel_plugins.precision.base import Closure, Precision
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
     import torch

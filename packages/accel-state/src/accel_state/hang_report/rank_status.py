@@ -8,9 +8,6 @@ A status travels as JSON, through the store of the run and through files, which 
 without torch. Each process writes its file twice a second from the thread of its monitor. A process that cannot
 (stopped, or in native code that holds the interpreter) leaves its last file, whose `time` gets old. One process of a
 machine, which the reader chooses, also writes the statuses of the ranks on other machines.
-
-The training code stores its progress in plain attributes, which costs a step less than a microsecond. The thread of the
-monitor reads them twice a second and computes the steps per second.
 """
 
 from __future__ import annotations
@@ -20,211 +17,30 @@ import json
 import os
 import re
 import socket
-import struct
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import CodeType
 from typing import Any, Final, NamedTuple
 
-from accel_state.hang_report.call_log import CallLog, Location, UserFrame, call_text, caller, locate, main_thread_frame
+from accel_state.hang_report.call_log import CallLog, UserFrame, call_text, main_thread_frame
+from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.proc import process_info
 
 __all__ = (
     "EXITED_NORMALLY",
-    "PROGRESS",
-    "STATUS_FOLDER",
-    "Activity",
-    "Pace",
     "RankStatus",
     "StatusFile",
-    "TrainingProgress",
     "WorldStatus",
     "capture_status",
     "host_with_namespaces",
-    "read_run_step",
-    "read_samples",
     "read_statuses",
     "read_world_status",
     "request_stacks",
     "request_world_status",
-    "sample_file",
 )
 
 EXITED_NORMALLY: Final = "without an exception"
 """`RankStatus.left` of a process whose script has ended."""
-
-# ---------------------------------------------------------------------- progress
-
-_MOST_MOMENTS: Final = 32
-"""Moments at which a new step was seen, from which the pace follows: 16 seconds, or as many steps."""
-
-
-class Activity(NamedTuple):
-    """What a process does instead of training.
-
-    Args:
-        name: such as "saving".
-        location: line of the user's code that began it.
-        seconds: how long it has taken so far.
-    """
-
-    name: str
-    location: Location
-    seconds: float
-
-
-class Pace(NamedTuple):
-    """How quickly a process trains.
-
-    Args:
-        steps: steps that its optimizer has made.
-        per_second: recent steps per second; 0 before two steps were seen.
-        seconds: since the last step was seen; 0 before the first one.
-    """
-
-    steps: int
-    per_second: float
-    seconds: float
-
-
-class TrainingProgress:
-    """The progress of one process.
-
-    Attributes:
-        steps: steps of the optimizer that has made most, since the process was started.
-        loaded: steps of the run that this process did not make, since it loaded a checkpoint of them.
-        shared: `loaded` and `steps`, where the launcher reads them after this process was killed.
-        samples: returns the ids of the samples of the batch that is trained on, or of the batch with a number in the
-            epoch; empty where they are not known.
-        folder: where the run keeps its output, or empty.
-        device_memory: returns the bytes that this process holds on its device; None where nothing counts them.
-    """
-
-    __slots__ = ("_activity", "_moments", "device_memory", "folder", "loaded", "samples", "shared", "steps")
-
-    def __init__(self) -> None:
-        self.steps = self.loaded = 0
-        self.shared: MutableSequence[int] = array("q", (0, 0))
-        self.samples: Callable[[int | None], list[str]] = lambda read: []
-        self.folder = ""
-        self.device_memory: Callable[[], int | None] = lambda: None
-        # Replaced as a whole, because the thread of the monitor reads it at any moment.
-        self._activity: tuple[str, CodeType, int, float] | None = None
-        self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
-
-    def writes_to(self, folder: str | os.PathLike[str]) -> None:
-        """Record the folder of the run; the first one counts."""
-        self.folder = self.folder or os.path.abspath(folder)
-
-    @property
-    def run_step(self) -> int:
-        """Steps of the run, over all its restarts, that led to the state of this process."""
-        return self.loaded + self.steps
-
-    def went_back_to(self, step: int) -> None:
-        """Record that a checkpoint was loaded that the run saved after so many steps."""
-        self.loaded = self.shared[0] = step - self.steps
-
-    def share(self, folder: str, rank: int) -> None:
-        """Keep the numbers of steps in a file from now on, which outlives the process."""
-        with contextlib.suppress(OSError):
-            self.shared = _mapped(os.path.join(folder, f"rank{rank}.steps"))
-            self.shared[0], self.shared[1] = self.loaded, self.steps
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Record for the length of a block what this process does."""
-        before = self._activity
-        code, line = caller()
-        self._activity = (name, code, line, time.monotonic())
-        try:
-            yield
-        finally:
-            self._activity = before
-
-    def activity(self) -> Activity | None:
-        """What the process does instead of training."""
-        activity = self._activity
-        if activity is None:
-            return None
-        name, code, line, begun = activity
-        return Activity(name, locate(code.co_filename, line), time.monotonic() - begun)
-
-    def pace(self) -> Pace:
-        """How quickly the process trains, by the steps that earlier calls have seen."""
-        now, steps = time.monotonic(), self.steps
-        if not steps:
-            return Pace(0, 0.0, 0.0)
-        if not self._moments or self._moments[-1][1] != steps:
-            self._moments.append((now, steps))
-        (first, fewer), (last, more) = self._moments[0], self._moments[-1]
-        return Pace(steps, (more - fewer) / (last - first) if last > first else 0.0, now - last)
-
-
-PROGRESS: Final = TrainingProgress()
-"""That of this process."""
-
-_STEPS: Final = struct.Struct("qq")
-
-
-def _mapped(path: str) -> MutableSequence[int]:
-    import mmap
-
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.ftruncate(file, _STEPS.size)
-        return memoryview(mmap.mmap(file, _STEPS.size)).cast("q")  # type: ignore[return-value]
-    finally:
-        os.close(file)
-
-
-def read_run_step(folder: str, rank: int) -> int:
-    """Steps of the run at which a process is, or was when it ended; 0 where it has written none."""
-    try:
-        with open(os.path.join(folder, f"rank{rank}.steps"), "rb") as file:
-            return sum(_STEPS.unpack(file.read(_STEPS.size)))
-    except (OSError, struct.error):
-        return 0
-
-
-_MOST_SAMPLE_BYTES: Final = 2048
-
-
-def sample_file(folder: str, rank: int) -> Callable[[str], None] | None:
-    """What keeps a text about samples where the launcher reads it after this process was killed; None if it cannot."""
-    import mmap
-
-    try:
-        file = os.open(os.path.join(folder, f"rank{rank}.samples"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.ftruncate(file, _MOST_SAMPLE_BYTES)
-            mapped = mmap.mmap(file, _MOST_SAMPLE_BYTES)
-        finally:
-            os.close(file)
-    except OSError:
-        return None
-
-    def write(text: str) -> None:
-        content = text.encode()
-        if len(content) < _MOST_SAMPLE_BYTES:
-            mapped[: len(content) + 1] = content + b"\0"
-
-    return write
-
-
-def read_samples(folder: str, rank: int) -> list[str]:
-    """Ids of the samples that a process of a restarted run has read last; empty where it has written none."""
-    try:
-        with open(os.path.join(folder, f"rank{rank}.samples"), "rb") as file:
-            found = json.loads(file.read(_MOST_SAMPLE_BYTES).partition(b"\0")[0])
-    except (OSError, ValueError):
-        return []
-    return [str(sample) for sample in found] if isinstance(found, list) else []
-
 
 # ---------------------------------------------------------------------- the status of a rank
 
@@ -364,9 +180,6 @@ def host_with_namespaces() -> str:
 
 
 # ---------------------------------------------------------------------- files
-
-STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
-"""Variable that names the folder of the files; without it, processes write none."""
 
 _STACK_REQUEST: Final = "request-stacks"
 _WORLD_REQUEST: Final = "request-world"

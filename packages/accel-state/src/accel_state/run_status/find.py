@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.hang_report.rank_status import STATUS_FOLDER, read_statuses
+from accel_state.hang_report.progress import STATUS_FOLDER
+from accel_state.hang_report.rank_status import read_statuses
 from accel_state.proc import environment_of, process_info, state_of
 from accel_state.run_status.folder import PREFIX, RUN_FILE, STATUS, is_private
 from accel_state.untrusted import integer, number, read_json, record, text

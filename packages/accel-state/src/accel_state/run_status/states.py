@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from accel_state.hang_report.call_log import IMPORT
+from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.hang_report.rank_status import (
     EXITED_NORMALLY,
-    STATUS_FOLDER,
     RankStatus,
     WorldStatus,
     read_statuses,

@@ -26,7 +26,6 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.topology import Topology
 from accel_state.transport.base import LocalTransport, Transport
-from accel_state.transport.control import find_absent
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
@@ -347,6 +346,8 @@ def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) ->
 
 def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
     try:
+        from accel_state.transport.control import find_absent
+
         missing = find_absent(store.check, [f"came/{rank}" for rank in range(topology.world_size)], _MOST_NAMED)
     except RuntimeError as error:
         return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."

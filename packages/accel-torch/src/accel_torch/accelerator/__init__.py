@@ -10,12 +10,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_data import DataLoaderConfiguration
+from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
-from accel_torch import options
 from accel_torch.accelerator.attributes import AttributesMixin
 from accel_torch.accelerator.data import DataMixin
 from accel_torch.accelerator.mesh import MeshMixin
@@ -23,7 +22,24 @@ from accel_torch.accelerator.process import ProcessMixin
 from accel_torch.accelerator.saving import SavingMixin
 from accel_torch.accelerator.tracking import TrackingMixin
 from accel_torch.accelerator.training import TrainingMixin
-from accel_torch.options import UNSET, Options
+from accel_torch.options import (
+    UNSET,
+    Options,
+    account_kept,
+    accumulation_plugin,
+    backend_config,
+    checked_handlers,
+    checked_interval,
+    checked_transforms,
+    compiling,
+    either,
+    generator_names,
+    loader_configuration,
+    precision_given,
+    project_configuration,
+    those_given,
+    trackers_asked,
+)
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -126,41 +142,37 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
             "use_seedable_sampler": use_seedable_sampler,
         }
         plugins = {
-            "deepspeed_plugin": options.either(
-                "deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins
-            ),
+            "deepspeed_plugin": either("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
             "fsdp_plugin": fsdp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
         }
         settings = {
-            "dynamo_plugin": options.compiling(dynamo_plugin, dynamo_backend),
+            "dynamo_plugin": compiling(dynamo_plugin, dynamo_backend),
             "torch_tp_plugin": torch_tp_plugin,
         }
-        loader = options.loader_configuration(dataloader_config, moved)
-        project = options.project_configuration(project_config, project_dir)
+        loader = loader_configuration(dataloader_config, moved)
+        project = project_configuration(project_config, project_dir)
         self._begin(
             Options(
                 cpu=cpu,
-                mixed_precision=options.precision_given(mixed_precision),
+                mixed_precision=precision_given(mixed_precision),
                 backend=backend,
-                backend_config=options.backend_config(plugins),
+                backend_config=backend_config(plugins),
                 device_placement=device_placement,
                 loader=loader,
                 project=project,
-                accumulation=options.accumulation_plugin(
-                    gradient_accumulation_plugin, gradient_accumulation_steps, loader
-                ),
-                rng_types=options.generator_names(rng_types),
-                log_with=options.trackers_asked(log_with, project.logging_dir),
+                accumulation=accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
+                rng_types=generator_names(rng_types),
+                log_with=trackers_asked(log_with, project.logging_dir),
                 step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                handlers=options.checked_handlers(kwargs_handlers),
-                backends=options.those_given(plugins),
-                plugins=options.those_given(settings),
+                handlers=checked_handlers(kwargs_handlers),
+                backends=those_given(plugins),
+                plugins=those_given(settings),
                 parallelism_config=parallelism_config,
-                transforms=options.checked_transforms(transforms),
-                check_replicas_every=options.checked_interval(check_replicas_every),
+                transforms=checked_transforms(transforms),
+                check_replicas_every=checked_interval(check_replicas_every),
                 straggler_report=straggler_report,
-                goodput=options.account_kept(goodput),
+                goodput=account_kept(goodput),
             )
         )
         if self._options.project.remote is not None:

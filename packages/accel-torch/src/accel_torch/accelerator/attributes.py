@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
-from accel_data import DataLoaderConfiguration
+from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.errors import NoState, SettingError, UnknownKind
 from accel_state.kwargs import KwargsHandler

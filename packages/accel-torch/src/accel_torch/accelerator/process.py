@@ -80,7 +80,9 @@ class ProcessMixin(AcceleratorMembers):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in 8 bits; `FP8BackendType.NO` when none does."""
-        return self._backend.precision.library
+        from accel_plugins.precision.config import FP8BackendType
+
+        return self._backend.precision.library or FP8BackendType.NO
 
     def wait_for_everyone(self) -> None:
         """Return when every process has called this.

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.prepared import add_hook
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:

@@ -203,6 +203,8 @@ class ParityRecorder(RunObserver):
 
     def _watch_modules(self) -> None:
         """Note what each module gives to its caller, after all hooks that others put on it."""
+        # The compiler cannot trace what is noted; a compiled model computes what it computes uncompiled.
+        torch.compiler.set_stance("force_eager")
         call = nn.Module.__call__
 
         def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -219,7 +221,6 @@ class ParityRecorder(RunObserver):
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_output(self, name: str, output: Any) -> None:
         if not torch.is_grad_enabled() or self._stepped or self._step >= self._task.steps:
             return

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_plugins.wrapped.optimizer import inner_optimizer
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
 from accel_torch.observed_runs import StopRun, run_script

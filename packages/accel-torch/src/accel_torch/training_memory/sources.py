@@ -74,6 +74,8 @@ def _from_config(path: str, batch_size: int, sequence_length: int) -> Any:
         batch = {"pixel_values": torch.randn(batch_size, channels, side, side)}
     else:
         batch = {"input_ids": torch.zeros(batch_size, sequence_length, dtype=torch.long)}
+        if getattr(config, "is_encoder_decoder", False):
+            batch["decoder_input_ids"] = torch.zeros_like(batch["input_ids"])
     return model, _mean_loss, batch
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from accel_state.errors import NotReady, SettingError
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.progress import PROGRESS
 from accel_state.untrusted import open_regular
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import flatten_keys, is_number, plain

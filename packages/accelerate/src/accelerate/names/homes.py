@@ -126,11 +126,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
         "accel_data.dispatch": "DataLoaderDispatcher",
-        "accel_data.loader": "DataLoaderShard DataLoaderStateMixin",
+        "accel_data.loader": "DataLoaderShard DataLoaderStateMixin SkipDataLoader",
         "accel_data.order": "SeedableRandomSampler",
         "accel_data.prepare": "get_sampler prepare_data_loader",
         "accel_data.sharding": "BatchSamplerShard SkipBatchSampler",
-        "accel_data.skip": "SkipDataLoader skip_first_batches",
+        "accel_data.skip": "skip_first_batches",
         "accel_data.streams": "IterableDatasetShard",
     },
     "accelerate.hooks": {

@@ -1,0 +1,1 @@
+from accel_torchft.config import TorchFTConfig as TorchFTConfig
