@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.global_order import check_global_order
 from accel_data.hooks import accompanied
@@ -142,6 +142,19 @@ class ElasticLoader(DataLoaderShard):
     trains: Callable[[], bool] | None = None
     share: MicroBatchShare | None = None
 
+    @staticmethod
+    def check(loader: Any) -> None:
+        """Refuse a loader that nothing can make follow optimizer steps, before it is prepared.
+
+        Args:
+            loader: as the script made it.
+
+        Raises:
+            Conflict: it reads a stream.
+        """
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            raise _cannot_follow()
+
     @classmethod
     def following(
         cls, loader: DataLoader[Any], begin_step: Callable[[], StepMembers], trains: Callable[[], bool]
@@ -159,11 +172,7 @@ class ElasticLoader(DataLoaderShard):
         if isinstance(loader, cls):
             return loader
         if not isinstance(loader, DataLoaderShard) or not isinstance(loader.source, MapSource):
-            raise Conflict(
-                "Cannot follow optimizer steps whose members change with this loader.",
-                "It reads a stream or receives its batches from another process, so it cannot start at any step.",
-                "Use a data set with indices, and leave dispatch_batches at None.",
-            )
+            raise _cannot_follow()
         check_global_order(loader.base_dataloader, loader.source, own_shard=False, dispatched=False, compared=False)
         options = loader._options()
         elastic = cls.around(
@@ -268,6 +277,14 @@ class ElasticLoader(DataLoaderShard):
         # Torch draws a seed for each iterator. How often members change must not show in the process's generator.
         reading.generator = torch.Generator().manual_seed(torch.initial_seed())
         return iter(reading)
+
+
+def _cannot_follow() -> Conflict:
+    return Conflict(
+        "Cannot follow optimizer steps whose members change with this loader.",
+        "It reads a stream or receives its batches from another process, so it cannot start at any step.",
+        "Use a data set with indices, and leave dispatch_batches at None.",
+    )
 
 
 class _StepIndices(BatchSampler):

@@ -47,7 +47,8 @@ def check_global_order(
     if not obstacle and compared and not dispatched and isinstance(source, MapSource):
         obstacle, remedy = _difference(source.shard.sampler) or ("", "")
     if obstacle:
-        raise Conflict(f'Cannot give {source.identity()} a global order (order="global").', obstacle, remedy)
+        needed_by = 'which order="global" and backends whose members may change need'
+        raise Conflict(f"Cannot give {source.identity()} a global order, {needed_by}.", obstacle, remedy)
 
 
 def _obstacle(loader: DataLoader[Any], source: Source, own_shard: bool) -> tuple[str, str] | None:

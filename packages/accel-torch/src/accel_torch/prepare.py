@@ -175,6 +175,10 @@ def prepare_loader(
     if getattr(type(loader), "placeholder_for", None) is Part.LOADER:
         # The backend makes the loader, of the part that is this process's.
         return strategy.wrap_loader(loader)
+    if strategy.traits.elastic:
+        from accel_data.elastic import ElasticLoader
+
+        ElasticLoader.check(loader)
     shards = strategy.shards()
     configuration = options.loader
     move = options.device_placement if device_placement is None else device_placement
@@ -201,8 +205,6 @@ def prepare_loader(
         order="global" if strategy.traits.elastic else configuration.order,
     )
     if strategy.traits.elastic:
-        from accel_data.elastic import ElasticLoader
-
         models = accelerator._prepared.models
         sharded = ElasticLoader.following(sharded, strategy.begin_step, lambda: any(model.training for model in models))
     if accelerator._report is not None:
