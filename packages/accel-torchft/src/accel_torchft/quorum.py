@@ -46,6 +46,9 @@ _ALONE: Final = 5.0
 
 _PAUSE: Final = 0.5
 
+_BEATS: Final = 10
+"""So many signs of life of a replica have to be missing before it counts as dead."""
+
 _GROUPS: Final = {"nccl": ProcessGroupNCCL, "xccl": ProcessGroupXCCL}
 """What carries tensors between replicas, by the backend of a device; gloo carries others."""
 
@@ -100,9 +103,9 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
             why = "" if failed is None else f": {failed.original_exception!r}"
             raise CollectiveError(
                 f"Cannot end step {self.current_step()} of the run.",
-                f"{str(error).strip()}{why}",
+                f"{_text(error)}{why}",
                 "The output of the other replicas says why they end.",
-            ) from error
+            ) from None
 
 
 class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not everywhere that types are checked
@@ -162,15 +165,16 @@ class Quorum:
                 lighthouse_addr=lighthouse,
                 replica_id=f"replica_{config.replica_group_id or 0}",
                 hostname=host,
+                heartbeat_interval=timedelta(seconds=config.heartbeat_timeout / _BEATS),
                 checkpoint_transport=_StateTransport(timeout, num_chunks=0),
                 max_retries=_RETRIES,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise CollectiveError(
                 f"Cannot join the replicas of the run by the lighthouse {lighthouse}.",
-                f"It does not answer: {error}",
+                f"It does not answer: {_text(error)}",
                 f"Start the run with `accel launch --backend torchft`, or correct ${LIGHTHOUSE_VARIABLE}.",
-            ) from error
+            ) from None
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
         self._joined = os.environ.get(JOINED_VARIABLE, "") if process.rank == 0 else ""
         self._has_joined = False
@@ -211,14 +215,14 @@ class Quorum:
         try:
             self._manager.agree()
         except (RuntimeError, TimeoutError) as error:
-            raise self._no_quorum(error) from error
+            raise self._no_quorum(error) from None
 
     def _no_quorum(self, error: Exception) -> CollectiveError:
         config = self._config
         return CollectiveError(
             f"Cannot begin step {self.step} of the run.",
             f"The lighthouse {lighthouse_of(config)} brought no quorum of at least {config.min_replicas} replica(s) "
-            f"within {self._quorum_timeout:g} s: {str(error).strip()}",
+            f"within {self._quorum_timeout:g} s: {_text(error)}",
             "Check that the lighthouse and the other replicas run, or raise --torchft_quorum_timeout.",
         )
 
@@ -274,6 +278,11 @@ def _quieten() -> None:
         engine.setLevel(logging.CRITICAL)
     # A state that was received is copied at once.
     warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+
+
+def _text(error: Exception) -> str:
+    """What an error of torchft says, without the headers of the answer."""
+    return str(error).partition(", details:")[0].strip()
 
 
 def lighthouse_of(config: TorchFTConfig) -> str:
