@@ -306,9 +306,9 @@ def test_models_are_built_in_parts_where_transformers_finds_what_it_looks_for(
     monkeypatch.setattr(zero_init, "importable", lambda module: True)
     monkeypatch.setattr(zero_init, "installed_version", lambda distribution: found)
     table = DeepSpeedPlugin(zero_stage=3).deepspeed_config
-    whole = zero_init.transformers_view(table, in_parts=False)
+    whole = zero_init.transformers_view(table, sharded=False)
     assert caplog.text == ""
-    view = zero_init.transformers_view(table, in_parts=True)
+    view = zero_init.transformers_view(table, sharded=True)
 
     assert (view is None) == (whole is None) == (found is None)
     assert ("builds models whole" in caplog.text) == (found is None)

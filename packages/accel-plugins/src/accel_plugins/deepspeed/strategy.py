@@ -148,7 +148,7 @@ class DeepSpeedStrategy(Strategy):
         self._engines.append(DeepSpeedEngineWrapper(made.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
             # Also a model that was built whole is sharded now: transformers lets its processes generate in step.
-            plugin.dschf = transformers_view(plugin.deepspeed_config, in_parts=True)
+            plugin.dschf = transformers_view(plugin.deepspeed_config, sharded=True)
         bundle.models[:] = [made.engine]
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
         if made.scheduler is not None:

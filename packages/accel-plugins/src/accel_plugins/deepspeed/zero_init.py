@@ -26,7 +26,7 @@ _WHILE_BUILDING: Final = {
 """What DeepSpeed has to read as numbers while a model is built; none of it counts there."""
 
 
-def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
+def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
     """The object through which transformers, and who asks it, sees the configuration; None where it cannot be had.
 
     It is seen for as long as it lives and no other is made. It cannot be had without transformers, nor without the
@@ -35,12 +35,12 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
 
     Args:
         table: DeepSpeed's configuration.
-        in_parts: whether parameters of stage 3 are sharded: while models are built, and when they generate.
+        sharded: whether parameters of stage 3 are sharded while models are built, and when they generate.
     """
     if not importable("transformers"):
         return None
     if installed_version("accelerate") is None:
-        if in_parts:
+        if sharded:
             _logger.warning(
                 "transformers builds models whole: it shards them where the package accelerate is installed."
             )
@@ -57,7 +57,7 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
             ds_config.set_value(f"{own}.enabled", False)
     from transformers.integrations import HfDeepSpeedConfig as View
 
-    if ds_config.is_zero3() and not in_parts:
+    if ds_config.is_zero3() and not sharded:
         ds_config.set_value("zero_optimization.stage", 0)
     return View(ds_config.config)
 

@@ -90,7 +90,7 @@ class FSDP1Strategy(ShardedStrategy):
         return self.context.process.device.type == "cpu"
 
     @property
-    def whole_to_host(self) -> bool:
+    def full_to_host(self) -> bool:
         # torch 2.13 ends the process when it gathers to the first process only, on a CPU, where all is on the host.
         return not self._on_cpu and bool(getattr(self.config.state_dict_config, "offload_to_cpu", True))
 

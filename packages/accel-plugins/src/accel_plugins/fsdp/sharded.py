@@ -81,7 +81,7 @@ class ShardedStrategy(Strategy):
         for model in bundle.models:
             blocks_to_shard(model, self.config)
             weights.check_weights(model, self.config, self.context.process.rank)
-            if self.context.precision.scaler is not None and self._whole(model):
+            if self.context.precision.scaler is not None and self._unsharded(model):
                 raise NotOffered(
                     "Cannot train unsharded parameters in fp16 (ignored_modules).",
                     "torch's gradient scaler cannot unscale sharded gradients and whole ones together.",
@@ -118,7 +118,7 @@ class ShardedStrategy(Strategy):
                 continue
             if self.context.precision.dtype is not None:
                 weights.train_in_fp32(model)
-            for parameter in self._whole(model):
+            for parameter in self._unsharded(model):
                 hook = self._averaging_hook(model)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         # Parameters that FSDP 1 has joined do not show any more which are one.
@@ -139,7 +139,7 @@ class ShardedStrategy(Strategy):
         """The model that trains, made of one on its device."""
         raise NotImplementedError
 
-    def _whole(self, model: Module) -> list[Parameter]:
+    def _unsharded(self, model: Module) -> list[Parameter]:
         """Parameters that train and are not sharded."""
         return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
 
@@ -160,14 +160,14 @@ class ShardedStrategy(Strategy):
     # ------------------------------------------------------------------ checkpoints
 
     @property
-    def whole_to_host(self) -> bool:
-        """Whether whole states are put together in host memory of the first process, and nowhere else."""
+    def full_to_host(self) -> bool:
+        """Whether full states are put together in host memory of the first process, and nowhere else."""
         return True
 
     @property
     def optimizer_to_host(self) -> bool:
-        """The same for whole states of optimizers."""
-        return self.whole_to_host
+        """The same for full states of optimizers."""
+        return self.full_to_host
 
     @property
     def _full(self) -> bool:
@@ -205,7 +205,7 @@ class ShardedStrategy(Strategy):
         return self._model_state(model, full=True)
 
     def _model_state(self, model: Module, *, full: bool) -> dict[str, Any]:
-        return weights.model_state(model, full=full, to_host=self.whole_to_host, ties=self._ties.get(model, ()))
+        return weights.model_state(model, full=full, to_host=self.full_to_host, ties=self._ties.get(model, ()))
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         put_full_weights(model, weights, strict=strict)

@@ -385,7 +385,7 @@ def has_transformer_engine_layers(model: Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward that computes in 8 bits in training, and in evaluation only when told so.
+    """A forward that computes in 8 bits in training, and on request in evaluation too.
 
     Args:
         model_forward: a function whose first argument is the model.
