@@ -282,3 +282,42 @@ def test_a_job_of_sagemaker_that_lacks_something(accel, script, tmp_path):
     config.write_text(config.read_text().replace("'NO'", "MODEL_PARALLEL"))
     done = accel("launch", "--config_file", config, script(""))
     assert (done.returncode, "MODEL_PARALLEL" in done.stderr) == (2, True), done.stderr
+
+
+# The names of the parameters are those of the SDK 2.
+ESTIMATOR = """
+import json
+
+class HuggingFace:
+    def __init__(
+        self, py_version, entry_point, transformers_version=None, tensorflow_version=None, pytorch_version=None,
+        source_dir=None, hyperparameters=None, image_uri=None, distribution=None, compiler_config=None, **kwargs
+    ):
+        print(entry_point, json.dumps(hyperparameters), kwargs["instance_type"])
+
+    def fit(self, inputs=None, wait=True, logs="All", job_name=None, experiment_config=None):
+        if inputs is not None:
+            raise RuntimeError("Error for Training job accel-1: Failed. Reason: AlgorithmError")
+        print("submitted")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_is_submitted_to_sagemaker_and_its_failure_is_a_typed_error(accel, script, tmp_path, fails):
+    site = tmp_path / "site"
+    (site / "sagemaker-2.250.0.dist-info").mkdir(parents=True)
+    (site / "sagemaker-2.250.0.dist-info" / "METADATA").write_text("Name: sagemaker\nVersion: 2.250.0\n")
+    (site / "sagemaker").mkdir()
+    (site / "sagemaker" / "__init__.py").write_text("")
+    (site / "sagemaker" / "huggingface.py").write_text(ESTIMATOR)
+    config = tmp_path / "job.yaml"
+    text = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\niam_role_name: r\nec2_instance_type: ml.p3\n"
+    if fails:
+        (tmp_path / "inputs").write_text("channel\tplace\ntrain\ts3://data\n")
+        text += f"sagemaker_inputs_file: {tmp_path / 'inputs'}\n"
+    config.write_text(text)
+    done = accel("launch", "--config_file", config, script(""), "--lr", "1", env={"PYTHONPATH": str(site)})
+    assert '{"lr": 1} ml.p3' in done.stdout, done.stderr
+    assert (done.returncode, "submitted" in done.stdout) == ((2, False) if fails else (0, True)), done.stderr
+    assert ("The training job of SageMaker failed." in done.stderr) == fails
+    assert "Traceback" not in done.stderr

@@ -42,6 +42,68 @@ class TestMpi(LauncherSuite):
     options = ("--cpu", "--num_processes=2", "--mpirun_hostfile=hosts")
 
 
+TORCH_XLA = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+
+def launch(fn, args=(), start_method="spawn", debug_single_process=False):
+    with ProcessPoolExecutor(2, mp_context=get_context(start_method)) as pool:
+        list(pool.map(in_a_thread, range(2), [fn] * 2, [args] * 2))
+
+def in_a_thread(rank, fn, args):
+    os.environ["PJRT_LOCAL_PROCESS_RANK"] = str(rank)
+    with ThreadPoolExecutor(1) as threads:
+        list(threads.map(lambda index: fn(index, *args), [rank]))
+"""
+
+
+@pytest.mark.slow
+class TestTpu(LauncherSuite):
+    """With a `torch_xla` that starts processes and threads as torch_xla 2.9 does, and has no devices."""
+
+    launcher = "tpu"
+    options = ("--cpu", "--grace_period=1")
+    topology = """
+import os
+from accel_state.topology import Topology
+def read_topology():
+    return Topology(int(os.environ["PJRT_LOCAL_PROCESS_RANK"]), 2)
+"""
+    not_applicable: ClassVar = {
+        "test_each_process_knows_its_place": "torch_xla tells its processes their place without variables",
+        "test_a_failure_ends_the_others_and_gives_its_exit_code": "torch_xla waits for processes that live",
+        "test_sigterm_ends_the_processes_and_leaves_none": "torch_xla calls the script in a thread, without handlers",
+    }
+
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch):
+        (tmp_path / "fake").mkdir()
+        (tmp_path / "fake" / "torch_xla.py").write_text(TORCH_XLA, encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+        return tmp_path
+
+
+ELSEWHERE = "the processes run in containers of Amazon, of which this machine has neither files nor signals"
+
+
+class TestSageMaker(LauncherSuite):
+    launcher = "sagemaker"
+    not_applicable: ClassVar = dict.fromkeys(
+        (
+            "test_each_process_knows_its_place",
+            "test_arguments_settings_and_variables_reach_each_process",
+            "test_output_and_errors_of_each_process_come_through",
+            "test_a_failure_ends_the_others_and_gives_its_exit_code",
+            "test_sigterm_ends_the_processes_and_leaves_none",
+            "test_interrupt_ends_the_processes_and_leaves_none",
+            "test_stop_ends_the_processes_and_leaves_none",
+            "test_stop_before_run_ends_the_run",
+        ),
+        ELSEWHERE,
+    )
+
+
 STARTS_AND_WAITS = f"""#!{sys.executable}
 import subprocess, sys
 first = next(place for place, word in enumerate(sys.argv) if word.endswith("runner.py"))

@@ -435,3 +435,10 @@ def test_our_frames_are_folded_in_each_link_of_a_chain_and_a_fault_of_ours_keeps
     assert "frame of accel" not in chain[1]
     fault = """settings_of(RunSettings)["mixed_precision"].parse(3, "here")"""
     assert "in parse\n" in accel("launch", script(RAISES.format(call=fault))).stderr
+
+
+def test_a_folder_of_the_run_that_cannot_be_written_is_told_and_does_not_end_the_run(accel, script, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = accel("launch", "--cpu", "--project_dir", tmp_path / "file", script("print('done')"))
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.startswith("accel launch: Cannot write into the folder of the run:")

@@ -148,7 +148,7 @@ def test_a_live_file_of_something_else_is_ignored(tmp_path):
 
 def test_a_launcher_whose_folder_cannot_be_written_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
-    LauncherLines(str(tmp_path / "file")).launch(0)
+    assert isinstance(LauncherLines(str(tmp_path / "file")).launch(0), OSError)
     launcher = LauncherLines(str(tmp_path / "run"))
     launcher.launch(0)
     launcher.ended(1, 5.0)

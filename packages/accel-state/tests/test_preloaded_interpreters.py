@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,21 @@ def test_what_does_not_import_torch_starts_as_usual(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import sys; print('torch' in sys.modules)")
     for arguments in (("-m", "module"), ("-c", "import module"), ("-E", "-s", "module.py")):
         assert python(*arguments, cwd=tmp_path).stdout == "False\n"
+
+
+def test_signals_that_come_too_late_do_not_start_the_script_again(tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+        "with open(sys.argv[1], 'a') as file:\n    file.write('once')\n"
+        "sys.exit(7)\n"
+    )
+    for turn in range(5):
+        seen = tmp_path / str(turn)
+        with subprocess.Popen([sys.executable, str(late), str(seen)]) as process:
+            while not seen.exists():
+                time.sleep(0.01)
+            while process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        assert (process.returncode, seen.read_text()) == (7, "once")

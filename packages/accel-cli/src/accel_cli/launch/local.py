@@ -123,8 +123,10 @@ class Supervisor:
         self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
     ) -> tuple[int, SettingError | None]:
         """Run an attempt to its end; its exit code, and the error for a port that is taken for the moment."""
-        if account is not None:
-            account.launch(attempt)
+        unwritable = account.launch(attempt) if account is not None else None
+        if unwritable is not None and not attempt:
+            told = f"{unwritable}. The account of its time and its failures may be lost."
+            print(f"accel launch: Cannot write into the folder of the run: {told}", file=sys.stderr, flush=True)
         code, refused = 0, None
         try:
             code = self._attempt(processes, inbox)

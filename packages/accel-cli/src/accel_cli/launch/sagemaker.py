@@ -10,7 +10,7 @@ from typing import Any, Final
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, common_environment
 from accel_cli.launch.settings import SageMakerSettings
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import LaunchError, NotOffered, SettingError
 from accel_state.labels import SageMakerDistributedType
 from accel_state.settings.installed import Requirement
 
@@ -55,6 +55,7 @@ class SageMaker:
 
         Raises:
             Missing: the SDK is not installed.
+            LaunchError: SageMaker does not take the job, or the job failed.
         """
         hand_in(plan.details)
         return 0
@@ -152,12 +153,20 @@ def hand_in(job: SageMakerJob) -> None:
 
     Raises:
         Missing: the SDK is not installed.
+        LaunchError: SageMaker does not take the job, or the job failed.
     """
     REQUIREMENT.demand("Cannot submit a training job to SageMaker.")
     from sagemaker.huggingface import HuggingFace  # type: ignore[import-not-found, unused-ignore]
 
     os.environ.update(job.variables)
-    HuggingFace(**job.estimator).fit(inputs=job.inputs)
+    try:
+        HuggingFace(**job.estimator).fit(inputs=job.inputs)
+    except Exception as error:
+        raise LaunchError(
+            "The training job of SageMaker failed.",
+            f"{type(error).__name__}: {error}",
+            "Check the account, the role and the machine in the config file, and the log of the job.",
+        ) from error
 
 
 def _account(settings: SageMakerSettings) -> dict[str, str]:

@@ -61,9 +61,9 @@ class LauncherLines:
     def __init__(self, project_dir: str, node: int = 0) -> None:
         self._path = os.path.join(project_dir, GOODPUT_FOLDER, f"launcher_{node}.jsonl")
 
-    def launch(self, attempt: int) -> None:
-        """The processes are about to be started."""
-        self._append({"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt})
+    def launch(self, attempt: int) -> OSError | None:
+        """The processes are about to be started; returns why the folder cannot be written."""
+        return self._append({"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt})
 
     def ended(self, rank: int, moment: float) -> None:
         """A process was seen to have ended."""
@@ -73,12 +73,13 @@ class LauncherLines:
         """The run is over."""
         self._append({"event": "over", "time": time.time(), "code": code})
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: dict[str, Any]) -> OSError | None:
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             append_line(self._path, line)
-        except OSError:
-            return
+        except OSError as error:
+            return error
+        return None
 
 
 @dataclass(frozen=True)

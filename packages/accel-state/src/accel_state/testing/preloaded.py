@@ -125,3 +125,7 @@ class PreloadedPython:
                 forked.wait()
         with contextlib.suppress(OSError):
             connection.send(_STATUS.pack(forked.wait()))
+            # Closing the connection while a late signal is in it would take the answer back.
+            while connection.fileno() in select.select([connection.fileno(), self._awake], [], [])[0]:
+                if not connection.recv(_STATUS.size):
+                    return

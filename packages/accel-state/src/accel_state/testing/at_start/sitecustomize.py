@@ -66,9 +66,15 @@ def _hand_over(address: str, arguments: list[str]) -> None:
         "ignored": ignored,
         "processors": os.sched_getaffinity(0),
     }
+
+    def forward(number: int, _: object) -> None:
+        # The program may have ended a moment ago, and with it who listens.
+        with contextlib.suppress(OSError):
+            connection.send(struct.pack("i", number))
+
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         if number not in ignored:
-            signal.signal(number, lambda number, _: connection.send(struct.pack("i", number)))
+            signal.signal(number, forward)
     connection.sendmsg([pickle.dumps(start)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", kept))])
     answer = connection.recv(4)
     code = struct.unpack("i", answer)[0] if answer else 255
