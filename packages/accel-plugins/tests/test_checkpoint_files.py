@@ -42,6 +42,14 @@ def test_a_system_that_begins_with_no_file_early_writes_the_same(
 
 
 @pytest.mark.usefixtures("cpu_state")
+@pytest.mark.skipif(not Path("/proc/version").is_file(), reason="needs a file system that flushes nothing")
+def test_a_file_system_that_cannot_flush_folders_is_written_to() -> None:
+    # Linux answers here what it answers for folders of SMB shares.
+    with pytest.raises(OSError, match="Invalid argument"):
+        files.fsync_path(Path("/proc/version"))
+    files.fsync_path(Path("/proc"))
+
+
 def test_shards_are_written_without_waiting_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("the commit waits for the disk")

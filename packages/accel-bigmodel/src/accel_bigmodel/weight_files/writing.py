@@ -6,6 +6,7 @@ save leaves every file that was there as it was.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -267,12 +268,15 @@ def _remove_stale(folder: Path, name: str, keep: Iterable[str]) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make the renames durable, where the system can open a folder (Windows cannot)."""
+    """Make the renames durable, where the system can open a folder (Windows cannot) and flush it (SMB cannot)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -6,6 +6,7 @@ The index counts objects of one kind from 0 in the order of `prepare`; index 0 h
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import sys
@@ -171,8 +172,12 @@ def _sync_file_range() -> Any | None:
     return call
 
 
+_NOT_OF_FOLDERS: Final = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP)
+"""What file systems answer that cannot flush folders, such as SMB shares: they write entries when they make them."""
+
+
 def fsync_path(path: Path) -> None:
-    """Wait until the disk holds a file or the entries of a folder; systems that cannot open folders skip those."""
+    """Wait until the disk holds a file, or the entries of a folder where the system can open and flush folders."""
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
     except PermissionError:
@@ -181,5 +186,8 @@ def fsync_path(path: Path) -> None:
         raise
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NOT_OF_FOLDERS):
+            raise
     finally:
         os.close(descriptor)
