@@ -81,6 +81,12 @@ def test_what_is_written_for_a_child_is_read_back(given: Example) -> None:
     assert from_environment(Example, to_environment(given)) == given
 
 
+@pytest.mark.parametrize("value", [[1], print, {"a": 1}])
+def test_an_object_without_text_is_not_written_for_a_child(value: Any) -> None:
+    with pytest.raises(SettingError, match="Cannot pass mode of Example on to another process"):
+        to_environment(Example(mode=value))
+
+
 def test_the_argument_wins_then_the_variable_then_the_file_then_the_default() -> None:
     environ = {"ACCEL_TEST_STEPS": "2", "ACCEL_TEST_RATE": "0.5"}
     file = {"rate": Given(0.7, "run.yaml:3"), "mode": Given("fast", "run.yaml:4")}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
+from accel_state.errors import SettingError
 from accel_state.settings.schema import Setting, given_value, settings_of
 
 __all__ = (
@@ -151,12 +152,24 @@ def fill_from_environment(settings: object, environ: Mapping[str, str] | None = 
 
 
 def to_environment(settings: object) -> dict[str, str]:
-    """Variables that pass an instance of a settings class on to a child process, without settings that are None."""
+    """Variables that pass an instance of a settings class on to a child process, without settings that are None.
+
+    Raises:
+        SettingError: a value is an object that has no text, such as a function or a module.
+    """
     variables = {}
     for name, known in settings_of(type(settings)).items():
         value = given_value(settings, name)
-        if known.variable is not None and value is not None:
-            variables[known.variable] = known.type.format(value)
+        if known.variable is None or value is None:
+            continue
+        # `str` writes any object, and nobody can read what it wrote of most.
+        if known.type.format is str and not isinstance(value, (str, int, float, os.PathLike)):
+            raise SettingError(
+                f"Cannot pass {name} of {type(settings).__name__} on to another process.",
+                f"The variable {known.variable} carries text, and {name} is a {type(value).__name__}.",
+                f"Give {known.type.name}, or make the settings in the other process.",
+            )
+        variables[known.variable] = known.type.format(value)
     return variables
 
 
