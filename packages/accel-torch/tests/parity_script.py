@@ -1,8 +1,8 @@
 """Trains a small model on the CPU; run by `accel check-parity` in tests. Its argument names what it does wrong.
 
-parity_script.py [sum | tokens | clock | rank | unseeded | unprepared | unshared | alike | noise | compiled]
+parity_script.py [sum | tokens | clock | rank | unseeded | unprepared | unshared | alike | noise | compiled | sparse]
 
-"compiled" is no fault.
+"compiled" and "sparse" are no faults: a compiled model, and one whose first gradient is sparse.
 """
 
 from __future__ import annotations
@@ -24,6 +24,31 @@ def made(fault: str) -> nn.Module:
         compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
         return compiled
     return model
+
+
+class Bag(nn.EmbeddingBag):
+    """Takes a weight for each of its entries."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, mode="sum", sparse=True)
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(4).expand(len(weights), 4), per_sample_weights=weights)
+
+
+def train_sparsely() -> None:
+    """Train with a sparse gradient, by an optimizer for it and one for the others."""
+    set_seed(3)
+    accelerator = Accelerator()
+    model = nn.Sequential(Bag(), nn.Linear(8, 3))
+    sparse, dense = torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[1].parameters())
+    loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randint(3, (48,))), batch_size=4)
+    model, sparse, dense, loader = accelerator.prepare(model, sparse, dense, loader)
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        for optimizer in (sparse, dense):
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def main(fault: str) -> None:
@@ -63,4 +88,7 @@ def main(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "")
+    if "sparse" in sys.argv:
+        train_sparsely()
+    else:
+        main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -41,8 +41,9 @@ def test_two_processes_compute_what_one_process_computes() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_compiled_model_is_compared_as_it_is_without_the_compiler() -> None:
-    code, report = check("--steps", "2", SCRIPT, "compiled")
+@pytest.mark.parametrize("kind", ["compiled", "sparse"])
+def test_compiled_models_and_sparse_gradients_are_compared(kind: str) -> None:
+    code, report = check("--steps", "2", SCRIPT, kind)
     assert (code, report["verdict"], report["steps"]) == (0, "equal", 2), report
 
 

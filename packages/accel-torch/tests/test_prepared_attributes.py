@@ -108,7 +108,7 @@ def test_plugins_of_the_state_may_be_assigned() -> None:
 
 
 def test_two_spellings_of_one_argument() -> None:
-    with pytest.raises(Conflict, match="two spellings"):
+    with pytest.raises(Conflict, match="two names of one argument"):
         Accelerator(cpu=True, deepspeed_plugin=object(), deepspeed_plugins=object())
 
 

@@ -16,7 +16,7 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_state.testing.profiling import profile
 from accel_torch import Accelerator, ReplicasDiffer, set_seed
-from accel_torch.replica_checker import bit_sums
+from accel_torch.replicas import bit_sums
 
 
 def trained(wrong: str, every: int = 2, seeds_differ: bool = False, options: dict[str, Any] | None = None) -> Any:
@@ -158,16 +158,16 @@ def calls_of_a_step(**options: Any) -> list[str]:
 
 def test_switched_off_they_add_no_call_to_a_step() -> None:
     plain = calls_of_a_step()
-    watchers = ("replica_checker", "straggler", "stopwatch", "observers")
+    watchers = ("replicas", "straggler", "stopwatch", "members")
     assert plain
     assert [name for name in plain if name.split(".")[1] in watchers] == []
     assert plain == calls_of_a_step(check_replicas_every=None, straggler_report=False)
     watched = calls_of_a_step(check_replicas_every=100)
-    assert [name for name in watched if "replica_checker" in name] == [
-        "accel_torch.replica_checker.step",
-        "accel_torch.replica_checker.stepped",
+    assert [name for name in watched if "replicas" in name] == [
+        "accel_torch.replicas.step",
+        "accel_torch.replicas.stepped",
     ]
-    assert [name for name in watched if "replica_checker" not in name] == plain
+    assert [name for name in watched if "replicas" not in name] == plain
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.0, True, "100"])

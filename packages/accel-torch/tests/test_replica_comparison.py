@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, LocalSGD
-from accel_torch.replica_comparison import findings
+from accel_torch.replicas import findings
 
 
 class Kept(logging.Handler):
@@ -31,7 +31,7 @@ class Kept(logging.Handler):
 
 def logged(loop: Callable[[Any], None], options: dict[str, Any]) -> list[str]:
     """What the comparison says on this process, once it has ended."""
-    kept, logger = Kept(), logging.getLogger("accel_torch.replica_comparison")
+    kept, logger = Kept(), logging.getLogger("accel_torch.replicas")
     logger.addHandler(kept)
     logger.propagate = False
     try:

@@ -208,6 +208,19 @@ def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
     assert not is_estimating()
 
 
+def truncated() -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    nn.init.trunc_normal_(model[0].weight, std=0.02)
+    return model, lambda model, batch: model(batch).sum(), torch.randn(8, 8)
+
+
+def test_a_model_that_begins_with_truncated_draws_is_estimated() -> None:
+    assert measure_plan(TrainingCase(truncated), PLANS["single"]).peak
+    # Tensors with values are drawn as always.
+    drawn = truncated()[0][0].weight
+    assert 0 < drawn.abs().max() <= 2
+
+
 def compared(build: Any, *arguments: Any, **options: Any) -> PlanComparison:
     case = TrainingCase(build)
     return compare_plans(read_facts(case), functools.partial(measure_plan, case), *arguments, **options)

@@ -10,7 +10,7 @@ from accel_torch.micro_batches import find_micro_batch_size as find_micro_batch_
 from accel_torch.misuse import MisuseWarning as MisuseWarning
 from accel_torch.profile import ProfileKwargs as ProfileKwargs
 from accel_torch.profile import ProfilerActivity as ProfilerActivity
-from accel_torch.replica_checker import ReplicasDiffer as ReplicasDiffer
+from accel_torch.replicas import ReplicasDiffer as ReplicasDiffer
 from accel_tracking import *  # noqa: F403
 
 __version__: str

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.gradient import GradientState
     from accel_torch.assemble import ActiveBackend
-    from accel_torch.replica_comparison import ReplicaComparison
+    from accel_torch.replicas import ReplicaComparison
 
 __all__ = ("MisuseGuard", "MisuseWarning")
 
@@ -358,7 +358,7 @@ class _NoteForward:
             return
         self._known.forwards += 1
         if len(self._known.inputs) < _STEPS and not guard.reads_prepared_loader():
-            from accel_torch.replica_comparison import digest_of
+            from accel_torch.replicas import digest_of
 
             self._known.inputs.append(digest_of((args, kwargs)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ("estimating", "is_estimating")
 
@@ -22,12 +23,30 @@ def is_estimating() -> bool:
 
 @contextmanager
 def estimating() -> Iterator[None]:
-    """A context in which `is_estimating()` is true, and modules without values are copied without a warning."""
+    """A context in which `is_estimating()` is true; modules without values are made and copied without a warning."""
     global _estimates
     before, _estimates = _estimates, True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_truncation():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
         _estimates = before
+
+
+@contextmanager
+def _without_truncation() -> Iterator[None]:
+    """Let truncated normal draws leave tensors without values as they are: torch reads what it drew, to reject some."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.nn import init
+
+    draw: Any = init._no_grad_trunc_normal_
+
+    def drawn(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *arguments, **options)
+
+    init._no_grad_trunc_normal_ = drawn
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = draw

@@ -66,6 +66,8 @@ def _from_config(path: str, batch_size: int, sequence_length: int) -> Any:
     """A model of the first architecture of a config, its own loss, and a batch of its main input."""
     library: Any = importlib.import_module("transformers")
     config = library.AutoConfig.from_pretrained(path)
+    # Training reads no cache of the tokens before.
+    config.use_cache = False
     names = list(getattr(config, "architectures", None) or ())
     kind = getattr(library, names[0], None) if names else None
     model = library.AutoModel.from_config(config) if kind is None else kind(config)
