@@ -284,7 +284,7 @@ def accounted(keeps: bool, scope: Scope) -> Call:
     """Steps over a prepared loader, with or without an account of their time."""
     import torch
 
-    from accel_torch.members import RUN_OBSERVERS
+    from accel_torch.observers import RUN_OBSERVERS
 
     before = list(RUN_OBSERVERS)
     settings = {"goodput": True, "project_dir": str(scope.folder)} if keeps else {}

@@ -29,7 +29,7 @@ from accel_state.goodput.account import (
 )
 from accel_state.hang_report.progress import PROGRESS
 from accel_state.protocol import share_protocol_state
-from accel_torch.members import RUN_OBSERVERS, RunObserver
+from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.stopwatch import TimedTransport
 
 if TYPE_CHECKING:

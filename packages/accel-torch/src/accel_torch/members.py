@@ -1,15 +1,16 @@
-"""What an Accelerator consists of, how it takes part in the run of its process, and what observes it."""
+"""What an Accelerator consists of, and how it takes part in the run of its process."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from accel_plugins.manifest import Ability, Duty
+from accel_plugins.manifest import Duty
 from accel_plugins.prepared import PreparedObjects
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble, transforms_of
+from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,40 +18,17 @@ if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
     from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
     from accel_plugins.checkpoint.remote import Uploader
-    from accel_plugins.strategy import Strategy
     from accel_plugins.transform import Transform
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
     from accel_torch.assemble import ActiveBackend
     from accel_torch.goodput import GoodputRecorder
-    from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
     from accel_torch.replicas import ReplicaChecker
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
 
-__all__ = ("RUN_OBSERVERS", "AcceleratorMembers", "RunObserver")
-
-
-class RunObserver:
-    """What follows every Accelerator of a process, for commands that run scripts as they are.
-
-    Its methods do nothing.
-    """
-
-    def configures(self, options: Options) -> Options:
-        """Called with the arguments of each new Accelerator, before it takes part in a run; those that it uses."""
-        return options
-
-    def begins(self, accelerator: Any) -> None:
-        """Called with each new Accelerator, before it prepares anything."""
-
-    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
-        """Called with each loader that `prepare` made, before it is read."""
-
-
-RUN_OBSERVERS: Final[list[RunObserver]] = []
-"""Those of this process."""
+__all__ = ("AcceleratorMembers",)
 
 
 class AcceleratorMembers:
@@ -87,15 +65,15 @@ class AcceleratorMembers:
         folder = options.project.project_dir or options.project.logging_dir
         if folder is not None:
             PROGRESS.writes_to(folder)
-        self._report = _straggler_report(options)
+        self._report = reporting(self._options)
         account = _account_of(self._options)
         self.state, self.gradient_state, self._backend = assemble(self._options, (self._report, account))
         self._backend.join(self)
         owned = self._backend.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
         self._prepared = PreparedObjects(scaler=None if self._backend.owns(Duty.PRECISION) else self._backend.precision)
-        self._accumulation.guard = _misuse_guard(options, self.gradient_state, self._backend, self._prepared)
-        self._replica_checker = _replica_checker(options, self._prepared, self._backend.strategy)
+        self._accumulation.guard = guarding(self._options, self.gradient_state, self._backend, self._prepared)
+        self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         if self._report is not None:
             self._report.watch_methods(self)
@@ -112,38 +90,6 @@ class AcceleratorMembers:
         remembered = {name: value for name, value in vars(self._prepared).items() if name != "scaler"}
         options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
         return _taking_part, (type(self), options, remembered)
-
-
-def _straggler_report(options: Options) -> StragglerReport | None:
-    """What times this process, or None."""
-    if not options.straggler_report:
-        return None
-    from accel_torch.straggler import StragglerReport
-
-    return StragglerReport()
-
-
-def _replica_checker(options: Options, prepared: PreparedObjects, strategy: Strategy) -> ReplicaChecker | None:
-    """What compares replicas after every so many steps, or None."""
-    if not options.check_replicas_every:
-        return None
-    from accel_torch.replicas import ReplicaChecker
-
-    return ReplicaChecker(options.check_replicas_every, prepared, strategy)
-
-
-def _misuse_guard(
-    options: Options, gradient: GradientState, backend: ActiveBackend, prepared: PreparedObjects
-) -> MisuseGuard:
-    """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
-    from accel_torch.misuse import MisuseGuard
-
-    alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1
-    if options.check_replicas_every is not None or not alike:
-        return MisuseGuard(gradient, backend, prepared)
-    from accel_torch.replicas import ReplicaComparison
-
-    return MisuseGuard(gradient, backend, prepared, ReplicaComparison(backend.strategy, prepared))
 
 
 def _account_of(options: Options) -> GoodputRecorder | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import SettingError
-from accel_torch.members import RUN_OBSERVERS, RunObserver
+from accel_torch.observers import RUN_OBSERVERS, RunObserver
 
 __all__ = ("DIFFERS", "EQUAL", "NOT_VERIFIED", "StopRun", "check_script", "launch", "run_script")
 

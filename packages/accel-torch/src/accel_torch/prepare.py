@@ -14,7 +14,7 @@ from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
-from accel_torch.members import RUN_OBSERVERS
+from accel_torch.observers import RUN_OBSERVERS
 from accel_torch.step import OptimizerStepper
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER, sample_file
-from accel_torch.members import RUN_OBSERVERS, RunObserver
+from accel_torch.observers import RUN_OBSERVERS, RunObserver
 
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
 

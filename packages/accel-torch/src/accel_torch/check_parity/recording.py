@@ -31,8 +31,8 @@ from accel_torch.check_parity.notes import ParityTask, RunFacts, RunNotes, StepN
 from accel_torch.check_parity.tolerances import elements_per_row
 from accel_torch.check_parity.variation import Variation, states
 from accel_torch.check_resume.digests import sample_digests
-from accel_torch.members import RunObserver
 from accel_torch.observed_runs import StopRun, run_script
+from accel_torch.observers import RunObserver
 from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.hang_report.progress import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
-from accel_torch.members import RunObserver
 from accel_torch.observed_runs import StopRun, run_script
+from accel_torch.observers import RunObserver
 
 if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator

@@ -27,8 +27,8 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.parameters import rebind
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import AccelError, SettingError
-from accel_torch.members import RUN_OBSERVERS, RunObserver
 from accel_torch.observed_runs import StopRun, run_script
+from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.training_memory import estimating
 from accel_torch.training_memory.comparison import ModelFacts, PlanComparison, model_facts
 from accel_torch.training_memory.plans import TrainingPlan

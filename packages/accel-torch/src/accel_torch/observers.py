@@ -1,0 +1,73 @@
+"""What watches a run; imported when it is needed, so that other runs do not pay for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_plugins.manifest import Ability
+
+if TYPE_CHECKING:
+    from accel_plugins.prepared import PreparedObjects
+    from accel_plugins.strategy import Strategy
+    from accel_state.gradient import GradientState
+    from accel_torch.assemble import ActiveBackend
+    from accel_torch.misuse import MisuseGuard
+    from accel_torch.options import Options
+    from accel_torch.replicas import ReplicaChecker
+    from accel_torch.straggler import StragglerReport
+
+__all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
+
+
+class RunObserver:
+    """What follows every Accelerator of a process, for commands that run scripts as they are.
+
+    Its methods do nothing.
+    """
+
+    def configures(self, options: Options) -> Options:
+        """Called with the arguments of each new Accelerator, before it takes part in a run; those that it uses."""
+        return options
+
+    def begins(self, accelerator: Any) -> None:
+        """Called with each new Accelerator, before it prepares anything."""
+
+    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+        """Called with each loader that `prepare` made, before it is read."""
+
+
+RUN_OBSERVERS: Final[list[RunObserver]] = []
+"""Those of this process."""
+
+
+def reporting(options: Options) -> StragglerReport | None:
+    """What times this process, or None."""
+    if not options.straggler_report:
+        return None
+    from accel_torch.straggler import StragglerReport
+
+    return StragglerReport()
+
+
+def watching(options: Options, prepared: PreparedObjects, strategy: Strategy) -> ReplicaChecker | None:
+    """What compares replicas, or None."""
+    if not options.check_replicas_every:
+        return None
+    from accel_torch.replicas import ReplicaChecker
+
+    return ReplicaChecker(options.check_replicas_every, prepared, strategy)
+
+
+def guarding(
+    options: Options, gradient: GradientState, backend: ActiveBackend, prepared: PreparedObjects
+) -> MisuseGuard:
+    """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
+    from accel_torch.misuse import MisuseGuard
+
+    alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1
+    once = options.check_replicas_every is None and alike
+    if not once:
+        return MisuseGuard(gradient, backend, prepared)
+    from accel_torch.replicas import ReplicaComparison
+
+    return MisuseGuard(gradient, backend, prepared, ReplicaComparison(backend.strategy, prepared))
