@@ -303,6 +303,15 @@ def test_copies_beyond_the_limit_are_removed(tmp_path: Path) -> None:
     assert [one.name for one in uploader.remote.committed()] == ["checkpoint_1", "checkpoint_2"]
 
 
+def test_a_copy_is_not_removed_as_soon_as_it_is_made(tmp_path: Path) -> None:
+    uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri()), keep=1)
+    # The second one is of a run that began anew.
+    for index, number in enumerate((5, 0)):
+        uploader.add(checkpoint(tmp_path / f"checkpoint_{number}"), IDS[index])
+    assert uploader.wait() == []
+    assert [one.name for one in uploader.remote.committed()] == ["checkpoint_0", "checkpoint_5"]
+
+
 def test_readers_never_see_half_of_a_checkpoint(tmp_path: Path) -> None:
     """After each write of an upload, a reader finds the old checkpoint whole or the new one whole."""
     seen: list[str] = []

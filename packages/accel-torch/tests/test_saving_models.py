@@ -20,6 +20,7 @@ from accel_state.errors import CheckpointError, SettingError, UnknownKind
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
+from accel_torch.folders import follow_number
 
 
 @pytest.fixture
@@ -177,6 +178,24 @@ def test_a_run_that_loads_nothing_does_not_number_before_another(tmp_path: Path)
         accelerator.load_state(str(folder / "checkpoint_3"))
         accelerator.save_state()
         assert {entry.name for entry in folder.iterdir()} == {"checkpoint_3", "checkpoint_4"}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "following"),
+    [
+        ("s3://bucket/run/checkpoint_7", 8),
+        ("s3://bucket/run/checkpoint_7/", 8),
+        ("s3://bucket/other/checkpoint_7", 2),
+        ("s3://bucket/run/best", 2),
+        ("run/checkpoints/checkpoint_7", 8),
+        ("run/checkpoints/checkpoint_0", 2),
+        ("run/checkpoint_7", 2),
+    ],
+)
+def test_names_go_on_after_that_of_a_checkpoint_that_was_loaded(loaded: str, following: int) -> None:
+    project = ProjectConfiguration("run", automatic_checkpoint_naming=True, iteration=2, remote="s3://bucket/run")
+    follow_number(project, loaded)
+    assert project.iteration == following
 
 
 def save_on_two(folder: str, on_each_node: bool) -> None:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_plugins.checkpoint.retention import checkpoints
+from accel_plugins.checkpoint.retention import checkpoints, number_of
+from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, SettingError
 
 if TYPE_CHECKING:
@@ -34,10 +35,20 @@ def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[s
     return str(_next_automatic(project)) if accelerator.state._process.rank == 0 else ""
 
 
-def follow_number(project: ProjectConfiguration, loaded: Path) -> None:
-    """Give the next automatic checkpoint a number after that of one that was loaded by its name."""
-    if project.automatic_checkpoint_naming and loaded.resolve().parent == automatic_folder(project).resolve():
-        number = next((one.number for one in checkpoints(loaded.parent) if one.path.name == loaded.name), -1)
+def follow_number(project: ProjectConfiguration, loaded: str) -> None:
+    """Give the next automatic checkpoint a number after that of one that was loaded by its name.
+
+    Args:
+        project: of the Accelerator.
+        loaded: the folder or URL.
+    """
+    if is_url(loaded):
+        store, _, name = loaded.rstrip("/").rpartition("/")
+        own = store == str(project.remote).rstrip("/")
+    else:
+        folder = Path(loaded).resolve()
+        own, name = folder.parent == automatic_folder(project).resolve(), folder.name
+    if own and project.automatic_checkpoint_naming and (number := number_of(name)) is not None:
         project.iteration = max(project.iteration, number + 1)
 
 

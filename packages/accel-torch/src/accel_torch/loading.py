@@ -56,7 +56,7 @@ def load_state(
                 facts = {} if manifest is None else manifest.facts
                 _demand_same_window(accelerator, found.folder, facts)
                 _load(accelerator, found.folder, dict(options))
-                _follow(accelerator, found.folder, facts)
+                _follow(accelerator, found.place, facts)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
@@ -106,7 +106,7 @@ def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Ma
         )
 
 
-def _follow(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, Any]) -> None:
+def _follow(accelerator: AcceleratorMembers, place: str, facts: Mapping[str, Any]) -> None:
     """Count steps, windows and automatic names from where the checkpoint was saved."""
     step = facts.get("run_step")
     if isinstance(step, int) and not isinstance(step, bool):
@@ -115,7 +115,7 @@ def _follow(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, A
     if facts.get("gradient_accumulation_steps", steps) != steps:
         # It was saved between two windows, and the next micro-batch begins one.
         accelerator._accumulation.step = 0
-    follow_number(accelerator._options.project, folder)
+    follow_number(accelerator._options.project, place)
 
 
 def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:

@@ -34,7 +34,7 @@ import xxhash
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, parse_manifest, read_manifest
-from accel_plugins.checkpoint.retention import beyond
+from accel_plugins.checkpoint.retention import beyond, number_of
 from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_errors
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import parse_json, path_inside, printable, record, text
@@ -52,7 +52,6 @@ _MANIFEST: Final = re.compile(r"(?P<name>[^/]+)/manifest-(?P<epoch>\d{8})-(?P<ge
 _FILE: Final = re.compile(r"(?P<name>[^/]+)/(?P<data>[0-9a-f]{32})/(?P<file>.+)")
 _SHARE: Final = re.compile(r"[^/]+/(?P<data>[0-9a-f]{32})\.share-(?P<rank>\d+)\.json")
 _WRITER: Final = re.compile(r"writers/(?P<epoch>\d{8})\.json")
-_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 _COMMIT: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
 _OWNER: Final = record({"host": text(), "started": text()}, {"pid": text()})
@@ -90,8 +89,8 @@ class RemoteCheckpoint:
     @property
     def number(self) -> int:
         """N of a name `checkpoint_N`; -1 of another name."""
-        found = _NUMBERED.fullmatch(self.name)
-        return int(found[1]) if found else -1
+        number = number_of(self.name)
+        return -1 if number is None else number
 
     @property
     def path(self) -> str:

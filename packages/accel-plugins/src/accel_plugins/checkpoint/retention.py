@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.manifest import Verdict, verify
 from accel_plugins.checkpoint.recovery import Claim, discard, fingerprint, located, missing, recover
 from accel_state.errors import CheckpointError
 
-__all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "remove_oldest", "surplus")
+__all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "number_of", "remove_oldest", "surplus")
 
 _NAME: Final = re.compile(r"checkpoint_(\d+)")
 
@@ -40,12 +40,23 @@ class Checkpoint:
         return verify(self.path, hashes=hashes)
 
 
+def number_of(name: str) -> int | None:
+    """N of a name `checkpoint_N`; None of another name.
+
+    Example:
+        >>> number_of("checkpoint_12"), number_of("best")
+        (12, None)
+    """
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a folder, oldest number first; staging folders do not count."""
     if not folder.is_dir():
         return []
-    found = ((entry, _NAME.fullmatch(entry.name)) for entry in folder.iterdir() if entry.is_dir())
-    return sorted((Checkpoint(entry, int(match[1])) for entry, match in found if match), key=lambda c: c.number)
+    found = ((entry, number_of(entry.name)) for entry in folder.iterdir() if entry.is_dir())
+    return sorted((Checkpoint(entry, number) for entry, number in found if number is not None), key=lambda c: c.number)
 
 
 def available(folder: Path) -> list[Checkpoint]:
@@ -53,9 +64,9 @@ def available(folder: Path) -> list[Checkpoint]:
     recover(folder)
     known = checkpoints(folder)
     for name in missing(folder):
-        match = _NAME.fullmatch(name)
-        if match is not None and (found := located(folder / name)) is not None:
-            known.append(Checkpoint(found, int(match[1])))
+        number = number_of(name)
+        if number is not None and (found := located(folder / name)) is not None:
+            known.append(Checkpoint(found, number))
     return sorted(known, key=lambda checkpoint: checkpoint.number)
 
 
