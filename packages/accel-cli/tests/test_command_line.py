@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -214,3 +215,16 @@ def test_a_run_whose_launcher_has_closed_streams_reads_and_writes_nothing(tmp_pa
     for rank in (0, 1):
         seen = (tmp_path / f"streams{rank}").read_text().split()
         assert all(one == "/dev/null" or one.startswith("pipe:") for one in seen)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_a_typed_error():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "accel_cli.main", "explain"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert [line.strip() for line in done.stderr.splitlines()] == [
+        "accel: Cannot write the output.",
+        "The disk is full: [Errno 28] No space left on device.",
+        "Make room, or write elsewhere; TMPDIR names the folder of temporary files.",
+    ]

@@ -6,6 +6,7 @@ Nothing here imports torch or a command that was not asked for, so `accel --help
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from accel_cli.command import Command, described, find_command, offers
-from accel_state.errors import AccelError
+from accel_state.errors import AccelError, LaunchError
 
 __all__ = ("console", "main")
 
@@ -51,6 +52,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         # The reader of our output has gone; the interpreter would complain again when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = LaunchError(
+            f"Cannot write {error.filename or 'the output'}.",
+            f"The disk is full: {error}.",
+            "Make room, or write elsewhere; TMPDIR names the folder of temporary files.",
+        )
+        print(f"{prog}: {full}", file=sys.stderr)
+        # What is left in the buffer would be written, and fail, again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except KeyboardInterrupt:
         return 130
 
