@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("train_characters.py")
-STEPS, SYNC_EVERY, PATIENCE = 1500, 100, 800.0
+STEPS, SYNC_EVERY, PATIENCE = 2000, 100, 800.0
 LOOPBACK_ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 
 

@@ -1,41 +1,56 @@
-"""What a replica of the tests runs to compare backends: a small network learns the characters of a text.
+"""What a replica of the tests runs to compare backends: a small GPT learns the characters of a text.
 
     train_characters.py FOLDER STEPS
 
-When it has made the steps, it notes the loss with the weights of the run, and the bytes that went through the loopback
-device so far.
+When it has made the steps, it notes the loss of text that it has not seen, with the weights of the run, and the bytes
+that went through the loopback device so far.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_torch import Accelerator
 
 DOCS = Path(__file__).parents[2] / "docs"
-CONTEXT, WIDTH, BATCH = 8, 128, 64
+CONTEXT, WIDTH, LAYERS, HEADS, BATCH, WARM_UP = 32, 64, 2, 4, 16, 100
 
 
-def model_of(characters: int) -> nn.Module:
-    """Guesses the next character from those before it.
+class CharGPT(nn.Module):
+    """Predicts each next character.
 
-    Bengio, Ducharme, Vincent, Jauvin: "A Neural Probabilistic Language Model" (JMLR 2003), over characters.
+    Args:
+        characters: how many different ones there are.
     """
-    return nn.Sequential(
-        nn.Embedding(characters, 16),
-        nn.Flatten(),
-        nn.Linear(16 * CONTEXT, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, characters),
-    )
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, characters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The loss of texts of shape (batch, CONTEXT + 1)."""
+        hidden = self.tokens(text[:, :-1]) + self.places.weight
+        logits = self.head(self.layers(hidden, mask=self.mask, is_causal=True))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+
+def warm_up_and_cosine(batches: int, warm_up: int, batch: int) -> float:
+    """The factor of the learning rate after so many of all batches."""
+    return min(1.0, (batch + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(batch / batches, 1.0)))
 
 
 def loopback_bytes() -> int:
@@ -52,12 +67,18 @@ def main(folder: Path, steps: int) -> None:
     content = "".join(page.read_text(encoding="utf-8") for page in pages).encode("ascii", "ignore").decode()
     code = {character: number for number, character in enumerate(sorted(set(content)))}
     codes = torch.tensor([code[character] for character in content])
-    windows = codes.unfold(0, CONTEXT + 1, 1)
+    cut = len(codes) * 19 // 20
+    windows, held_out = codes[:cut].unfold(0, CONTEXT + 1, CONTEXT // 4), codes[cut:].unfold(0, CONTEXT + 1, CONTEXT)
     accelerator = Accelerator(cpu=True)
-    model = model_of(len(code))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(TensorDataset(windows), batch_size=BATCH, shuffle=True)
+    model = CharGPT(len(code))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    groups = int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
+    schedule = partial(warm_up_and_cosine, steps * groups, WARM_UP * groups)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+        DataLoader(TensorDataset(windows), batch_size=BATCH, shuffle=True),
     )
     replica = os.environ.get("REPLICA_GROUP_ID", "0")
     progress, made = folder / f"progress-{replica}-{os.getpid()}", 0
@@ -65,9 +86,9 @@ def main(folder: Path, steps: int) -> None:
     while made < steps:
         for (batch,) in loader:
             with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1])
-                accelerator.backward(loss)
+                accelerator.backward(model(batch))
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
                 if accelerator.sync_gradients and not optimizer.step_was_skipped:
                     made = getattr(loader.share, "step", made) + 1
@@ -76,8 +97,9 @@ def main(folder: Path, steps: int) -> None:
             if made >= steps:
                 break
     with accelerator.global_weights(model), torch.no_grad():
-        sample = windows[:: len(windows) // 4096]
-        loss = nn.functional.cross_entropy(model(sample[:, :-1]), sample[:, -1]).item()
+        model.eval()
+        parts = held_out.split(512)
+        loss = sum(model(part).item() * len(part) for part in parts) / len(held_out)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     result = {"loss": loss, "bytes": loopback_bytes(), "parameters": parameters, "time": time.time()}
     (folder / f"end-{replica}.json").write_text(json.dumps(result))

@@ -205,6 +205,8 @@ def prepare_loader(
         order="global" if strategy.traits.elastic else configuration.order,
     )
     if strategy.traits.elastic:
+        from accel_data.elastic import ElasticLoader
+
         models = accelerator._prepared.models
         sharded = ElasticLoader.following(sharded, strategy.begin_step, lambda: any(model.training for model in models))
     if accelerator._report is not None:
