@@ -70,5 +70,5 @@ def test_the_command_enters_through_an_entry_point() -> None:
 def test_new_backend_overwrites_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "accel-backend-fancy").mkdir()
     assert main(["new-backend", "fancy", "--into", str(tmp_path)]) == 2
-    assert "It exists." in capsys.readouterr().err
+    assert "The folder exists already." in capsys.readouterr().err
     assert list((tmp_path / "accel-backend-fancy").iterdir()) == []

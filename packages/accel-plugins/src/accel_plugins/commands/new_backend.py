@@ -38,7 +38,7 @@ dependencies = ["accel-plugins>=0.1,<0.2", "accel-state>=0.1,<0.2", "torch>=2.9"
 [project.optional-dependencies]
 testing = ["accel-plugins[testing]>=0.1,<0.2"]
 
-# This is how accel finds the backend: the name that users choose it by, and where its Manifest stands.
+# This is how accel finds the backend: the name that users choose it by, and the object that is its Manifest.
 [project.entry-points."accel.backends"]
 {name} = "{module}.manifest:MANIFEST"
 
@@ -52,12 +52,12 @@ _README: Final = """\
 The backend `{name}` for `accel`.
 
 ```console
-$ pip install accel-backend-{name}
+$ pip install -e .
 $ accel backends
 $ accel launch --backend {name} --{flag}_bucket_mb 50 --num_processes 2 train.py
 ```
 
-Its tests need the extra `testing`: `pip install accel-backend-{name}[testing]`, then `pytest tests`.
+Its tests need the extra `testing`: `pip install -e '.[testing]'`, then `pytest tests`.
 """
 
 _PACKAGE: Final = '''\
@@ -226,12 +226,14 @@ class Test{title}Alone(BackendSuite):
 class NewBackend:
     """Writes a package with a backend that passes the conformance kit."""
 
-    help = "write a package that brings a backend, and passes the conformance kit"
+    help = "create a package with a backend that passes the conformance kit"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the name and the folder."""
         parser.add_argument("name", help="the name by which users choose the backend")
-        parser.add_argument("--into", type=Path, default=Path(), help="folder to write it into; this one by default")
+        parser.add_argument(
+            "--into", type=Path, default=Path(), help="folder to create it in; the current one by default"
+        )
 
     def run(self, arguments: Namespace) -> int:
         """Write the package, and print what comes next.
@@ -257,20 +259,20 @@ def _check(name: str, folder: Path) -> None:
     taken = {found.name: found.origin for found in extensions("accel.backends")}
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise SettingError(
-            f"Cannot call a backend {name!r}.",
+            f"Cannot name a backend {name!r}.",
             f"A name has lower-case letters and digits, in parts joined by - or _, and is at most {_LONGEST} long.",
             "Choose another name.",
         )
     if name in taken:
         raise SettingError(
-            f"Cannot call a backend {name!r}.",
-            f"It is the name of a backend of {taken[name]}.",
+            f"Cannot name a backend {name!r}.",
+            f"{taken[name]} has a backend of that name.",
             "Choose another name.",
         )
     if folder.exists():
         raise SettingError(
             f"Cannot write {folder}.",
-            "It exists.",
+            "The folder exists already.",
             "Choose another name, or another folder by --into.",
         )
 
