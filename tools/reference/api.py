@@ -49,7 +49,7 @@ def _index(packages: list[str], modules: Modules, links: Links) -> str:
 
 def _top_page(package: str, top: list[Entry], has_modules: bool, modules: Modules) -> str:
     names = sorted((entry.name for entry in top), key=str.lower)
-    summary = [f".. automodule:: {package}", "", f"What ``from {package} import ...`` gives:", ""]
+    summary = [f".. automodule:: {package}", "", f"The public names of ``{package}``:", ""]
     summary += [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names)]
     lines = [f"# {package}", "", *_restructured(summary), *_given_on(package, modules)]
     if has_modules:
