@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accel_plugins.manifest import Duty
 from accel_state import AcceleratorState, current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientState
+from accel_state.testing.processes import run_command
 from accel_state.testing.public_names import check_public_names
 from accel_torch import (
     Accelerator,
@@ -454,3 +456,12 @@ def test_a_second_accelerator_may_name_the_same_backend() -> None:
     assert Accelerator(cpu=True, backend="single")._backend is first._backend
     with pytest.raises(Conflict, match="made with backend='single'"):
         Accelerator(cpu=True, backend="ddp")
+
+
+def test_an_accelerator_of_one_process_imports_no_collectives_and_no_settings_of_8_bits() -> None:
+    code = "import sys; from accel_torch import Accelerator; Accelerator(cpu=True); print(*sys.modules)"
+    done = run_command([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    late = {"accel_state.protocol", "accel_state.hang_report.call_log", "accel_ops.agreement", "accel_data.loader"}
+    late |= {"accel_state.transport.control", "accel_plugins.precision.config", "accel_bigmodel.loading"}
+    assert not late & set(done.stdout.split())
