@@ -37,9 +37,11 @@ WARMUP = {
 }
 
 
-def launch(processes: int = 2, **told: Any) -> Finished:
-    command = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", str(RUN))
-    # The engine compiles a piece of C++ with ninja, which lies beside the interpreter.
+def launch(processes: int | None = 2, **told: Any) -> Finished:
+    """Run the script in some processes of torchrun; None starts it by itself."""
+    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone")
+    command = (sys.executable, *(torchrun if processes is not None else ()), str(RUN))
+    # The engine compiles a piece of C++ with ninja, which is beside the interpreter.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     return run_command([*command, json.dumps(told)], timeout=250, env={"PATH": path, "OMP_NUM_THREADS": "1"})
 
@@ -182,3 +184,8 @@ def test_what_cannot_work_is_refused_with_the_reason(told: dict[str, Any], said:
     done = launch(processes=1, **told)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_a_process_without_a_launcher_trains_like_one_of_a_launcher() -> None:
+    alone, launched = (reported(launch(processes, plugin={"zero_stage": 1})) for processes in (None, 1))
+    assert alone["losses"] == pytest.approx(launched["losses"])

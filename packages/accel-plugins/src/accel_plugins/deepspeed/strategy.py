@@ -66,6 +66,8 @@ class DeepSpeedStrategy(Strategy):
         self._plugin.select(_from_accelerator_state=True)
         if not dist.is_initialized():
             dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
+            # DeepSpeed refuses a process without this variable, which launchers set.
+            current.publish_for_run({"LOCAL_RANK": str(context.process.topology.local_rank)})
         parallelism_config = context.parallelism_config
         if parallelism_config is not None and parallelism_config.sp_by_engine:
             from accel_plugins.deepspeed.ulysses import Ulysses
