@@ -201,6 +201,6 @@ def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
     with pytest.raises(SettingError, match="The account of its time needs a project folder"):
         Accelerator(cpu=True, goodput=True)
-    with pytest.raises(SettingError, match="True or False"):
+    with pytest.raises(SettingError, match="must be a bool"):
         Accelerator(cpu=True, goodput="yes")  # type: ignore[arg-type]
     assert not os.path.exists("goodput")
