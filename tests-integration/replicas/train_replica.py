@@ -3,8 +3,8 @@
     train_replica.py FOLDER SAMPLES PAUSE [SAVE_EVERY DEVICE]
 
 With SAVE_EVERY above 0, each replica saves a checkpoint after so many steps and takes up its newest one when it starts.
-An attempt of a step is noted before it is decided whether it counts, so that nothing is missing of a replica that is
-killed in between.
+An attempt of a step is noted before its gradients leave in backward, so that nothing is missing of a replica that is
+killed when the others have them.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def main(folder: Path, samples: int, pause: float, save_every: int = 0, device: 
                 with accelerator.accumulate(model):
                     share = loader.share
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                    accelerator.backward(loss)
                     ids += index.tolist()[: share.samples]
                     total += loss.item() * share.samples
                     if accelerator.sync_gradients:
                         note(attempt=share.step, epoch=epoch, members=share.members, ids=ids, loss=total)
                         ids, total = [], 0.0
+                    accelerator.backward(loss)
                     optimizer.step()
                     if accelerator.sync_gradients and not optimizer.step_was_skipped:
                         note(step=share.step, members=share.members)
