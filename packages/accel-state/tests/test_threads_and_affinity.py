@@ -107,8 +107,11 @@ def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 class TwoDevices(CPU):
     """A family of two devices that are made of host memory; each is attached to a node of its own."""
 
-    def device(self, local_rank: int) -> torch.device:
-        return torch.device("meta", local_rank % 2)
+    def count(self) -> int:
+        return 2
+
+    def device_at(self, index: int) -> torch.device:
+        return torch.device("meta", index)
 
     def numa_node(self, index: int) -> int | None:
         return index

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from accel_plugins.bundle import Bundle, ObjectsByKind
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
-from accel_state.errors import UnknownKind
+from accel_state.errors import SettingError
 from accel_state.labels import PREPARED
 
 if TYPE_CHECKING:
@@ -90,16 +90,20 @@ class PreparedObjects(ObjectsByKind):
         """Keep objects whose state goes into every checkpoint.
 
         Raises:
-            UnknownKind: one of them has no `state_dict` and `load_state_dict`.
+            SettingError: some of them have no `state_dict` and `load_state_dict`.
         """
         given = list(objects)
-        for index, item in enumerate(given):
-            if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict")):
-                raise UnknownKind(
-                    f"Cannot register {item!r} for checkpointing (argument {index + 1}).",
-                    "It lacks the methods state_dict() and load_state_dict(state).",
-                    "Add them, or save the object yourself.",
-                )
+        without = [
+            f"Item at index {index} is a {type(item).__name__}."
+            for index, item in enumerate(given)
+            if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
+        ]
+        if without:
+            raise SettingError(
+                "Cannot register objects without the methods state_dict() and load_state_dict(state).",
+                " ".join(without),
+                "Add these methods, or save the objects yourself.",
+            )
         self.custom.extend(given)
 
     def only_model(self) -> Module | None:

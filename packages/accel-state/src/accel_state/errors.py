@@ -10,6 +10,7 @@ __all__ = (
     "AccelError",
     "AlreadyExists",
     "CheckpointError",
+    "CheckpointNameError",
     "CollectiveError",
     "Conflict",
     "DataError",
@@ -114,6 +115,10 @@ class DataError(AccelError, RuntimeError):
 
 class CheckpointError(AccelError, RuntimeError):
     """Raised when a checkpoint cannot be written, or when one on the disk is damaged or incomplete."""
+
+
+class CheckpointNameError(SettingError, CheckpointError):
+    """Raised when a call names a folder without a checkpoint, or a name that another checkpoint has taken."""
 
 
 class LaunchError(AccelError, RuntimeError):

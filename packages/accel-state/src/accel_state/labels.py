@@ -52,7 +52,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
         return [str(member) for member in cls]
 
 
-class DistributedType(str, BaseEnum):
+class DistributedType(str, Enum, metaclass=EnumWithContains):
     """What users read as `distributed_type`: the strategy and the kind of processes of a run."""
 
     NO = "NO"
@@ -80,14 +80,14 @@ class PrecisionType(str, BaseEnum):
     BF16 = "bf16"
 
 
-class ComputeEnvironment(str, BaseEnum):
+class ComputeEnvironment(str, Enum, metaclass=EnumWithContains):
     """Where a configured run takes place."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class SageMakerDistributedType(str, BaseEnum):
+class SageMakerDistributedType(str, Enum, metaclass=EnumWithContains):
     """Kinds of distribution that SageMaker offers."""
 
     NO = "NO"
@@ -132,7 +132,7 @@ class DynamoBackend(str, BaseEnum):
     NEURON = "NEURON"
 
 
-class CustomDtype(BaseEnum):
+class CustomDtype(Enum, metaclass=EnumWithContains):
     """Data types narrower than a byte, or without a torch dtype, that device maps can count."""
 
     FP8 = "fp8"

@@ -22,7 +22,7 @@ _STACK_LEVEL = 2
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger that logs on the main process only, unless a call says otherwise.
+    """A logger that logs on the main process only, unless a call says otherwise; each message begins with the rank.
 
     Each call takes two more keywords: `main_process_only` (True by default), and `in_order`, with which the processes
     log one after the other. A `stacklevel` counts from the method of this class: 2 is its caller, 3 the caller of that.
@@ -50,6 +50,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             self._log_in_order(level, msg, args, kwargs)
         elif not main_process_only or process.rank == 0:
             self._emit(level, msg, args, kwargs)
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """The message behind "[RANK 0] ", and the keywords; called for each record."""
+        text, kwargs = super().process(msg, kwargs)
+        return f"[RANK {current.process().rank}] {text}", kwargs
 
     def _emit(self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]) -> None:
         text, kwargs = self.process(msg, kwargs)

@@ -128,6 +128,7 @@ def _content() -> dict[str, Any]:
     if process is None:
         return {}
     return {
+        "_cpu": bool(process.options.get("cpu")),
         "backend": process.backend,
         "device": process.device,
         "debug": process.debug,
@@ -336,12 +337,12 @@ class PartialState:
         return only
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this rank only."""
-        return self._only(function, lambda: self.process_index == process_index)
+        """Decorator: run the function on the process with this rank only; a process that is alone runs it always."""
+        return self._only(function, lambda: not self.use_distributed or self.process_index == process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on the processes with this local rank only."""
-        return self._only(function, lambda: self.local_process_index == local_process_index)
+        """Decorator: run the function on the processes with this local rank only; one that is alone runs it always."""
+        return self._only(function, lambda: not self.use_distributed or self.local_process_index == local_process_index)
 
     def _only(self, function: F | None, condition: Callable[[], bool]) -> Any:
         """The function where the condition holds; a decorator when there is no function yet."""

@@ -97,6 +97,7 @@ def _content() -> dict[str, Any]:
         **PartialState._shared_state,
         **{name: run.given[name] for name in PLUGINS if name in run.given},
         "distributed_type": run.distributed_type,
+        "_mixed_precision": run.mixed_precision,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": run.parallelism_config,
         "device_mesh": run.mesh,

@@ -91,7 +91,16 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
             str(error).splitlines()[0],
             "Give a device such as cpu or cuda:0.",
         ) from None
-    return family.device(topology.local_rank if given.index is None else given.index)
+    if given.index is None:
+        return family.device(topology.local_rank)
+    try:
+        return family.device_at(given.index)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"Cannot use the device {settings.device!r}.",
+            str(error).splitlines()[0],
+            f"Give the index of one of the {family.count()} devices that this process sees, or none.",
+        ) from error
 
 
 def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:

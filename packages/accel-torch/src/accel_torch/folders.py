@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.checkpoint.retention import checkpoints, number_of
 from accel_plugins.checkpoint.store import is_url
-from accel_state.errors import CheckpointError, SettingError
+from accel_state.errors import CheckpointNameError, SettingError
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration
@@ -27,7 +27,7 @@ def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[s
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
-        CheckpointError: the name is taken.
+        CheckpointNameError: the name is taken.
     """
     project = accelerator._options.project
     if not project.automatic_checkpoint_naming:
@@ -57,7 +57,7 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
     target = folder / f"checkpoint_{project.iteration}"
     later = [one.path.name for one in checkpoints(folder) if one.number >= project.iteration]
     if later or target.exists():
-        raise CheckpointError(
+        raise CheckpointNameError(
             f"Cannot save {target} by automatic naming.",
             f"{(later or [target.name])[-1]} is there already, and load_state() would take it for the newest.",
             "Call load_state() first to continue after it, set project_configuration.iteration to a later number, or "

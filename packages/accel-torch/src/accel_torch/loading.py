@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
-from accel_state.errors import CheckpointError, UnknownKind
+from accel_state.errors import CheckpointError, CheckpointNameError, UnknownKind
 from accel_state.hang_report.progress import PROGRESS
 from accel_torch.folders import automatic_folder, follow_number, given_folder
 
@@ -181,7 +181,7 @@ def _chosen(
         return None
     asked = f"Cannot load the checkpoint {folder}."
     if found is None:
-        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
+        raise CheckpointNameError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
     if damage := _damage(accelerator, barrier, found, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return _Chosen(found, str(found))

@@ -31,7 +31,7 @@ def main() -> None:
     """
     accelerator = Accelerator()
     accelerator.print(
-        f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, on {accelerator.device.type}, "
+        f"{accelerator.num_processes} process(es), {accelerator.distributed_type.value}, on {accelerator.device.type}, "
         f"mixed precision {accelerator.mixed_precision}"
     )
     for check in _CHECKS:

@@ -22,7 +22,7 @@ from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, i
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.torch_files import check_torch_file
 from accel_ops.pickle_check import PickleRefused
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, CheckpointNameError
 
 __all__ = (
     "FileWeight",
@@ -112,7 +112,7 @@ def _in_folder(folder: Path) -> Path:
     if len(indexes) == 1:
         return indexes[0]
     found = f"{len(indexes)} index files: {', '.join(index.name for index in indexes)}" if indexes else "no index file"
-    raise CheckpointError(
+    raise CheckpointNameError(
         f"Cannot load weights from the folder {str(folder)!r}.",
         f"It holds neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {found}.",
         "Name the weight file or the index itself.",

@@ -207,12 +207,15 @@ class PlaceSettings:
 
     compute_environment: str = _of_file(
         ComputeEnvironment.LOCAL_MACHINE.value,
-        type=choice(*ComputeEnvironment.list(), fold=str.upper),
+        type=choice(*(one.value for one in ComputeEnvironment), fold=str.upper),
         help="Where the run takes place.",
     )
     distributed_type: str | None = _of_file(
         None,
-        type=choice(*dict.fromkeys((*DistributedType.list(), *SageMakerDistributedType.list())), fold=str.upper),
+        type=choice(
+            *dict.fromkeys(one.value for kind in (DistributedType, SageMakerDistributedType) for one in kind),
+            fold=str.upper,
+        ),
         help="Kind of run that a config file was written for.",
     )
 

@@ -86,6 +86,8 @@ MANIFEST: Final = Manifest(
     config="{module}.config:{title}Config",
     strategy="{module}.strategy:{title}Strategy",
     axes=frozenset({{Axis.REPLICATE}}),
+    # `accel estimate-memory --training` lists the backend with plans of data parallelism.
+    memory_plans="accel_plugins.memory_plans:MemoryPlans",
     protocol=2,
 )
 '''

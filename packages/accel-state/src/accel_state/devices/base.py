@@ -78,7 +78,11 @@ class DeviceFamily(ABC):
 
     def device(self, local_rank: int) -> torch.device:
         """The device of the process with this local rank; makes it the current device."""
-        chosen = torch.device(self.name, local_rank % max(self.count(), 1))
+        return self.device_at(local_rank % max(self.count(), 1))
+
+    def device_at(self, index: int) -> torch.device:
+        """The device with this index; makes it the current device."""
+        chosen = torch.device(self.name, index)
         self.module.set_device(chosen)
         return chosen
 

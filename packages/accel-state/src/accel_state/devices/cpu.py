@@ -35,7 +35,7 @@ class CPU(DeviceFamily):
     def count(self) -> int:
         return 1
 
-    def device(self, local_rank: int) -> torch.device:
+    def device_at(self, index: int) -> torch.device:
         return torch.device("cpu")
 
     def configure(self, topology: Topology) -> None:

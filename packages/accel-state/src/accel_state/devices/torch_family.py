@@ -165,7 +165,7 @@ class MPS(TorchFamily):
     def count(self) -> int:
         return 1
 
-    def device(self, local_rank: int) -> torch.device:
+    def device_at(self, index: int) -> torch.device:
         return torch.device(self.name)
 
     def seed(self, seed: int) -> None:

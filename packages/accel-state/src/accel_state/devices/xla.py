@@ -91,6 +91,9 @@ class XLA(TorchFamily):
         return int(runtime.addressable_device_count())
 
     def device(self, local_rank: int) -> torch.device:
+        return self.device_at(0)
+
+    def device_at(self, index: int) -> torch.device:
         """The device that the runtime assigned to this process; it has index 0 there."""
         return torch.device(self.name, 0)
 

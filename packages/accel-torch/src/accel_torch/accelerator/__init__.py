@@ -183,6 +183,6 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
 
     def __repr__(self) -> str:
         return (
-            f"Accelerator({self.distributed_type}, process {self.process_index} of {self.num_processes}, "
+            f"Accelerator({self.distributed_type.value}, process {self.process_index} of {self.num_processes}, "
             f"{self.device}, mixed_precision={self.mixed_precision!r})"
         )

@@ -209,7 +209,7 @@ class SavingMixin(AcceleratorMembers):
         """Save and load the state of more objects with every checkpoint.
 
         Raises:
-            UnknownKind: one of them has no `state_dict` and `load_state_dict`.
+            SettingError: some of them have no `state_dict` and `load_state_dict`.
 
         Example:
             >>> accelerator.register_for_checkpointing(average_of_weights)
