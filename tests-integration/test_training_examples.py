@@ -239,7 +239,7 @@ ALONE = {
     "evaluating": (5, list(range(9)), list(range(9))),
     "padding_and_reducing": ([1], [1], [0]),
     "splitting": (["A", "B", "C"], ["A", "B", "C"]),
-    "who_runs": (["main", "local main", "last", "local 0", "in turn"], False),
+    "who_runs": (["main", "local main", "last", "process 1", "local 0", "in turn"], False),
     "everyone_waits": True,
 }
 TOGETHER = {

@@ -30,7 +30,7 @@ def plan(devices=1, file=None, **flags):
     return make_plan(LaunchRequest(settings(file, **flags), Script("script", "job.py"), machine, carried_classes()))
 
 
-@pytest.mark.parametrize("name", {*DistributedType.list(), *SageMakerDistributedType.list()})
+@pytest.mark.parametrize("name", {one.value for kinds in (DistributedType, SageMakerDistributedType) for one in kinds})
 def test_every_kind_of_a_file_is_understood(name):
     kind, effect = kind_of(settings(distributed_type=name))
     assert (kind.label, effect.origin) == (name, "run.yaml:1")

@@ -228,7 +228,7 @@ def train_with_ddp() -> tuple[str, str, list[float]]:
         grad = model.weight.grad
         assert grad is not None
         state.wait_for_everyone()
-        answer = str(state.distributed_type), str(state.backend), grad.cpu().flatten().tolist()
+        answer = state.distributed_type.value, str(state.backend), grad.cpu().flatten().tolist()
         state.destroy_process_group()
         return answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accel_state import PartialState
 from accel_state.devices import select
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered, PluginError, SettingError
+from accel_state.labels import ComputeEnvironment, DistributedType, PrecisionType
 from accel_state.settings.extension import Extension
 from accel_state.settings.run import ProcessSettings
 from accel_state.testing.fresh import fresh
@@ -103,6 +105,41 @@ def test_a_family_is_added_at_run_time(offered: list[Extension]) -> None:
     assert isinstance(select.best_family(), Abacus)
     assert isinstance(select.wanted_family(ProcessSettings(cpu=True)), CPU)
     assert isinstance(select.wanted_family(ProcessSettings(device="abacus:0")), Abacus)
+
+
+@pytest.mark.parametrize("index", [1, 64])
+def test_a_device_that_is_named_with_its_index_is_taken_by_it(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with fresh():
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", f"cuda:{index}")
+        assert PartialState().device == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+
+
+def test_a_device_with_an_index_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with fresh():
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
+        with pytest.raises(SettingError, match=r"(?s)'cuda:64'.*invalid device ordinal.*of one of the"):
+            PartialState()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (DistributedType.MULTI_CPU, "DistributedType.MULTI_CPU"),
+        (ComputeEnvironment.LOCAL_MACHINE, "ComputeEnvironment.LOCAL_MACHINE"),
+        (PrecisionType.BF16, "bf16"),
+    ],
+)
+def test_the_text_of_a_kind_is_what_scripts_compare(kind: Any, text: str) -> None:
+    assert str(kind) == text
+    assert kind.value in type(kind)
+    assert kind == kind.value
 
 
 def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

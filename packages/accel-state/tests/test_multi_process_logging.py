@@ -31,8 +31,8 @@ def records() -> list[tuple[str, str]]:
 
 def test_records_are_logged_by_main_process_all_or_in_order(two: Processes) -> None:
     first, second = two.run(records)
-    assert first == [("once", "records"), ("everywhere", "records"), ("in turn", "records")]
-    assert second == [("everywhere", "records"), ("in turn", "records")]
+    assert first == [(f"[RANK 0] {said}", "records") for said in ("once", "everywhere", "in turn")]
+    assert second == [(f"[RANK 1] {said}", "records") for said in ("everywhere", "in turn")]
 
 
 def test_logging_too_early() -> None:

@@ -13,6 +13,7 @@ import torch
 from accel_state import AcceleratorState, DistributedType, InitProcessGroupKwargs, PartialState, current
 from accel_state.errors import CollectiveError, Conflict, NotReady, SettingError, ShapeMismatch, UnknownKind
 from accel_state.process import split_inputs
+from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes, ProcessesFailed
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -58,7 +59,7 @@ def describe() -> dict[str, Any]:
     return {
         "rank": state.process_index,
         "count": state.num_processes,
-        "type": str(state.distributed_type),
+        "type": state.distributed_type.value,
         "backend": state.backend,
         "last": state.is_last_process,
     }
@@ -155,6 +156,14 @@ def decorated() -> list[Any]:
 
 def test_decorators_choose_the_process(two: Processes) -> None:
     assert two.run(decorated) == [["main", None, None, "local"], [None, "last", "one", None]]
+
+
+def test_a_process_that_is_alone_runs_what_is_for_any_one_process() -> None:
+    with fresh():
+        state = PartialState(cpu=True)
+        for chosen in (state.on_process(process_index=3), state.on_local_process(local_process_index=3)):
+            assert chosen(lambda: "ran")() == "ran"
+        assert state.on_main_process(lambda: "ran")() == "ran"
 
 
 def fail_on_one() -> None:

@@ -107,8 +107,8 @@ def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 class TwoDevices(CPU):
     """A family of two devices that are made of host memory; each is attached to a node of its own."""
 
-    def count(self) -> int:
-        return 2
+    def device(self, local_rank: int) -> torch.device:
+        return self.device_at(local_rank % 2)
 
     def device_at(self, index: int) -> torch.device:
         return torch.device("meta", index)

@@ -366,7 +366,7 @@ def test_saving_and_loading_without_a_place(tmp_path: Path) -> None:
         accelerator.load_state()
     with pytest.raises(CheckpointError, match="nothing_here"):
         accelerator.load_state(tmp_path / "nothing_here")
-    with pytest.raises(UnknownKind, match="argument 1"):
+    with pytest.raises(SettingError, match="Item at index 0 is a int"):
         accelerator.register_for_checkpointing(3)
 
 

@@ -78,7 +78,7 @@ def train(sizes: dict[str, int] | None, how: str = "", **options: Any) -> dict[s
         "losses": losses,
         "seen": seen,
         "weights": {name: value.tolist() for name, value in accelerator.get_state_dict(prepared_model).items()},
-        "type": str(accelerator.distributed_type),
+        "type": accelerator.distributed_type.value,
         "sharded": sum(isinstance(parameter, DTensor) for parameter in prepared_model.parameters()),
         "same": accelerator.unwrap_model(prepared_model, keep_torch_compile=False) is model,
     }

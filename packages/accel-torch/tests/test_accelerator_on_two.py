@@ -17,7 +17,7 @@ from accel_torch import Accelerator, FullyShardedDataParallelPlugin, TorchDynamo
 
 def who() -> tuple[str, int, bool, str]:
     accelerator = Accelerator(cpu=True)
-    return str(accelerator.distributed_type), accelerator.num_processes, accelerator.is_main_process, repr(accelerator)
+    return accelerator.distributed_type.value, accelerator.num_processes, accelerator.is_main_process, repr(accelerator)
 
 
 def test_ranks_of_two_processes(two: Processes) -> None:

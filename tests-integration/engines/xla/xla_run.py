@@ -117,7 +117,7 @@ def shape_of(accelerator: Accelerator, model: nn.Module, inputs: torch.Tensor) -
     bare = accelerator.unwrap_model(model)
     weights = accelerator.get_state_dict(model)
     return {
-        "type": str(accelerator.distributed_type),
+        "type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
         "device": str(accelerator.device),
         "tied": bare.first.weight is bare.last.weight,

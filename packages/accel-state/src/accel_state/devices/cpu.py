@@ -35,6 +35,9 @@ class CPU(DeviceFamily):
     def count(self) -> int:
         return 1
 
+    def device(self, local_rank: int) -> torch.device:
+        return self.device_at(0)
+
     def device_at(self, index: int) -> torch.device:
         return torch.device("cpu")
 

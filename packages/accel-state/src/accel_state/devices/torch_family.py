@@ -165,6 +165,9 @@ class MPS(TorchFamily):
     def count(self) -> int:
         return 1
 
+    def device(self, local_rank: int) -> torch.device:
+        return self.device_at(0)
+
     def device_at(self, index: int) -> torch.device:
         return torch.device(self.name)
 
