@@ -88,7 +88,7 @@ def test_rows_3_and_4_the_order_of_the_arguments() -> None:
 def test_row_5_and_6_older_spellings_and_several_configurations() -> None:
     assert parameters(Accelerator)["deepspeed_plugins"] is None
     assert parameters(Accelerator)["torch_tp_plugin"] is None
-    with pytest.raises(Conflict, match="two spellings"):
+    with pytest.raises(Conflict, match="two names of one argument"):
         Accelerator(cpu=True, deepspeed_plugin={"a": 1}, deepspeed_plugins={"b": 2})
 
 
