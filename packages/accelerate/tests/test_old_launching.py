@@ -293,7 +293,7 @@ def test_old_configs_and_wrong_ones(tmp_path):
 
 def test_the_usual_file(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    assert write_basic_config("bf16", str(path)) == str(path)
+    assert write_basic_config("bf16", str(path)) == path
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     assert write_basic_config("bf16", str(path)) is False
     parser = argparse.ArgumentParser()

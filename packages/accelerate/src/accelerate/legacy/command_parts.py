@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from argparse import ArgumentParser, HelpFormatter, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 from typing import Any, Final
 
 from accel_cli.command import spelled
@@ -132,13 +133,13 @@ def get_sagemaker_input() -> SageMakerConfig:
     )
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> str | bool:
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> Path | bool:
     """Write the usual config file for this machine; False where there is a file already."""
-    path = str(save_location)
+    path = Path(save_location)
     precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
-    if os.path.exists(path):
+    if path.exists():
         return False
-    write_config(path, usual_config(best_devices(), precision))
+    write_config(str(path), usual_config(best_devices(), precision))
     return path
 
 
