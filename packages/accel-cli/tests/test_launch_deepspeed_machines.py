@@ -100,7 +100,7 @@ def test_machines_by_themselves_are_told_where_the_first_one_is(hosts):
     ("text", "said"),
     [
         ("node1 slots=4\nnode2 slots=4\nnode1 slots=2\n", "hosts:3 names node1 again"),
-        ("node1 slots=4\nnode2\n", "how many processes node2 may have"),
+        ("node1 slots=4\nnode2\n", "does not set the number of processes of node2"),
         ("node1 slots=four\n", "hosts:1 is not a machine"),
         ("# nobody\n", "names no machine"),
     ],

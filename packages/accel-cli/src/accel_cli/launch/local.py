@@ -326,7 +326,7 @@ class _Processes:
         return self._result()
 
     def _end_left_behind(self, inbox: Inbox) -> None:
-        """End the processes of a program that has died before them, as DeepSpeed's own does when it is signalled."""
+        """End the processes of a program that has died before them, as an engine's own may when signalled."""
         deadline = time.monotonic() + self._plan.grace_period
         asked: set[int] = set()
         while left := with_variable(STATUS_FOLDER_VARIABLE, self._status_folder):
