@@ -186,6 +186,7 @@ for inputs, targets in loader:
     optimizer.zero_grad()
 # Else the slower process may abort when the other closes its connections.
 if sys.argv[1] == "fabric":
+    fabric.barrier()
     torch.distributed.destroy_process_group()
 else:
     accelerator.end_training()

@@ -179,14 +179,17 @@ class CheckpointState:
         """
         written = written or (lambda path: None)
         before = set(folder.iterdir())
-        for part, states in self.objects.items():
+        collective = strategy.traits.collective_save
+        # The states of optimizers are the largest: they are hashed and flushed while weights are written.
+        first = None if collective else Part.OPTIMIZER
+        for part, states in sorted(self.objects.items(), key=lambda item: item[0] is not first):
             options = dict(model_options or {}) if part is Part.MODEL else {}
             for index, state in enumerate(states):
                 strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
-                if not strategy.traits.collective_save:
+                if not collective:
                     before = _tell_new(folder, before, written)
                 # Other files there may be incomplete: those of other processes.
-                for shard in shards_of(folder, self.rank) if strategy.traits.collective_save else ():
+                for shard in shards_of(folder, self.rank) if collective else ():
                     written(shard)
         for name, tensors in self.gradients.items():
             save_weights_file(tensors, folder / name)
