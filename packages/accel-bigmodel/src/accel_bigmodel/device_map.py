@@ -318,7 +318,7 @@ def resolve_device(device: Device) -> torch.device:
     failure = f"Cannot use the device {device!r}."
     family = best_family() if isinstance(device, int) else None
     if device == "disk" or (family is not None and family is family_of("cpu")):
-        obstacle = "Modules cannot compute on the disk." if device == "disk" else "There is no accelerator here."
+        obstacle = "Modules cannot compute on the disk." if device == "disk" else "This machine has no accelerator."
         raise SettingError(failure, obstacle, 'Name "cpu" or a device of this machine.')
     resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
     if resolved.type == "meta":

@@ -222,7 +222,7 @@ def _read_ahead(shared: _Shared) -> None:
         try:
             weights = _load(block, shared, beside=True)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            logger.warning("Prefetching of weights stopped, because there is no memory for them: %s", error)
+            logger.warning("Prefetching of weights stopped, because memory ran out: %s", error)
             with shared.changed:
                 shared.exhausted = True
                 shared.queue.clear()
