@@ -316,6 +316,14 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Changes to weights that were loaded from a file or another device are lost at the end of the block. Weights that
     were only moved keep their changes when they move back.
+
+    Args:
+        module: whose own weights are needed; weights of its submodules stay where they are.
+        execution_device: where the weights are inside the block; by default where the hook of the module computes.
+
+    Example:
+        with align_module_device(model.head, "cpu"):
+            print(model.head.weight.norm())
     """
     hook = _offloading_hook(module)
     if hook is not None:
@@ -343,7 +351,12 @@ def attach_execution_device_hook(
 ) -> None:
     """Compute every module with weights on `execution_device`, except modules that have a hook already.
 
-    A module of a class in `preload_module_classes` gets one hook for all its submodules.
+    Args:
+        module: the model, or the part of it, that gets hooks.
+        execution_device: where its modules compute.
+        skip_keys: keyword arguments whose values stay where they are.
+        preload_module_classes: names of classes whose instances get one hook for all their submodules.
+        tied_params_map: copies of tied weights by device.
     """
     for _, inner, preload in _modules_with_tensors("", module, preload_module_classes):
         if not hasattr(inner, HOOK):

@@ -100,7 +100,24 @@ def explain_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMapReport:
-    """What `infer_auto_device_map` does with the same arguments, as a report: print it, or draw it."""
+    """What `infer_auto_device_map` does with the same arguments, as a report: print it, or draw it.
+
+    Args:
+        model: the model, which may be on the meta device.
+        max_memory: bytes, or text such as "10GB", by device; what is free now when None.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: count floating-point weights in this dtype.
+        special_dtypes: dtypes of single weights, by full name.
+        offload_buffers: buffers of offloaded modules are offloaded too.
+        fallback_allocation: give the first accelerator, and the CPU, the first later module that fits where it would
+            stay empty.
+
+    Raises:
+        SettingError: the budget has a bound for the disk and cannot hold the model.
+
+    Example:
+        print(explain_device_map(model, max_memory={0: "2GB", "cpu": "16GB"}))
+    """
     classes = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
     budget = get_max_memory(max_memory)
     pieces = pieces_of(model, classes, dtype, special_dtypes)
@@ -271,6 +288,10 @@ class _Prefixes(dict[str, tuple[str, ...]]):
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Refuse a device map that does not fit the model, and warn about entries that name nothing in it.
 
+    Args:
+        model: the model.
+        device_map: devices by the names of modules and tensors; a name covers all below it.
+
     Raises:
         SettingError: it names a device that does not exist, or leaves tensors without a device.
     """
@@ -335,7 +356,12 @@ def resolve_device(device: Device) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are the same; one without an index is the current one of its kind."""
+    """Whether two devices are the same.
+
+    Args:
+        first_device: a device; without an index it is number 0 of its kind.
+        second_device: the other, read in the same way.
+    """
     if first_device.type != second_device.type:
         return False
     if first_device.index is not None and second_device.index is not None:

@@ -51,6 +51,10 @@ def estimate_memory(model: nn.Module, dtypes: Sequence[str] = ("float32", "float
     precision for weights and gradients of 2 each, a float32 copy of the weights, and the moments. Activations, which
     depend on the batch, are not counted.
 
+    Args:
+        model: the model.
+        dtypes: "float32", "float16", "bfloat16", "int8" or "int4", each for one estimate.
+
     Raises:
         SettingError: a dtype that is unknown.
     """

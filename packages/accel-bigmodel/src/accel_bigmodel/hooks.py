@@ -106,6 +106,14 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 
     The module keeps its class; `remove_hook_from_module` gives it back as it was.
 
+    Args:
+        module: the module, whose `forward` then calls the hook before and after.
+        hook: what to call; its `init_hook` may replace the module.
+        append: keep a hook that is there, and call this one after it.
+
+    Returns:
+        The module that `init_hook` returned, which is `module` unless the hook replaces it.
+
     Example:
         class Doubled(ModelHook):
             def post_forward(self, module, output):
@@ -147,7 +155,15 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Take the hook off a module, and with `recurse=True` off all modules in it; the module may be moved again."""
+    """Take the hook off a module, which may be moved again afterwards.
+
+    Args:
+        module: the module; one without a hook stays as it is.
+        recurse: whether the modules in it lose their hooks too.
+
+    Returns:
+        The module.
+    """
     _take_off(module)
     _let_move(module)
     if recurse:

@@ -213,7 +213,12 @@ def chosen_map(
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
-    """The weights of one file by name, each on the device that a map gives it; on the CPU without one, or for "disk".
+    """The weights of one file by name.
+
+    Args:
+        checkpoint_file: a safetensors file, or one that `torch.save` wrote.
+        device_map: devices by the names of modules and weights; weights for "disk", and all without a map, go to the
+            CPU.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds Python objects other than weights.
@@ -237,7 +242,16 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put weights that `offload_weight` wrote back into a model, on the CPU."""
+    """Put weights that `offload_weight` wrote back into a model, on the CPU.
+
+    Args:
+        model: the model; other weights of it stay as they are.
+        index: the entries of the weights by name, as `offload_weight` noted them.
+        offload_folder: where their files are.
+
+    Raises:
+        CheckpointError: a file is missing or shorter than its entry says.
+    """
     from accel_bigmodel.offload import load_offloaded_weight, weight_file
     from accel_bigmodel.place import set_module_tensor_to_device
 

@@ -52,6 +52,15 @@ def offload_weight(
 ) -> MutableMapping[str, dict[str, Any]] | None:
     """Write a weight into the folder as `<weight_name>.dat`, raw and in C order, and note it in `index`.
 
+    Args:
+        weight: a tensor on any device but meta.
+        weight_name: its name in the model.
+        offload_folder: where the file goes; made when it is missing.
+        index: gets the dtype and shape of the weight under its name.
+
+    Returns:
+        `index`.
+
     Raises:
         CheckpointError: the weight has no data, or the disk refuses; no half-written file is left.
     """
@@ -130,7 +139,19 @@ def _dtype_of(path: Path, name: str) -> torch.dtype:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write every weight of a state dict into a folder, with its index."""
+    """Write every weight of a state dict into a folder, with its index.
+
+    Args:
+        save_dir: the folder; made when it is missing.
+        state_dict: weights by name.
+
+    Raises:
+        CheckpointError: a weight has no data, or the disk refuses.
+
+    Example:
+        offload_state_dict("offloaded", model.state_dict())
+        weights = OffloadedWeightsLoader(save_folder="offloaded")
+    """
     index: dict[str, dict[str, Any]] = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)
@@ -240,7 +261,12 @@ class PrefixedDataset(Mapping[str, Any]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The part of a state dict that belongs to the named modules or tensors."""
+    """The part of a state dict that belongs to some modules or tensors.
+
+    Args:
+        state_dict: weights by name.
+        submodule_names: names of modules, with all that is in them, and of weights; "" is the whole model.
+    """
     wanted = set(submodule_names)
     return {
         name: weight for name, weight in state_dict.items() if "" in wanted or any(p in wanted for p in _above(name))
@@ -275,6 +301,10 @@ def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
 
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
     """Write an index, merged with one that is there already; nothing is written for an empty one.
+
+    Args:
+        index: the entries of weights by name, as `offload_weight` noted them.
+        offload_folder: the folder of the weights.
 
     Raises:
         CheckpointError: the index that is there cannot be read, or the disk refuses.

@@ -118,7 +118,14 @@ def dtype_byte_size(dtype: Dtype | CustomDtype) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, of a module by name; by default its own only."""
+    """Parameters, then buffers, of a module, each with its name.
+
+    Args:
+        module: the module.
+        include_buffers: whether buffers follow the parameters.
+        recurse: whether those of its submodules are given too.
+        remove_non_persistent: leave out the buffers that a state dict leaves out.
+    """
     # torch's own iterators take several times as long for a single module.
     yield from module.named_parameters() if recurse else _not_none(module._parameters)
     if include_buffers:
@@ -133,7 +140,13 @@ def _not_none(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict leaves out; with `fqns=True` by full names."""
+    """Names of the buffers that a state dict leaves out.
+
+    Args:
+        module: the module.
+        recurse: whether those of its submodules are given too.
+        fqns: give names from `module` on, such as "block.0.mask", in place of the last part alone.
+    """
     modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     return {
         f"{prefix}.{name}" if fqns and prefix else name
@@ -245,7 +258,13 @@ def measure(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Any] | None = None
 ) -> int:
-    """Bytes of all buffers of a model."""
+    """Bytes of all buffers of a model.
+
+    Args:
+        model: the model, which may be on the meta device.
+        dtype: the dtype in which it will be loaded; by default that of each buffer.
+        special_dtypes: dtypes of single buffers by name, in place of `dtype`.
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 

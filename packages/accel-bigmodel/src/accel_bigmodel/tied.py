@@ -95,7 +95,9 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
     """Make the names of each group mean one parameter again: the first of them that has data, else the first.
 
-    A group of which a name no longer exists is left as it is for that name.
+    Args:
+        model: the model.
+        tied_params: groups of names, as `find_tied_parameters` returns them; names that no longer exist are ignored.
     """
     for names in tied_params:
         owners = [(_owner(model, name), name.rpartition(".")[2]) for name in names]
@@ -145,7 +147,12 @@ def device_of_name(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn about each group of tied names that a device map puts on different devices."""
+    """Warn about each group of tied names that a device map puts on different devices.
+
+    Args:
+        tied_params: groups of names, as `find_tied_parameters` returns them.
+        device_map: devices by the names of modules and tensors.
+    """
     for names in tied_params:
         devices = {name: device_of_name(name, device_map) for name in names}
         if len(set(map(str, devices.values()))) > 1:

@@ -111,9 +111,12 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Nested data of one structure, joined leaf by leaf along `dim`; tensors without dimensions are stacked.
+    """Nested data of one structure, joined leaf by leaf; tensors without dimensions are stacked.
 
-    A single item comes back with the leaves that are not tensors as they are.
+    Args:
+        data: the items, which have the same containers. A single item may have leaves that are not tensors; it is
+            returned with these as they are.
+        dim: the dimension along which tensors are joined; their other dimensions must be equal.
 
     Raises:
         SettingError: there is nothing to join.

@@ -69,7 +69,16 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: T, generator: Iterable[Any]) -> T:
-    """The values of `generator` in a sequence of the same type as `obj`, be it a named tuple or not."""
+    """A sequence of the same type as another, which may be a named tuple.
+
+    Args:
+        obj: the sequence whose type the result has.
+        generator: the values of the result; as many as there are fields, for a named tuple.
+
+    Example:
+        >>> honor_type((1, 2), (2 * value for value in (1, 2)))
+        (2, 4)
+    """
     make: Any = type(obj)
     return make(*generator) if is_namedtuple(obj) else make(generator)  # type: ignore[no-any-return]
 
@@ -84,7 +93,11 @@ def recursively_apply(
 ) -> Any:
     """`func(leaf, *args, **kwargs)` for each leaf that passes `test_type`, in containers of the same types.
 
-    Other leaves stay as they are, unless `error_on_other_type`.
+    Args:
+        func: called with the leaf, `args` and `kwargs`.
+        data: a leaf, or nested lists, tuples, named tuples and mappings of leaves.
+        test_type: whether a value is a leaf to call `func` with; by default, whether it is a tensor.
+        error_on_other_type: raise for other leaves, which stay as they are by default.
 
     Raises:
         UnknownKind: a leaf does not pass and `error_on_other_type` is set; the path of the leaf is named.
