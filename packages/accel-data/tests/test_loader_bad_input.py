@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from accel_data import prepare_data_loader, skip_first_batches
 from accel_data.testing.streams import Stream
+from accel_ops import gather_object
 from accel_state import GradientState, PartialState
 from accel_state.errors import DataError
 from accel_state.testing.fresh import fresh
@@ -229,6 +230,67 @@ def test_a_dataloader_worker_that_dies_is_an_error_on_every_process(two: Process
     first, second = two.run(dying, dispatch)
     assert "A DataLoader worker died" in (first if dispatch else second)
     assert not dispatch or "could not read it" in second
+
+
+class KnownWorker(DataLoader[int]):
+    """Keeps its only worker, since the process may have other children."""
+
+    worker: ClassVar[Any]
+
+    def __iter__(self) -> Any:
+        batches: Any = super().__iter__()
+        (KnownWorker.worker,) = batches._workers
+        return batches
+
+    @staticmethod
+    def await_death() -> None:
+        """Wait until the worker has ended, and leave its exit code to torch."""
+        os.waitid(os.P_PID, KnownWorker.worker.pid, os.WEXITED | os.WNOWAIT)
+
+
+class AwaitedDeath(KnownWorker):
+    """Returns its iterator after its worker died."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        self.await_death()
+        return batches
+
+
+def dead_before_the_first_read() -> str:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(AwaitedDeath(Dying(16), num_workers=1, prefetch_factor=4), dispatch_batches=True)
+    return refused(loader)[1]
+
+
+def test_a_dataloader_worker_that_dies_before_the_first_read(two: Processes) -> None:
+    first, second = two.run(dead_before_the_first_read)
+    assert "Process 0 of 2, loader over Dying" in first
+    assert "A DataLoader worker died" in first
+    assert "could not read it" in second
+
+
+def dead_during_a_step() -> tuple[list[int], str]:
+    rank = PartialState(cpu=True).process_index
+    loader: Any = prepare_data_loader(KnownWorker(Samples(32), num_workers=1), dispatch_batches=True)
+    seen: list[int] = []
+    try:
+        for batch in loader:
+            if rank == 0 and not seen:
+                KnownWorker.worker.kill()
+                KnownWorker.await_death()
+            seen += gather_object([int(batch)])
+    except DataError as error:
+        return seen, str(error)
+    raise AssertionError("The loader ended without an error.")
+
+
+def test_a_dataloader_worker_that_dies_during_a_step_is_an_error_of_a_later_read(two: Processes) -> None:
+    (seen, first), (also_seen, second) = two.run(dead_during_a_step)
+    # The main process had read three steps, and the batches of a fourth.
+    assert seen == also_seen == list(range(8))
+    assert "A DataLoader worker died" in first
+    assert "could not read it" in second
 
 
 class Stuck(Samples):

@@ -259,12 +259,15 @@ class DispatchedSource(WrappedSource):
         return None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[GlobalStep]:
-        """See `Source`; the steps of all processes, for the main process only."""
+        """See `Source`; the steps of all processes, for the main process only.
+
+        What fails, fails when the first step is read: the other processes learn of it there.
+        """
         steps, first = self.inner.skipped()[0] if at is None else at.steps, None
         if steps and not self.drop_last:
             first, replay = first_batches(self.inner, self.per_step, replay)
         batches, base_state = self.inner.open(self._inner_position(at), replay), self.inner.base_state
-        return global_steps(batches, self.processes, self.split, self.drop_last, self.slice_fn, first, base_state)
+        yield from global_steps(batches, self.processes, self.split, self.drop_last, self.slice_fn, first, base_state)
 
     @property
     def padded(self) -> Collection[int]:

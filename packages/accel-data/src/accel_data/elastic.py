@@ -20,7 +20,7 @@ from accel_data.global_order import check_global_order
 from accel_data.hooks import accompanied
 from accel_data.loader import DataLoaderShard
 from accel_data.order import LastRNG, Order, begin_epoch
-from accel_data.source import MapSource, loader_over
+from accel_data.source import MapSource, loader_over, opened
 from accel_ops.conversion import send_to_device
 from accel_state.errors import Conflict
 
@@ -276,7 +276,7 @@ class ElasticLoader(DataLoaderShard):
         reading = loader_over(source.base, indices, source.sample_seed)
         # Torch draws a seed for each iterator. How often members change must not show in the process's generator.
         reading.generator = torch.Generator().manual_seed(torch.initial_seed())
-        return iter(reading)
+        return opened(reading, epoch=0)
 
 
 def _cannot_follow() -> Conflict:

@@ -21,6 +21,7 @@ from accel_data.sharding import BatchSamplerShard, Padding, batching_of, innermo
 from accel_data.source import MapSource, SelfContainedSource, Source
 from accel_data.stateful import knows_its_order
 from accel_data.stream_source import StreamSource
+from accel_data.worker_errors import WORKER_ERRORS
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
@@ -53,8 +54,6 @@ _OURS: Final = "accel_data."
 """Modules whose data sets wrap one of the script."""
 _OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
 """Attributes that a pickle leaves out."""
-_WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
-"""How torch's message begins when a DataLoader worker died or does not answer."""
 
 
 class DataLoaderStateMixin:
@@ -289,7 +288,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
-        if isinstance(error, RuntimeError) and str(error).startswith(_WORKER_ERRORS):
+        if isinstance(error, RuntimeError) and str(error).startswith(WORKER_ERRORS):
             return self._error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",

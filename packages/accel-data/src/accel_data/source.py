@@ -16,6 +16,7 @@ from accel_data.sample_ids import IndexIds, as_list
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
 from accel_data.stateful import has_state, is_stateful, steps_in
+from accel_data.worker_errors import raised_where_read
 from accel_ops.rng import restore, snapshot
 
 __all__ = (
@@ -656,10 +657,12 @@ def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
     Persistent DataLoader workers start in the first epoch of such a run, and torch draws a seed for them there. Where
     a run that was resumed starts them later, their seed is drawn from a generator of its own.
     """
-    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
+    if not loader.num_workers:
         return iter(loader)
+    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
+        return raised_where_read(iter(loader))
     loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
     try:
-        return iter(loader)
+        return raised_where_read(iter(loader))
     finally:
         loader.generator = None

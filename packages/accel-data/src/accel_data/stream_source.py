@@ -150,7 +150,7 @@ class StreamSource(Source):
         if self.counts_steps or samples is None:
             return islice(opened(self.base, self._epoch), steps, None)
         self._reading = self._without(samples)
-        return iter(self._reading)
+        return opened(self._reading, 0)
 
     def apart(self) -> Source:
         """See `Source`."""
