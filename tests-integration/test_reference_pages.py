@@ -266,9 +266,9 @@ def test_every_command_is_on_the_page_with_its_options() -> None:
     assert re.findall(r"^## accel (\S+)$", page, re.MULTILINE) == list(offers())
     for line in (
         "| `--num_processes N` | Processes over all machines; one for each device when not given. |",
-        "| `--config_file PATH` | The file; the user's own when not given. |",
-        "| `--dry_run` | Only print what prune would remove. |",
-        "| `--timeout N` | Seconds to wait for them. Default: `60.0`. |",
+        "| `--config_file PATH` | Config file; by default the user's own. |",
+        "| `--dry_run` | Print what prune would remove, without removing it. |",
+        "| `--timeout N` | Seconds to wait for the other machines. Default: `60.0`. |",
         "### accel runs show",
     ):
         assert line in page.splitlines()

@@ -24,24 +24,24 @@ class RaySettings:
 
     ray_address: str | None = _ray(
         variable="{NAME}",
-        help="Address of the cluster, such as 10.0.0.1:6379; without it, the cluster that runs on this machine.",
+        help="Address of the cluster, such as 10.0.0.1:6379; without it, the cluster on this machine.",
     )
-    ray_cpus_per_process: int = _ray(1, type=int_at_least(0), help="CPUs that each process reserves.")
+    ray_cpus_per_process: int = _ray(1, type=int_at_least(0), help="CPUs to reserve for each process.")
     ray_gpus_per_process: int | None = _ray(
         type=int_at_least(0),
-        help="GPUs that each process reserves; 1 where the cluster has some and --cpu is not given.",
+        help="GPUs to reserve for each process; 1 if the cluster has GPUs and --cpu is not given.",
     )
     ray_resources: tuple[str, ...] = _ray(
         (),
         type=REPEATED,
         flag="--ray_resource",
-        help="A further resource that each process reserves, such as --ray_resource=TPU=4; may be repeated.",
+        help="A further resource to reserve for each process, such as --ray_resource=TPU=4; may be repeated.",
     )
-    ray_wait: float = _ray(60.0, type=SECONDS, help="Seconds for which the cluster may take to have room for the run.")
+    ray_wait: float = _ray(60.0, type=SECONDS, help="Seconds to wait until the cluster has room for the run.")
     ray_lost_nodes: int = _ray(
         10,
         type=int_at_least(0),
-        help="How often the run starts again because a node was lost; --max_restarts counts processes that failed.",
+        help="Number of restarts after lost nodes; --max_restarts counts failed processes.",
     )
 
 

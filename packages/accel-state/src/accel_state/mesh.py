@@ -102,7 +102,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = _mesh(
         None,
         type=choice("allgather", "alltoall"),
-        help="How the processes of context parallelism exchange keys and values.",
+        help="Collective that exchanges keys and values in context parallelism.",
         unset="allgather",
     )
 
@@ -130,8 +130,8 @@ class DeepSpeedSequenceParallelConfig:
 
     sp_seq_length: int | None = _mesh(
         None,
-        type=ValueType("an integer of at least 1", _length),
-        help="Tokens of a full sequence, when all have the same number.",
+        type=ValueType("an integer of at least 1", _length, metavar="N"),
+        help="Tokens of a full sequence, if all sequences have the same length.",
     )
     sp_seq_length_is_variable: bool | None = _mesh(
         None,
@@ -142,7 +142,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = _mesh(
         None,
         type=TEXT,
-        help="Attention that works on a sharded sequence.",
+        help="Implementation of attention for sharded sequences.",
     )
 
     def __post_init__(self) -> None:

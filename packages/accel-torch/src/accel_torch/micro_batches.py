@@ -38,7 +38,7 @@ _FEW: Final = 128
 """So many sizes leave a trial for the largest one: seven more find the limit among those below."""
 _FILE: Final = "micro_batch_size.json"
 _LOOK: Final = 0.1
-"""Seconds between two looks at whether another rank ran out of memory."""
+"""Seconds between checks whether another rank ran out of memory."""
 _INNER_AXES: Final = frozenset({Axis.CONTEXT.value, Axis.SEQUENCE.value, Axis.TENSOR.value})
 """Axes whose processes compute a forward pass together."""
 

@@ -63,10 +63,10 @@ class TorchFTConfig(KwargsHandler):
         lighthouse: address of the lighthouse; the launcher starts one when None.
         replicas: numbers of the replicas that a launch starts on its machine; all of them when None.
         min_replicas: with fewer replicas, no replica continues.
-        timeout: seconds that gradients or the state of a replica may take to travel.
-        quorum_timeout: seconds that the replicas may take to agree on who makes the next step.
-        heartbeat_timeout: seconds without a sign of life after which the lighthouse takes a replica for dead.
-        join_timeout: seconds that a step waits for a replica that lives and does not come.
+        timeout: time limit in seconds for a transfer of gradients or of the state of a replica.
+        quorum_timeout: time limit in seconds for the replicas to agree on the members of a step.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.
+        join_timeout: seconds that a step waits for a live replica that does not join.
         bucket_mb: size in MiB of the buckets in which gradients travel.
         mode: how the replicas train together: "ddp", "local_sgd" or "diloco". It chooses the backend where these
             settings are given as an object; otherwise the name of the backend says it.
@@ -90,7 +90,7 @@ class TorchFTConfig(KwargsHandler):
         type=int_at_least(1),
         variable="NUM_{NAME}",
         flag="--{name}",
-        help="Replicas of the whole run, each a group of --num_processes processes.",
+        help="Number of replicas; each is a group of --num_processes processes.",
     )
     replica_group_id: int | None = _setting(
         None,
@@ -102,48 +102,48 @@ class TorchFTConfig(KwargsHandler):
     lighthouse: str | None = _setting(
         None,
         variable=LIGHTHOUSE_VARIABLE,
-        help="Address of a lighthouse that runs already, such as http://node0:29510.",
+        help="Address of a running lighthouse, such as http://node0:29510.",
     )
     replicas: tuple[int, ...] | None = _setting(
         None,
         type=listing(INTEGER),
-        help="Numbers of the replicas to start on this machine, such as 2,3; all of them by default.",
+        help="Replicas to start on this machine, such as 2,3; all by default.",
     )
     min_replicas: int = _setting(
         1,
         type=int_at_least(1),
-        help="With fewer replicas, no replica continues.",
+        help="Smallest number of replicas with which the run continues.",
     )
     timeout: float = _setting(
         60.0,
         type=FLOAT,
-        help="Seconds that gradients or the state of a replica may take to travel.",
+        help="Time limit in seconds for a transfer of gradients or of the state of a replica.",
     )
     quorum_timeout: float = _setting(
         60.0,
         type=FLOAT,
-        help="Seconds that the replicas may take to agree on who makes the next step.",
+        help="Time limit in seconds for the replicas to agree on the members of a step.",
     )
     heartbeat_timeout: float = _setting(
         5.0,
         type=FLOAT,
-        help="Seconds without a sign of life after which a replica counts as dead.",
+        help="Seconds without a heartbeat after which a replica counts as dead.",
     )
     join_timeout: float = _setting(
         60.0,
         type=FLOAT,
-        help="Seconds that a step waits for a replica that lives and does not come.",
+        help="Seconds that a step waits for a live replica that does not join.",
     )
     bucket_mb: int = _setting(
         25,
         type=int_at_least(1),
-        help="Size in MiB of the buckets in which gradients travel.",
+        help="Size of gradient buckets in MiB.",
     )
     mode: str = setting("ddp", type=choice(*_BACKEND_NAMES))
     sync_every: int = _setting(
         100,
         type=int_at_least(1),
-        help="Steps that each replica makes alone between two exchanges (LocalSGD, DiLoCo).",
+        help="Steps between two exchanges of weights (LocalSGD, DiLoCo).",
     )
     outer_lr: float = _setting(
         0.7,
@@ -158,7 +158,7 @@ class TorchFTConfig(KwargsHandler):
     restarts: int = _setting(
         100,
         type=int_at_least(0),
-        help="How often a killed replica is started again, over the whole run.",
+        help="Number of restarts of killed replicas in the whole run.",
     )
 
     def __post_init__(self) -> None:

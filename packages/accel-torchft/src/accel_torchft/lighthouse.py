@@ -18,8 +18,8 @@ def main(heartbeat_timeout: float, join_timeout: float, min_replicas: int) -> No
     """Serve.
 
     Args:
-        heartbeat_timeout: seconds without a sign of life after which a replica counts as dead.
-        join_timeout: seconds that a quorum waits for a replica that lives and does not come.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.
+        join_timeout: seconds that a quorum waits for a live replica that does not join.
         min_replicas: with fewer there is no quorum.
     """
     from torchft.coordination import LighthouseServer

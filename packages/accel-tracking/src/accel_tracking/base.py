@@ -108,7 +108,12 @@ class GeneralTracker:
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images: name to a batch of arrays or of image objects.
+        """Log images.
+
+        Args:
+            values: name to a batch of arrays, in the layout that the library expects, or of image objects.
+            step: step of the images; with None the tracker counts.
+            kwargs: for the library's own function.
 
         Raises:
             NotOffered: the tracker does not support images.
@@ -125,6 +130,14 @@ class GeneralTracker:
         **kwargs: Any,
     ) -> None:
         """Log a table, given as `columns` and rows of `data`, or as a `dataframe`.
+
+        Args:
+            table_name: name of the table.
+            columns: names of the columns, with `data`.
+            data: rows, each with one value per column.
+            dataframe: a pandas DataFrame instead of `columns` and `data`.
+            step: step of the table; with None the tracker counts.
+            kwargs: for the library's own function.
 
         Raises:
             NotOffered: the tracker does not support tables.

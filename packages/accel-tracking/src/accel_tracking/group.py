@@ -107,7 +107,13 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log metrics with every tracker; `log_kwargs` holds further arguments by tracker name."""
+        """Log metrics with every tracker.
+
+        Args:
+            values: name to number, text, or a mapping of these; numbers may be tensors.
+            step: step of the metrics; with None each tracker counts.
+            log_kwargs: further arguments for trackers, by their names.
+        """
         options = log_kwargs or {}
         # Not through `_call_each`, because `log` runs at every step and a closure costs time.
         for tracker in self.trackers:
@@ -122,7 +128,13 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log images with every tracker."""
+        """Log images with every tracker.
+
+        Args:
+            values: name to a batch of images; see `GeneralTracker.log_images`.
+            step: step of the images; with None each tracker counts.
+            log_kwargs: further arguments for trackers, by their names.
+        """
         options = log_kwargs or {}
         self._call_each(
             "log_images", lambda tracker: tracker.log_images(values, step=step, **options.get(tracker.name, {}))
@@ -137,7 +149,16 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log a table with every tracker."""
+        """Log a table with every tracker, given as `columns` and rows of `data`, or as a `dataframe`.
+
+        Args:
+            table_name: name of the table.
+            columns: names of the columns, with `data`.
+            data: rows, each with one value per column.
+            dataframe: a pandas DataFrame instead of `columns` and `data`.
+            step: step of the table; with None each tracker counts.
+            log_kwargs: further arguments for trackers, by their names.
+        """
         options = log_kwargs or {}
 
         def send(tracker: GeneralTracker) -> None:

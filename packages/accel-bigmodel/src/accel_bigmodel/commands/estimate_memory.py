@@ -21,33 +21,37 @@ _DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 class EstimateMemory:
     """Prints a table of memory by dtype."""
 
-    help = "show how much memory a model takes, in several dtypes"
+    help = "estimate the memory of a model, or of a training step under a plan"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the command's arguments."""
         parser.add_argument(
             "model_name",
             help="package.module:Class, file.py:Class, a folder with a config.json, or a name that the library knows; "
-            "with --training a function that returns model, loss function and batch, or a folder with a config.json",
+            "with --training a function that returns model, loss function and batch, a folder with a config.json, or a "
+            "training script.",
         )
         parser.add_argument(
-            "--library_name", "--library-name", choices=("timm", "transformers"), help="where a name is from"
+            "--library_name", "--library-name", choices=("timm", "transformers"), help="Library of a model name."
         )
         parser.add_argument(
             "--dtypes",
             nargs="+",
             choices=_DTYPES,
             default=["float32", "float16", "int8", "int4"],
-            help="dtypes to show",
+            help="Dtypes to show.",
         )
-        parser.add_argument("--arguments", default="{}", help="arguments of the class, as a JSON object")
+        parser.add_argument("--arguments", default="{}", help="Arguments of the class, as a JSON object.")
         parser.add_argument(
-            "--trust_remote_code", "--trust-remote-code", action="store_true", help="run code that comes with the model"
+            "--trust_remote_code",
+            "--trust-remote-code",
+            action="store_true",
+            help="Run code that comes with the model.",
         )
         parser.add_argument(
             "--training",
             action="store_true",
-            help="estimate one training step on several processes, by plan (needs accel-torch)",
+            help="Estimate one training step on several processes, by plan (needs accel-torch).",
         )
         for extension in extensions(_TRAINING):
             extension.load().add_arguments(parser)

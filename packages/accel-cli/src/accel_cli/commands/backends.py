@@ -140,7 +140,7 @@ class Backends:
         """How to show them."""
         parser.add_argument("--json", action="store_true", help="Print JSON.")
         parser.add_argument(
-            "--no_probe", "--no-probe", action="store_true", help="Do not ask them; torch is not needed."
+            "--no_probe", "--no-probe", action="store_true", help="Do not check whether they work; this needs no torch."
         )
 
     def run(self, arguments: Namespace) -> int:

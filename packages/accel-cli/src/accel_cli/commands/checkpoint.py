@@ -25,18 +25,20 @@ class CheckpointCommand:
         parser.add_argument(
             "action",
             choices=("list", "verify", "prune", "info", "copy"),
-            help="list: a table by sizes alone, which tell what is complete; verify: read every byte to tell what is "
-            "good, exit code 1 when one is damaged; prune: remove the oldest, and what dead processes left; info: the "
-            "files of one checkpoint and who wrote it; copy: to another folder or URL.",
+            help="list: show a table, whose file sizes tell which checkpoints are complete; verify: read every byte, "
+            "with exit code 1 if a checkpoint is damaged; prune: remove the oldest, and leftovers of dead processes; "
+            "info: show the files of one checkpoint and its writer; copy: copy to another folder or URL.",
         )
         parser.add_argument(
             "path",
             metavar="PATH",
-            help="A checkpoint, a folder of them, or the project above it; or a URL such as s3://bucket/run.",
+            help="A checkpoint, a folder of checkpoints, or the project folder; or a URL such as s3://bucket/run.",
         )
-        parser.add_argument("target", metavar="TARGET", nargs="?", help="The new folder, or its URL (copy).")
-        parser.add_argument("--keep", type=int, metavar="N", help="How many to keep (prune).")
-        parser.add_argument(*spelled("--dry_run"), action="store_true", help="Only print what prune would remove.")
+        parser.add_argument("target", metavar="TARGET", nargs="?", help="New folder or URL (copy).")
+        parser.add_argument("--keep", type=int, metavar="N", help="Number of checkpoints to keep (prune).")
+        parser.add_argument(
+            *spelled("--dry_run"), action="store_true", help="Print what prune would remove, without removing it."
+        )
         parser.add_argument("--json", action="store_true", help="Print JSON.")
 
     def run(self, arguments: Namespace) -> int:

@@ -80,7 +80,7 @@ SHELLS: Final = ("bash", "zsh", "fish", "tcsh", "powershell")
 class Completion:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "print what teaches a shell to complete this command"
+    help = "print a completion script for a shell"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Which shell."""

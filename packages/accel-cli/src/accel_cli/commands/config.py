@@ -1,4 +1,4 @@
-"""`accel config`: write a config file, by answering questions or without."""
+"""`accel config`: write a config file, with or without questions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ("COMMAND", "Config")
 class Config:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "write a config file, by answering questions or without, or show one"
+    help = "write a config file, with or without questions, or show one"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """The path of the file, and the two ways without questions."""
@@ -28,21 +28,21 @@ class Config:
         from accel_state.settings.schema import settings_of
 
         def add_place(to: ArgumentParser, default: str | None) -> None:
-            where = "The file; the user's own when not given."
+            where = "Config file; by default the user's own."
             to.add_argument(*spelled("--config_file"), default=default, metavar="PATH", help=where)
 
         add_place(parser, None)
         parser.set_defaults(action=_ask)
         ways = parser.add_subparsers(title="without questions", metavar="{default,update,show}")
-        default = ways.add_parser("default", help="write the usual file for this machine")
+        default = ways.add_parser("default", help="write a default file for this machine")
         add_place(default, SUPPRESS)
         precision = settings_of(RunSettings)["mixed_precision"]
         default.add_argument(*spelled("--mixed_precision"), default=precision.default, help=precision.help)
         default.set_defaults(action=_write_default)
-        update = ways.add_parser("update", help="rewrite a file in today's form")
+        update = ways.add_parser("update", help="rewrite a file in the current format")
         add_place(update, SUPPRESS)
         update.set_defaults(action=_update)
-        show = ways.add_parser("show", help="show what a file says, and what reads it")
+        show = ways.add_parser("show", help="show the settings of a file and their readers")
         add_place(show, SUPPRESS)
         show.set_defaults(action=_show)
 

@@ -73,12 +73,12 @@ class Convert:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Which file, and where the converted one goes."""
-        parser.add_argument(*spelled("--config_file"), required=True, metavar="PATH", help="The file to convert.")
-        parser.add_argument("--overwrite", action="store_true", help="Write over a file that is there.")
+        parser.add_argument(*spelled("--config_file"), required=True, metavar="PATH", help="File to convert.")
+        parser.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
         parser.add_argument(
             *spelled("--output_file"),
             metavar="PATH",
-            help="The file to write; the same with --overwrite when not given.",
+            help="File to write; with --overwrite, the converted file by default.",
         )
 
     def run(self, arguments: Namespace) -> int:

@@ -23,7 +23,7 @@ _LONGEST_WAIT: Final = 1_000_000
 class Doctor:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "find what would go wrong in a run, before it starts"
+    help = "find problems of a run before it starts"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Whether to look at this machine or at all of them, and the arguments of the launch that is meant."""
@@ -31,10 +31,12 @@ class Doctor:
         parser.add_argument(
             "--nodes", action="store_true", help="Check the links to the other machines; run it on each of them."
         )
-        parser.add_argument("--timeout", type=float, default=60.0, metavar="N", help="Seconds to wait for them.")
-        parser.add_argument(*spelled("--shared_folder"), metavar="PATH", help="A folder that all machines should see.")
+        parser.add_argument(
+            "--timeout", type=float, default=60.0, metavar="N", help="Seconds to wait for the other machines."
+        )
+        parser.add_argument(*spelled("--shared_folder"), metavar="PATH", help="Folder that all machines must share.")
         parser.add_argument("--json", action="store_true", help="Print JSON.")
-        parser.add_argument("launch", nargs="...", help="After --, what `accel launch` would be given.")
+        parser.add_argument("launch", nargs="...", help="Arguments of `accel launch`, after --.")
 
     def run(self, arguments: Namespace) -> int:
         """Print the findings; the exit code is 1 when a run would not work."""

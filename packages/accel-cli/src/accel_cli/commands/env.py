@@ -1,4 +1,4 @@
-"""`accel env`: what is installed here and how it is set up, as a bug report needs it."""
+"""`accel env`: versions and settings for a bug report."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _EXACT: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", 
 class Env:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "show what is installed here, as a bug report needs it"
+    help = "show versions and settings for a bug report"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Which config file to show, and how."""
         parser.add_argument(
-            *spelled("--config_file"), metavar="PATH", help="Config file to show; the user's own if any."
+            *spelled("--config_file"), metavar="PATH", help="Config file to show; by default the user's own."
         )
-        parser.add_argument("--light", action="store_true", help="Leave out what needs torch.")
+        parser.add_argument("--light", action="store_true", help="Show only what needs no torch.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object.")
 
     def run(self, arguments: Namespace) -> int:

@@ -91,16 +91,16 @@ def _differing(one: ResolvedSettings, other: ResolvedSettings) -> Iterator[str]:
 class Explain:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "show the settings of a launch, where each comes from, and what will start the processes"
+    help = "show the settings of a launch, the source of each, and the launcher"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """A config file, another one to compare with, and the arguments of a launch."""
         parser.usage = f"{parser.prog} [--all] [--config_file PATH] [--diff PATH] [--json] [-- launch arguments]"
-        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
+        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
         parser.add_argument("--diff", metavar="PATH", help="Config file to compare with; shows only what differs.")
-        parser.add_argument("--all", action="store_true", help="Show the settings that have their defaults too.")
-        parser.add_argument("--json", action="store_true", help="Print JSON, of every setting.")
-        parser.add_argument("launch", nargs="...", help="After --, what `accel launch` would be given.")
+        parser.add_argument("--all", action="store_true", help="Include settings with default values.")
+        parser.add_argument("--json", action="store_true", help="Print all settings as JSON.")
+        parser.add_argument("launch", nargs="...", help="Arguments of `accel launch`, after --.")
 
     def run(self, arguments: Namespace) -> int:
         """Print the table."""

@@ -22,13 +22,13 @@ GROUP: Final = "accel.scripts"
 class Test:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "check that processes, collectives, loaders and training work here"
+    help = "test processes, collectives, loaders and training on this machine"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """A config file, and further arguments of the launch."""
         parser.usage = f"{parser.prog} [--config_file PATH] [-- launch arguments]"
-        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
-        parser.add_argument("launch", nargs="...", help="After --, further arguments of `accel launch`.")
+        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
+        parser.add_argument("launch", nargs="...", help="Further arguments of `accel launch`, after --.")
 
     def run(self, arguments: Namespace) -> int:
         """Launch the script and return its exit code.

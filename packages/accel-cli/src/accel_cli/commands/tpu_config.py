@@ -27,15 +27,20 @@ class TPUConfig:
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Which pod, and what to run; what is not given comes from the config file."""
         add = parser.add_argument
-        add(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
+        add(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
         add(*spelled("--tpu_name"), metavar="TEXT", help="Name of the TPU.")
-        add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone it is in.")
+        add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone of the TPU.")
         add(*spelled("--use_alpha"), action="store_true", help="Use `gcloud alpha`.")
-        add(*spelled("--command_file"), metavar="PATH", help="File with commands, one a line.")
+        add(*spelled("--command_file"), metavar="PATH", help="File with one command per line.")
         add("--command", action="append", nargs="+", metavar="TEXT", help="Commands; may be repeated.")
-        add(*spelled("--install_accelerate"), action="store_true", help="Install this library there first.")
-        add(*spelled("--accelerate_version"), default="latest", metavar="TEXT", help="Its version, latest or dev.")
-        add("--debug", action="store_true", help="Print what would be run, and run nothing.")
+        add(*spelled("--install_accelerate"), action="store_true", help="Install this library on the machines first.")
+        add(
+            *spelled("--accelerate_version"),
+            default="latest",
+            metavar="TEXT",
+            help="Version to install: a number, latest or dev.",
+        )
+        add("--debug", action="store_true", help="Print the commands without running them.")
 
     def run(self, arguments: Namespace) -> int:
         """Run the commands and return the exit code of gcloud."""

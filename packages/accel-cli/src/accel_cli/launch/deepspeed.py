@@ -47,7 +47,7 @@ class DeepSpeedLaunchSettings:
     )
     deepspeed_inclusion_filter: str | None = _deepspeed(help="Machines and devices to use, such as host1@host2:0,2.")
     deepspeed_multinode_launcher: str | None = _deepspeed(
-        type=choice(*DEEPSPEED_LAUNCHERS), help="Who starts the processes on several machines."
+        type=choice(*DEEPSPEED_LAUNCHERS), help="Launcher of DeepSpeed for several machines."
     )
 
 

@@ -44,7 +44,7 @@ class _SwitchesOfDevices:
         False,
         type=BOOLEAN,
         flag="--{name}",
-        help="Run a process on each of several devices.",
+        help="Run one process on each of several devices.",
         group=_GROUP,
     )
 

@@ -20,10 +20,10 @@ __all__ = ("ESSENTIAL", "OPTIONS", "cache_path", "launch_manual")
 
 _PREFIX: Final = "accel_"
 OPTIONS: Final = (
-    ("--config_file PATH", "Config file to read; the user's own when not given, if there is one."),
-    ("-m, --module", "The script is the name of a module."),
-    ("--no_python", "The script is a program that is not Python."),
-    ("-q, --quiet", "Print nothing but the traceback of a failure."),
+    ("--config_file PATH", "Config file; by default the one that `accel config` wrote, if there is one."),
+    ("-m, --module", "Run the script as a Python module, by its module name."),
+    ("--no_python", "Run the script as a program, without Python."),
+    ("-q, --quiet", "Print only the traceback of a failure."),
     ("--help-all", "Show every option."),
 )
 """Options that are not settings, with their help."""

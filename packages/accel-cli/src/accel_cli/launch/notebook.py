@@ -67,7 +67,7 @@ def notebook_launcher(
         rdzv_conf: further options of it.
         rdzv_id: name of the run.
         max_restarts: how often all processes are started again after one failed.
-        monitor_interval: seconds between two looks at the processes.
+        monitor_interval: seconds between checks of the processes.
         log_line_prefix_template: what each line of the output begins with, as torch.distributed.run takes it.
 
     Raises:
@@ -121,6 +121,11 @@ def notebook_launcher(
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run a function on several processes on the CPU of this machine, as a test does.
+
+    Args:
+        function: what each process calls.
+        args: positional arguments of the call.
+        num_processes: number of processes, at least 1.
 
     Raises:
         SettingError: the number cannot be used.

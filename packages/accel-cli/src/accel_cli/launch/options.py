@@ -17,7 +17,7 @@ from accel_cli.launch.backends import backend_settings
 from accel_cli.launch.launchers import launcher_settings
 from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_state.settings.environ import Given
-from accel_state.settings.schema import BOOLEAN, SWITCH, TEXT, Setting, settings_of
+from accel_state.settings.schema import BOOLEAN, SWITCH, Setting, settings_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -126,7 +126,7 @@ def _metavar(known: Setting) -> str:
         return "{true,false}"
     if known.type.choices:
         return "{" + ",".join(known.type.choices) + "}"
-    return "TEXT" if known.type in (TEXT, REPEATED) else "N"
+    return known.type.metavar
 
 
 def _meaning(known: Setting) -> str:

@@ -55,7 +55,7 @@ class MPISettings:
         None,
         flag="--{name}",
         key="mpirun_config.{name}",
-        help="File that names the machines; mpirun then starts the processes on all of them.",
+        help="Host file of MPI; mpirun then starts the processes on its machines.",
         group="MPI",
     )
 
@@ -72,20 +72,20 @@ class SageMakerSettings:
     """A training job of SageMaker."""
 
     ec2_instance_type: str | None = _of_file(help="Kind of machine.")
-    iam_role_name: str | None = _of_file(help="Role that the job has.")
+    iam_role_name: str | None = _of_file(help="IAM role of the job.")
     image_uri: str | None = _of_file(help="Container image, instead of the versions.")
     profile: str | None = _of_file(help="Profile of the AWS command line.")
     region: str | None = _of_file("us-east-1", help="Region of AWS.")
-    base_job_name: str | None = _of_file("accelerate-sagemaker-1", help="What its name begins with.")
+    base_job_name: str | None = _of_file("accelerate-sagemaker-1", help="Prefix of the name of the job.")
     pytorch_version: str | None = _of_file("1.10.2", help="Version of torch in the container.")
     transformers_version: str | None = _of_file("4.17.0", help="Version of transformers there.")
     py_version: str | None = _of_file("py38", help="Version of Python there.")
-    sagemaker_inputs_file: str | None = _of_file(help="Table with the names and places of input data.")
+    sagemaker_inputs_file: str | None = _of_file(help="Table with the names and locations of input data.")
     sagemaker_metrics_file: str | None = _of_file(
         help="Table with the names of metrics and the expressions that find them."
     )
-    aws_access_key_id: str | None = _aws(help="Key of the AWS account.")
-    aws_secret_access_key: str | None = _aws(help="Its secret.")
+    aws_access_key_id: str | None = _aws(help="Access key of the AWS account.")
+    aws_secret_access_key: str | None = _aws(help="Secret of the access key.")
 
 
 def _parse_time(text: str) -> str:
@@ -106,11 +106,11 @@ class SlurmSettings:
 
     slurm_time: str | None = _slurm(type=_TIME, help="Time limit of the job, such as 1:30:00.")
     slurm_partition: str | None = _slurm(help="Partition of the job.")
-    slurm_account: str | None = _slurm(help="Account that the job is charged to.")
+    slurm_account: str | None = _slurm(help="Account that pays for the job.")
     slurm_qos: str | None = _slurm(help="Quality of service of the job.")
     slurm_gpus_per_node: str | None = _slurm(help="GPUs of each node, such as 8 or h100:8.")
     slurm_cpus_per_task: int | None = _slurm(
-        type=int_at_least(1), help="Processors of each task of the job; see slurm_tasks."
+        type=int_at_least(1), help="CPU cores of each task of the job; see slurm_tasks."
     )
     slurm_name: str | None = _slurm(help="Name of the job; that of the script when not given.")
     slurm_output: str = _slurm("slurm-%j.out", help="File for the output of a submitted job; %j is its number.")
@@ -123,23 +123,23 @@ class SlurmSettings:
     slurm_tasks: str = _slurm(
         "node",
         type=choice("node", "process"),
-        help="What a task of Slurm is: a node, on which a launcher starts the processes, or a process.",
+        help="Kind of Slurm task: a node, on which a launcher starts the processes, or a process.",
     )
     slurm_signal: int = _slurm(
         120,
         type=int_at_least(0),
-        help="Seconds before the time limit at which the processes are signalled to save; 0 for never.",
+        help="Seconds before the time limit at which the processes get a signal to save; 0 for never.",
     )
     slurm_requeue: bool = _slurm(
         True,
         type=BOOLEAN,
-        help="Queue the job again when a node fails, and when the processes saved and ended early.",
+        help="Requeue the job after a node failure, and after the processes saved and ended early.",
     )
     slurm_wait: bool = _slurm(
         False,
         type=BOOLEAN,
         flag="--wait",
-        help="Stay until a submitted job has ended, print its output, and return its exit code.",
+        help="Wait for the submitted job, print its output, and return its exit code.",
     )
 
 
@@ -196,9 +196,11 @@ def fewest_machines(machines: int) -> int:
     return machines.fewest if isinstance(machines, _Machines) else machines
 
 
-MACHINES: Final = ValueType("an integer of at least 1, or a range such as 1:4", _parse_machines, _format_machines)
-PORT: Final = ValueType("a port from 0 (choose a free one) to 65535", _parse_port)
-SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds)
+MACHINES: Final = ValueType(
+    "an integer of at least 1, or a range such as 1:4", _parse_machines, _format_machines, metavar="N"
+)
+PORT: Final = ValueType("a port from 0 (choose a free one) to 65535", _parse_port, metavar="N")
+SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds, metavar="N")
 
 
 @settings_class
@@ -228,20 +230,20 @@ class MachineSettings:
         None,
         type=int_at_least(1),
         question="How many processes in total do you want to use?",
-        help="Processes over all machines; one for each device when not given.",
+        help="Total number of processes; one for each device when not given.",
     )
     num_machines: int = _machine(
         1,
         type=MACHINES,
         question="How many machines do you want to use?",
-        help="Machines that take part; 1:4 is a range, for a launcher that continues with fewer.",
+        help="Number of machines; 1:4 is a range, for a launcher that continues with fewer.",
     )
     machine_rank: int = _machine(
         0,
         type=int_at_least(0),
         variable="NODE_RANK",
         question="What is the rank of this machine? (0 for the main one)",
-        help="Which of the machines this is, from 0.",
+        help="Rank of this machine, from 0.",
     )
     main_process_ip: str | None = _machine(
         None,
@@ -259,7 +261,7 @@ class MachineSettings:
     same_network: bool = _machine(
         False,
         type=BOOLEAN,
-        help="Whether the machines are in one network; nothing depends on it.",
+        help="The machines share one network. Has no effect.",
     )
     gpu_ids: str | None = _machine(
         None,
@@ -286,13 +288,13 @@ class SupervisionSettings:
     grace_period: float = _supervision(
         30.0,
         type=SECONDS,
-        help="Seconds between asking processes to end and killing them.",
+        help="Seconds between SIGTERM and SIGKILL when the processes must end.",
     )
     hang_report_after: float = _supervision(
         120.0,
         type=SECONDS,
         variable="ACCEL_{NAME}",
-        help="Seconds in a collective after which the launcher prints where every process is; 0 for never.",
+        help="Seconds in one collective after which the launcher prints where each process is; 0 for never.",
     )
     restart_policy: str = _supervision(
         "never",
@@ -304,17 +306,17 @@ class SupervisionSettings:
         None,
         type=SECONDS,
         variable="ACCEL_{NAME}",
-        help="Seconds in a collective after which the launcher ends the run; never when not given.",
+        help="Seconds in one collective after which the launcher ends the run; never when not given.",
     )
     preflight: bool = _supervision(
         False,
         type=BOOLEAN,
-        help="With several machines: check the links between them first, and start nothing if one fails.",
+        help="Check the links between machines first, and start nothing if one fails.",
     )
     prefix_output: bool = _supervision(
         False,
         type=BOOLEAN,
-        help="Begin each line that a process prints with its rank.",
+        help="Prefix each line of output with the rank of its process.",
     )
 
 
@@ -325,16 +327,16 @@ class TorchrunSettings:
     max_restarts: int = _torchrun(
         0,
         type=int_at_least(0),
-        help="How often all processes are started again after one failed.",
+        help="Number of restarts of all processes after a failure.",
     )
     monitor_interval: float = _torchrun(
         0.1,
         type=FLOAT,
-        help="Seconds between two looks at the processes.",
+        help="Seconds between checks of the processes.",
     )
     rdzv_backend: str = _torchrun(
         "static",
-        help="How the machines find each other.",
+        help="Rendezvous backend of torch.distributed.",
     )
     rdzv_conf: str = _torchrun(
         "",
@@ -342,7 +344,7 @@ class TorchrunSettings:
     )
     role: str = _torchrun(
         "default",
-        help="Role of the processes, as the logs name it.",
+        help="Role of the processes in the logs.",
     )
     log_dir: str | None = _torchrun(
         None,
@@ -350,7 +352,7 @@ class TorchrunSettings:
     )
     tee: str = _torchrun(
         "0",
-        help="What goes to the log folder and to the terminal: 1 standard output, 2 standard error, 3 both.",
+        help="Streams to copy to the terminal and to the log folder: 1 standard output, 2 standard error, 3 both.",
     )
 
 

@@ -27,7 +27,7 @@ class TPUSettings:
 
     main_training_function: str = _tpu(
         "main",
-        help="Function of the script that every process of a TPU runs.",
+        help="Function of the script that each TPU process runs.",
     )
     downcast_bf16: bool = field_of(settings_of(XLASettings)["downcast_bf16"])
     tpu_use_cluster: bool = _tpu(

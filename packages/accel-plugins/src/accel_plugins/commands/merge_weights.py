@@ -14,7 +14,7 @@ __all__ = ("COMMAND", "MergeWeights")
 class MergeWeights:
     """The command, as the entry-point group `accel.commands` offers it."""
 
-    help = "put the shards of a model that FSDP saved together into one file"
+    help = "merge the shards of a model that FSDP saved into one file"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Where the shards are and where the file goes."""

@@ -123,7 +123,7 @@ class {title}Config(KwargsHandler):
         variable="ACCEL_{variable}_BUCKET_MB",
         flag="--{flag}_bucket_mb",
         key="{flag}_config.bucket_mb",
-        help="Size in MiB of the pieces in which gradients travel.",
+        help="Size of gradient buckets in MiB.",
         group="Backend {name}",
     )
 '''
@@ -232,9 +232,9 @@ class NewBackend:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the name and the folder."""
-        parser.add_argument("name", help="the name by which users choose the backend")
+        parser.add_argument("name", help="Name of the backend for users.")
         parser.add_argument(
-            "--into", type=Path, default=Path(), help="folder to create it in; the current one by default"
+            "--into", type=Path, default=Path(), help="Parent folder of the package; by default the current one."
         )
 
     def run(self, arguments: Namespace) -> int:

@@ -120,7 +120,7 @@ class DeepSpeedPlugin:
 
     hf_ds_config: Any = setting(
         None,
-        type=ValueType("the path of a JSON file, or JSON text in base64", str, encoded),
+        type=ValueType("the path of a JSON file, or JSON text in base64", str, encoded, metavar="PATH"),
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         flag="--deepspeed_config_file",
         key="deepspeed_config.deepspeed_config_file",
@@ -130,21 +130,21 @@ class DeepSpeedPlugin:
     gradient_accumulation_steps: int = _carried(
         type=_in_table(int_at_least(1)),
         variable="ACCELERATE_{NAME}",
-        help="Micro-batches whose gradients are added up before the optimizer steps.",
+        help="Micro-batches in each optimizer step.",
     )
     gradient_clipping: float = _carried(
-        help="Largest norm of the gradients, or auto.",
-        type=_in_table(ValueType("a number, auto or none", _norm)),
+        help="Norm to which gradients are clipped, or auto.",
+        type=_in_table(ValueType("a number, auto or none", _norm, metavar="N")),
         variable="ACCELERATE_{NAME}",
     )
     zero_stage: int = _carried(
-        help="What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
-        type=_in_table(ValueType("a stage from 0 to 3", _stage)),
+        help="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        type=_in_table(ValueType("a stage from 0 to 3", _stage, metavar="N")),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
     is_train_batch_min: bool = True
-    offload_optimizer_device: str = _carried(help="Where optimizer states are kept between uses.", type=_DEVICES)
-    offload_param_device: str = _carried(help="Where parameters are kept between uses.", type=_DEVICES)
+    offload_optimizer_device: str = _carried(help="Device for offloaded optimizer states.", type=_DEVICES)
+    offload_param_device: str = _carried(help="Device for offloaded parameters.", type=_DEVICES)
     offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER)
     offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER)
     zero3_init_flag: bool = _carried(

@@ -377,47 +377,47 @@ class FullyShardedDataParallelPlugin:
     )
     reshard_after_forward: Any = _fsdp(
         type=BOOLEAN,
-        help="Free gathered parameters after forward; with version 2, which does so by default.",
+        help="Free gathered parameters after forward; the default of version 2.",
     )
     backward_prefetch: Any = _fsdp(
         type=_named(*BACKWARD_PREFETCHES, numbered=2),
-        help="When FSDP version 1 gathers the next parameters in backward.",
+        help="Time at which FSDP version 1 gathers the next parameters in backward.",
     )
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable[..., Any] | None = _fsdp(
         type=_named(*WRAP_POLICIES),
         question="How should blocks be found that are sharded by themselves?",
-        help="How blocks are found that are sharded by themselves.",
+        help="Policy that selects the blocks to shard separately.",
     )
     cpu_offload: Any = _fsdp(
         type=BOOLEAN,
         variable="FSDP_OFFLOAD_PARAMS",
         flag="--fsdp_offload_params",
         key="fsdp_config.fsdp_offload_params",
-        help="Keep parameters on the host between uses.",
+        help="Offload parameters to the CPU.",
     )
     ignored_modules: Iterable[Any] | str | None = _fsdp(
-        flag=None, key=None, help="Regular expression for names of modules that stay whole."
+        flag=None, key=None, help="Regular expression for names of modules that are not sharded."
     )
     state_dict_type: Any = _fsdp(
         type=_named(*STATE_DICT_TYPES, numbered=3),
-        help="How checkpoints hold the model; SHARDED_STATE_DICT is the default of version 2.",
+        help="Format of the model in checkpoints; SHARDED_STATE_DICT is the default of version 2.",
     )
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
     use_orig_params: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Let FSDP version 1 show the user's parameters.",
+        help="Keep the original parameters visible in FSDP version 1.",
     )
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Let FSDP version 1 start from the weights of the first process.",
+        help="Broadcast the weights of the first process (FSDP version 1).",
     )
     forward_prefetch: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Let FSDP version 1 gather the next parameters in forward.",
+        help="Gather the next parameters during forward (FSDP version 1).",
     )
     activation_checkpointing: bool | None = _fsdp(
         type=BOOLEAN,
@@ -425,11 +425,11 @@ class FullyShardedDataParallelPlugin:
     )
     activation_checkpointing_offload: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Keep activations of the blocks on the host.",
+        help="Offload activations of the blocks to the CPU.",
     )
     cpu_ram_efficient_loading: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Only the first process loads the weights.",
+        help="Load the weights on the first process only.",
     )
     transformer_cls_names_to_wrap: Any = _fsdp(
         type=listing(),
@@ -440,7 +440,7 @@ class FullyShardedDataParallelPlugin:
     )
     min_num_params: int | None = _fsdp(
         type=int_at_least(0),
-        help="Parameters that make a block, for SIZE_BASED_WRAP.",
+        help="Smallest number of parameters of a block, for SIZE_BASED_WRAP.",
     )
 
     def __post_init__(self) -> None:

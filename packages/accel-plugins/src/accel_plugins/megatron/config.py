@@ -269,44 +269,46 @@ class MegatronLMPlugin:
     """
 
     tp_degree: int = _number(
-        help="Processes over which each tensor is sharded.",
+        help="Degree of tensor parallelism.",
         unset=1,
         question="Over how many processes is each tensor sharded?",
     )
     pp_degree: int = _number(
-        help="Stages of the pipeline.", unset=1, question="How many stages does the pipeline have?"
+        help="Degree of pipeline parallelism.", unset=1, question="How many stages does the pipeline have?"
     )
-    use_custom_fsdp: bool = _switch(help="Shard parameters as Megatron's own FSDP does.")
+    use_custom_fsdp: bool = _switch(help="Use Megatron's own FSDP.")
     overlap_cpu_optimizer_d2h_h2d: bool = _switch(help="Copy optimizer states while the device computes.")
     no_load_optim: bool = _switch(help="Do not load optimizer states.")
-    eod_mask_loss: bool = _switch(help="Leave ends of documents out of the loss.")
+    eod_mask_loss: bool = _switch(help="Exclude end-of-document tokens from the loss.")
     no_save_optim: bool = _switch(help="Do not save optimizer states.")
-    optimizer_cpu_offload: bool = _switch(help="Keep optimizer states on the host.")
-    use_precision_aware_optimizer: bool = _switch(help="Let the optimizer keep its states in lower precision.")
-    decoder_last_pipeline_num_layers: int | None = _number(help="Layers of the last stage of the decoder.")
+    optimizer_cpu_offload: bool = _switch(help="Offload optimizer states to the CPU.")
+    use_precision_aware_optimizer: bool = _switch(
+        help="Use Megatron's precision-aware optimizer, which stores states in lower precision."
+    )
+    decoder_last_pipeline_num_layers: int | None = _number(help="Layers of the last pipeline stage of the decoder.")
     recompute_granularity: str | None = _megatron(
-        help="What is recomputed: full or selective.", type=choice("full", "selective")
+        help="Granularity of activation recomputation.", type=choice("full", "selective")
     )
     recompute_method: str | None = _megatron(
-        help="Which layers are recomputed: uniform or block.", type=choice("uniform", "block")
+        help="Method that selects the layers to recompute.", type=choice("uniform", "block")
     )
-    recompute_num_layers: int | None = _number(help="Layers that are recomputed at once.")
+    recompute_num_layers: int | None = _number(help="Number of layers to recompute at once.")
     attention_backend: str | bool = _megatron(
         help="Implementation of attention.",
         type=ValueType("one of flash, fused, unfused, local, auto, or true or false", _attention),
         unset="auto",
     )
-    expert_model_parallel_size: int = _number(help="Processes over which experts are sharded.", unset=1)
-    context_parallel_size: int = _number(help="Processes over which the sequence is sharded.", unset=1)
-    attention_dropout: float = _megatron(help="Dropout in attention.", type=FLOAT, unset=0.0)
-    hidden_dropout: float = _megatron(help="Dropout in hidden states.", type=FLOAT, unset=0.0)
-    attention_softmax_in_fp32: bool = _switch(help="Compute its softmax in 32 bits.", unset=True)
-    expert_tensor_parallel_size: int = _number(help="Processes over which tensors of experts are sharded.")
-    calculate_per_token_loss: bool = _switch(help="Average the loss over tokens.", unset=True)
-    use_rotary_position_embeddings: bool | None = _switch(help="Use rotary positions.", unset=None)
-    num_micro_batches: int = _number(help="Micro-batches in the pipeline.", unset=1)
-    gradient_clipping: float = _megatron(help="Largest norm of the gradients.", type=FLOAT, unset=1.0)
-    sequence_parallelism: bool = _switch(help="Shard the sequence where tensors are not.")
+    expert_model_parallel_size: int = _number(help="Degree of expert parallelism.", unset=1)
+    context_parallel_size: int = _number(help="Degree of context parallelism.", unset=1)
+    attention_dropout: float = _megatron(help="Dropout probability in attention.", type=FLOAT, unset=0.0)
+    hidden_dropout: float = _megatron(help="Dropout probability of hidden states.", type=FLOAT, unset=0.0)
+    attention_softmax_in_fp32: bool = _switch(help="Compute the softmax of attention in 32 bits.", unset=True)
+    expert_tensor_parallel_size: int = _number(help="Degree of tensor parallelism of experts.")
+    calculate_per_token_loss: bool = _switch(help="Compute the loss per token.", unset=True)
+    use_rotary_position_embeddings: bool | None = _switch(help="Use rotary position embeddings.", unset=None)
+    num_micro_batches: int = _number(help="Number of micro-batches in the pipeline.", unset=1)
+    gradient_clipping: float = _megatron(help="Norm to which gradients are clipped.", type=FLOAT, unset=1.0)
+    sequence_parallelism: bool = _switch(help="Shard the sequence dimension outside tensor-parallel layers.")
     recompute_activations: bool = _switch(help="Recompute activations in backward.")
     use_distributed_optimizer: bool = _switch(help="Shard optimizer states.")
     pipeline_model_parallel_split_rank: int | None = None

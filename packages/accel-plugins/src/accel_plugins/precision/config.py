@@ -148,35 +148,37 @@ _fp8: Final = partial(
 class FP8Settings:
     """What `mixed_precision=fp8` means."""
 
-    backend: str | None = _fp8(type=choice("ao", "te", "msamp"), help="Library that computes in 8 bits.")
-    use_autocast_during_eval: bool | None = _fp8(type=SWITCH, help="Compute so in evaluation too.", unset=False)
+    backend: str | None = _fp8(type=choice("ao", "te", "msamp"), help="Library for 8-bit computation.")
+    use_autocast_during_eval: bool | None = _fp8(type=SWITCH, help="Use 8 bits in evaluation too.", unset=False)
     margin: int | None = _fp8(type=INTEGER, help="Margin of the scaling factors, in powers of two.", unset=0)
-    interval: int | None = _fp8(
-        type=int_at_least(1), help="Steps between two computations of the scaling factors.", unset=1
-    )
+    interval: int | None = _fp8(type=int_at_least(1), help="Steps between updates of the scaling factors.", unset=1)
     format: str | None = _fp8(
         type=choice("HYBRID", "E4M3", "E5M2", fold=str.upper),
-        help="Format: E5M2 in backward only, or one for all.",
+        help="8-bit format; HYBRID is E4M3 in forward and E5M2 in backward.",
         unset="HYBRID",
     )
     amax_history_len: int | None = _fp8(
-        type=int_at_least(1), help="Steps whose largest values are remembered.", unset=1024
+        type=int_at_least(1), help="Length of the history of largest values (amax).", unset=1024
     )
     amax_compute_algo: str | None = _fp8(
-        type=choice("max", "most_recent"), help="Which of the remembered values scales.", unset="most_recent"
+        type=choice("max", "most_recent"),
+        help="Value of that history that sets the scaling factor.",
+        unset="most_recent",
     )
     override_linear_precision: tuple[bool, ...] | None = _fp8(
         type=_THREE,
         variable=None,
-        help="Whether forward, the gradient of the input and that of the weights are computed in higher precision.",
+        help="Higher precision for forward, the gradient of the input, and that of the weights.",
     )
-    opt_level: str | None = _fp8(type=choice("O1", "O2", fold=str.upper), help="Level of MS-AMP.", unset="O2")
+    opt_level: str | None = _fp8(
+        type=choice("O1", "O2", fold=str.upper), help="Optimization level of MS-AMP.", unset="O2"
+    )
     enable_fsdp_float8_all_gather: bool | None = _fp8(
-        type=BOOLEAN, help="Let FSDP2 gather parameters in 8 bits.", unset=True
+        type=BOOLEAN, help="Gather the parameters of FSDP2 in 8 bits.", unset=True
     )
-    pad_inner_dim: bool | None = _fp8(type=BOOLEAN, help="Pad matrices to sizes that 8-bit kernels take.", unset=True)
+    pad_inner_dim: bool | None = _fp8(type=BOOLEAN, help="Pad matrices to sizes that 8-bit kernels accept.", unset=True)
     use_mxfp8_block_scaling: bool | None = _fp8(
-        type=BOOLEAN, flag=None, key=None, help="Scale blocks of values, on GPUs that can.", unset=False
+        type=BOOLEAN, flag=None, key=None, help="Scale blocks of values, on GPUs that support it.", unset=False
     )
 
     @staticmethod

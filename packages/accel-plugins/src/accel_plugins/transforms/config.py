@@ -67,12 +67,12 @@ class TorchDynamoPlugin(KwargsHandler):
         type=choice(*map(str, DynamoBackend), fold=str.upper),
         variable=DYNAMO_VARIABLE,
         question="Which dynamo backend would you like to use?",
-        help="Compile models with this backend of torch.compile.",
+        help="Compile models with this torch.compile backend.",
     )
     mode: str = _dynamo(
         type=choice(*_MODES),
         question="Which mode of torch.compile would you like to use?",
-        help="What torch.compile optimises for.",
+        help="Mode of torch.compile.",
     )
     fullgraph: bool = _dynamo(
         type=SWITCH,
@@ -80,7 +80,7 @@ class TorchDynamoPlugin(KwargsHandler):
         flag="--dynamo_use_{name}",
         key="dynamo_config.dynamo_use_{name}",
         question="Should a model that does not compile as one graph be refused?",
-        help="Refuse models that do not compile as one graph.",
+        help="Require that each model compiles as one graph.",
     )
     dynamic: bool = _dynamo(
         type=SWITCH,
@@ -88,14 +88,14 @@ class TorchDynamoPlugin(KwargsHandler):
         flag="--dynamo_use_{name}",
         key="dynamo_config.dynamo_use_{name}",
         question="Should models be compiled for sizes that change?",
-        help="Compile for sizes that change.",
+        help="Compile for dynamic shapes.",
     )
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool = _dynamo(
         type=SWITCH,
         question="Should the blocks that a model repeats be compiled instead of the whole model?",
-        help="Compile the blocks that a model repeats instead of the whole model.",
+        help="Compile the repeated blocks of a model instead of the whole model.",
     )
 
     def __post_init__(self) -> None:

@@ -100,7 +100,7 @@ _LONGEST_WAIT: Final = 3.6
 """Seconds that the other ranks are given to publish where they are."""
 
 _POLL: Final = 0.1
-"""Seconds between two looks at what they published."""
+"""Seconds between two reads of what they published."""
 
 _SIGNAL_POLL: Final = 0.05
 """Seconds between two checks whether this process received SIGTERM."""

@@ -28,20 +28,20 @@ class ProcessSettings:
         flag="--{name}",
         key="use_{name}",
         question="Do you want to run on the CPU only, even if a GPU or another accelerator is there?",
-        help="Work on the CPU even if another device is present.",
+        help="Use the CPU even if another device is present.",
         group="Hardware",
     )
     device: str | None = setting(
         None,
         variable="ACCELERATE_TORCH_{NAME}",
-        help="Device to work on, such as cuda:1, when a process runs alone.",
+        help="Device of a single process, such as cuda:1.",
     )
     debug: bool = _carried(
         False,
         type=BOOLEAN,
         variable="ACCELERATE_DEBUG_MODE",
         question="Should every process report more about what it does?",
-        help="Let every process report more about what it does.",
+        help="Log more on every process, and print full tracebacks.",
     )
     cpu_affinity: bool = setting(
         False,
@@ -50,14 +50,14 @@ class ProcessSettings:
         flag="--enable_{name}",
         key="enable_{name}",
         question="Should each process run on the processors nearest to its device?",
-        help="Run each process on the processors nearest to its device.",
+        help="Pin each process to the CPU cores nearest to its device.",
         group="Hardware",
     )
     fork_launched: bool = setting(
         False,
         type=BOOLEAN,
         variable="{NAME}",
-        help="Set by a launcher that forks the processes of a notebook.",
+        help="The processes were forked from a notebook; its launcher sets this.",
     )
 
 
@@ -75,7 +75,7 @@ class OutputSettings:
         False,
         type=BOOLEAN,
         variable="ACCELERATE_{NAME}",
-        help="Write with the library rich where it is installed.",
+        help="Format logs with rich if it is installed.",
     )
 
 
@@ -93,19 +93,19 @@ class RunSettings:
     backend: str | None = _carried(
         None,
         variable="ACCEL_{NAME}",
-        help="Backend that owns the run, as `accel backends` lists it; by what was configured when not given.",
+        help="Backend of the run, from the list of `accel backends`; without it, the other settings decide.",
         group="Resources",
     )
     project_dir: str | None = _carried(
         None,
         variable=PROJECT_DIR_VARIABLE,
-        help="Folder of the run: of its checkpoints, logs and failures, and of the account of its time.",
+        help="Folder of the run, for its checkpoints, logs, failure reports and time account.",
         group="Supervision",
     )
     gradient_accumulation_steps: int = _carried(
         1,
         type=int_at_least(1),
-        help="Micro-batches whose gradients are added up before the optimizer steps.",
+        help="Micro-batches in each optimizer step.",
         group="Resources",
     )
 
@@ -117,14 +117,14 @@ class MeshSettings:
     use_parallelism_config: bool = _carried(
         False,
         type=BOOLEAN,
-        help="Build a mesh of the sizes in the ParallelismConfig options.",
+        help="Build a device mesh from the ParallelismConfig options.",
         group="ParallelismConfig",
     )
     allow_cp_standalone: bool = setting(
         False,
         type=BOOLEAN,
         variable="ACCELERATE_{NAME}",
-        help="Allow context parallelism without a backend that divides the parameters.",
+        help="Allow context parallelism without a backend that shards parameters.",
     )
 
 
@@ -139,11 +139,11 @@ class XLASettings:
         False,
         type=BOOLEAN,
         variable="ACCEL_XLA_{NAME}",
-        help="Divide parameters and batches between all devices that a process has (FSDP v2 by SPMD).",
+        help="Shard parameters and batches over all devices of a process (FSDP v2 by SPMD).",
     )
     downcast_bf16: bool = _carried(
         False,
         type=BOOLEAN,
-        help="With bf16 on a TPU: hold doubles in 32 bits and floats in bfloat16.",
+        help="With bf16 on a TPU: store doubles in 32 bits and floats in bfloat16.",
         group="TPU",
     )

@@ -75,12 +75,14 @@ class ValueType(NamedTuple):
         parse: text to value; raises ValueError.
         format: value to text; `parse(format(v)) == v`.
         choices: the allowed texts, or empty when they cannot be listed.
+        metavar: what a help text calls a value that is one of no choices, such as "N" for a number.
     """
 
     name: str
     parse: Callable[[str], Any]
     format: Callable[[Any], str] = str
     choices: tuple[str, ...] = ()
+    metavar: str = "TEXT"
 
 
 def _parse_boolean(text: str) -> bool:
@@ -105,8 +107,8 @@ def _format_json(value: Any) -> str:
 
 
 TEXT: Final = ValueType("a text", str)
-INTEGER: Final = ValueType("an integer", int)
-FLOAT: Final = ValueType("a number", float)
+INTEGER: Final = ValueType("an integer", int, metavar="N")
+FLOAT: Final = ValueType("a number", float, metavar="N")
 
 
 def _format_boolean(value: bool) -> str:
@@ -152,7 +154,7 @@ def int_at_least(least: int) -> ValueType:
             raise ValueError(text)
         return number
 
-    return ValueType(f"an integer of at least {least}", parse)
+    return ValueType(f"an integer of at least {least}", parse, metavar="N")
 
 
 def listing(item: ValueType = TEXT, separator: str = ",") -> ValueType:

@@ -1,4 +1,4 @@
-"""`accel check-parity`: check that a plan of several processes computes what one process computes.
+"""`accel check-parity`: check that a plan of several processes computes the same as one process.
 
 The script runs under the plan for some steps. Then one process runs it with the same global batches. Losses, gradients,
 norms, parameters and buffers of each step are compared with dropout off, then the masks of dropout.
@@ -114,7 +114,7 @@ class ParityReport:
 class CheckParity:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "check that a plan of several processes computes what one process computes"
+    help = "check that a plan of several processes computes the same as one process"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and what is its own."""
@@ -123,23 +123,25 @@ class CheckParity:
             "compare what each optimizer step computes. The script needs no change."
         )
         parser.epilog = f"Exit code {EQUAL}: equal; {DIFFERS}: differs; {NOT_VERIFIED}: not verified."
-        parser.add_argument("--processes", type=int, help="processes of the plan (default: product of the axes, or 2)")
-        parser.add_argument("--backend", default="", help="backend, as `accel backends` lists it, or axes")
+        parser.add_argument("--processes", type=int, help="Processes of the plan (default: product of the axes, or 2).")
+        parser.add_argument("--backend", default="", help="Backend, as `accel backends` lists it, or axes.")
         parser.add_argument(
-            "--axes", type=_axes, default={}, metavar="NAME=SIZE,...", help="sizes of axes, such as dp_shard=2,tp=2"
+            "--axes", type=_axes, default={}, metavar="NAME=SIZE,...", help="Sizes of axes, such as dp_shard=2,tp=2."
         )
-        parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default: 5)")
-        parser.add_argument("--mixed_precision", default="", help="precision of both runs (no, fp16, bf16)")
+        parser.add_argument("--steps", type=int, default=5, help="Optimizer steps to compare (default: 5).")
+        parser.add_argument("--mixed_precision", default="", help="Precision of both runs (no, fp16, bf16).")
         parser.add_argument(
             "--launch",
             default="",
             metavar="OPTIONS",
-            help="further options of `accel launch` for the plan, written as --launch='--use_fsdp --fsdp_version 2'",
+            help="Further options of `accel launch` for the plan, written as --launch='--use_fsdp --fsdp_version 2'.",
         )
-        parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take (default: 600)")
-        parser.add_argument("--json", action="store_true", help="print one line of JSON")
-        parser.add_argument("script", help="the training script")
-        parser.add_argument("script_arguments", nargs="...", help="its arguments")
+        parser.add_argument(
+            "--timeout", type=float, default=600.0, help="Seconds that one run may take (default: 600)."
+        )
+        parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        parser.add_argument("script", help="The training script.")
+        parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
     def run(self, arguments: Namespace) -> int:
         """Make the runs, print what they show and return the exit code."""

@@ -52,7 +52,7 @@ class Outcome:
 class CheckResume:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "check that a resumed run computes what the run would have computed without the break"
+    help = "check that a resumed run computes the same as an uninterrupted one"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and what is its own."""
@@ -62,40 +62,45 @@ class CheckResume:
         )
         parser.epilog = f"Exit code {EQUAL}: equal; {DIFFERS}: differs; {NOT_VERIFIED}: not verified."
         parser.add_argument(
-            "--at", type=_numbers, default=(3,), help="optimizer steps after which to save and resume (3,7; default: 3)"
+            "--at",
+            type=_numbers,
+            default=(3,),
+            help="Optimizer steps after which to save and resume (3,7; default: 3).",
         )
         parser.add_argument(
             "--processes",
             type=_numbers,
             default=(1,),
-            help="numbers of processes: the first one runs straight, and all of them resume (2,3; default: 1)",
+            help="Numbers of processes: the first runs without a break, and each resumes (2,3; default: 1).",
         )
         parser.add_argument(
             "--in_window",
             action="store_true",
-            help="save one batch after each step, in the middle of an accumulation window",
+            help="Save one batch after each step, in the middle of an accumulation window.",
         )
-        parser.add_argument("--steps", type=int, default=5, help="steps to compare after each checkpoint (default: 5)")
+        parser.add_argument("--steps", type=int, default=5, help="Steps to compare after each checkpoint (default: 5).")
         parser.add_argument(
             "--resume_args",
             default="",
             metavar="ARGUMENTS",
-            help="arguments by which the script loads a checkpoint, such as '--resume_from {checkpoint}'; without them "
-            "the command loads it before the first batch",
+            help="Arguments by which the script loads a checkpoint, such as '--resume_from {checkpoint}'; without them "
+            "the command loads it before the first batch.",
         )
-        parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-        parser.add_argument("--mixed_precision", help="precision of the runs (no, fp16, bf16, fp8)")
-        parser.add_argument("--backend", help="backend of the runs, as `accel backends` lists it")
+        parser.add_argument("--cpu", action="store_true", help="Run on the CPU.")
+        parser.add_argument("--mixed_precision", help="Precision of the runs (no, fp16, bf16, fp8).")
+        parser.add_argument("--backend", help="Backend of the runs, as `accel backends` lists it.")
         parser.add_argument(
             "--launch",
             default="",
             metavar="OPTIONS",
-            help="further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'",
+            help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
         )
-        parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take (default: 600)")
-        parser.add_argument("--json", action="store_true", help="print one line of JSON for each resumed run")
-        parser.add_argument("script", help="the training script")
-        parser.add_argument("script_arguments", nargs="...", help="its arguments")
+        parser.add_argument(
+            "--timeout", type=float, default=600.0, help="Seconds that one run may take (default: 600)."
+        )
+        parser.add_argument("--json", action="store_true", help="Print one line of JSON for each resumed run.")
+        parser.add_argument("script", help="The training script.")
+        parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
     def run(self, arguments: Namespace) -> int:
         """Make the runs, print what they show and return the exit code."""

@@ -23,20 +23,20 @@ class TrainingMemory:
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options that apply with --training."""
         group = parser.add_argument_group("with --training")
-        group.add_argument("--processes", type=int, default=1, help="processes of the plans (default: 1)")
-        group.add_argument("--memory", type=_size, metavar="SIZE", help="memory of a device, such as 80GiB")
-        group.add_argument("--global-batch", type=int, help="samples of one step of all processes")
-        group.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision")
-        group.add_argument("--optimizer", default="AdamW", help="class of torch.optim (default: AdamW)")
-        group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device (default: cuda)")
-        group.add_argument("--batch-size", type=int, default=8, help="samples of a batch, for a config (default: 8)")
+        group.add_argument("--processes", type=int, default=1, help="Processes of the plans (default: 1).")
+        group.add_argument("--memory", type=_size, metavar="SIZE", help="Memory of a device, such as 80GiB.")
+        group.add_argument("--global-batch", type=int, help="Samples of one step of all processes.")
+        group.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="Mixed precision.")
+        group.add_argument("--optimizer", default="AdamW", help="Class of torch.optim (default: AdamW).")
+        group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Kind of device (default: cuda).")
+        group.add_argument("--batch-size", type=int, default=8, help="Samples of a batch, for a config (default: 8).")
         group.add_argument(
-            "--sequence-length", type=int, default=512, help="tokens of a sample, for a config (default: 512)"
+            "--sequence-length", type=int, default=512, help="Tokens of a sample, for a config (default: 512)."
         )
-        group.add_argument("--rank", type=int, default=0, help="rank whose memory is estimated (default: 0)")
-        group.add_argument("--script_arguments", default="", metavar="ARGUMENTS", help="arguments of a script, as one")
-        group.add_argument("--json", action="store_true", help="print one line of JSON")
-        group.add_argument("--picture", metavar="FILE.svg", help="write the bars as a picture")
+        group.add_argument("--rank", type=int, default=0, help="Rank whose memory is estimated (default: 0).")
+        group.add_argument("--script_arguments", default="", metavar="ARGUMENTS", help="Arguments of a script, as one.")
+        group.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        group.add_argument("--picture", metavar="FILE.svg", help="Write the bars as a picture.")
 
     def run(self, arguments: Namespace, options: Mapping[str, Any]) -> int:
         """Estimate the plans and print them; the exit code is 1 where none fits.

@@ -15,13 +15,13 @@ from typing import Final
 
 __all__ = ("COMMAND", "Runs")
 
-_RUN: Final = "the folder of the run (project_dir or logging_dir), or the process id of its launcher"
+_RUN: Final = "The folder of the run (project_dir or logging_dir), or the process id of its launcher"
 
 
 class Runs:
     """Shows runs: their metrics, and the state of their processes."""
 
-    help = "show the processes of a run, and the curves of runs that the tracker 'jsonl' stored"
+    help = "show the processes of a run, and the curves of stored runs"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
@@ -32,17 +32,17 @@ class Runs:
             description="List the runs that `accel launch` of this user started here, and those stored in a folder.",
         )
         listed.add_argument(
-            "path", metavar="FOLDER", nargs="?", default=".", help="where runs are stored; by default ."
+            "path", metavar="FOLDER", nargs="?", default=".", help="Folder of stored runs; by default the current one."
         )
-        listed.add_argument("--json", action="store_true", help="print one line of JSON per run")
+        listed.add_argument("--json", action="store_true", help="Print one line of JSON per run.")
         show = actions.add_parser("show", help="show one run", description="Show the curves of one run.")
-        show.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest curves; or a .jsonl file")
+        show.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest curves; or a .jsonl file.")
         show.add_argument(
             "--output",
             type=Path,
-            help="picture to write (.png, .svg, .pdf, .html); by default a .png beside the run",
+            help="Picture to write (.png, .svg, .pdf, .html); by default a .png beside the run.",
         )
-        show.add_argument("--text", action="store_true", help="print text only, without a picture")
+        show.add_argument("--text", action="store_true", help="Print text only, without a picture.")
         status = actions.add_parser(
             "status",
             help="show the state of each process of a run",
@@ -51,35 +51,35 @@ class Runs:
                 "runs that `accel launch` of the same user started, also while they hang. The script needs no change."
             ),
         )
-        status.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; by default all runs of this machine")
-        status.add_argument("--watch", action="store_true", help="repeat every second until the run ends")
-        status.add_argument("--json", action="store_true", help="print one line of JSON per run")
+        status.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; by default all runs of this machine.")
+        status.add_argument("--watch", action="store_true", help="Repeat every second until the run ends.")
+        status.add_argument("--json", action="store_true", help="Print one line of JSON per run.")
         status.add_argument(
             "--stacks",
             action="store_true",
-            help="add the Python stack of each process of this machine (from py-spy if it is installed)",
+            help="Add the Python stack of each process of this machine (from py-spy if it is installed).",
         )
 
         goodput = actions.add_parser(
             "goodput",
-            help="show where the time of a run went",
+            help="show how a run spent its time",
             description=(
                 "Show where the time of a run went, over all its restarts: start-up, data, steps, evaluation, "
                 "checkpoints, recomputed work, waiting and down time. The run was started with `accel launch "
                 "--project_dir`, or kept the account by Accelerator(goodput=True)."
             ),
         )
-        goodput.add_argument("run", metavar="RUN", help=_RUN)
-        goodput.add_argument("--json", action="store_true", help="print one line of JSON")
-        goodput.add_argument("--output", type=Path, help="picture to write too (.svg)")
+        goodput.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+        goodput.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        goodput.add_argument("--output", type=Path, help="Picture to write too (.svg).")
 
         samples = actions.add_parser(
             "samples",
             help="show how many samples each source of a mixture gave",
             description="Show how many samples each source gave, its epochs, and its share: as asked and as given.",
         )
-        samples.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest samples; or a .jsonl file")
-        samples.add_argument("--json", action="store_true", help="print one line of JSON")
+        samples.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest samples; or a .jsonl file.")
+        samples.add_argument("--json", action="store_true", help="Print one line of JSON.")
 
     def run(self, arguments: Namespace) -> int:
         """Run the action and return the exit code."""

@@ -109,7 +109,7 @@ def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def estimate_command(args: Namespace) -> None:
-    """Show how much memory a model takes.
+    """Estimate the memory of a model.
 
     Raises:
         NotFound: the Hub has no such model; `NoAccess` when it shows the model to few.
