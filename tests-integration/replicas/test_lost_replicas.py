@@ -1,6 +1,7 @@
 """Replicas are killed at random and come back: all have the same weights at the end, and every sample came once.
 
-`ACCEL_REPLICA_KILLS` says how many are killed; 3 without it.
+`ACCEL_REPLICA_KILLS` says how many are killed; 3 without it, and at most 25 of four replicas: rounding adds up over the
+steps of longer runs, whose losses are compared.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("backend", "count", "processes", "kills"),
-    [("torchft", 2, 1, KILLS), ("torchft", 4, 1, KILLS), ("torchft-fsdp2", 2, 2, 1)],
+    [("torchft", 2, 1, KILLS), ("torchft", 4, 1, min(KILLS, 25)), ("torchft-fsdp2", 2, 2, 1)],
 )
 def test_killed_replicas_return_and_no_sample_is_lost(
     started: Any, backend: str, count: int, processes: int, kills: int, capsys: pytest.CaptureFixture[str]
