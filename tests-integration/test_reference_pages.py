@@ -265,7 +265,7 @@ def test_every_command_is_on_the_page_with_its_options() -> None:
     page = commands_page()
     assert re.findall(r"^## accel (\S+)$", page, re.MULTILINE) == list(offers())
     for line in (
-        "| `--num_processes N` | Processes over all machines; one for each device when not given. |",
+        "| `--num_processes N` | Total number of processes; one for each device when not given. |",
         "| `--config_file PATH` | Config file; by default the user's own. |",
         "| `--dry_run` | Print what prune would remove, without removing it. |",
         "| `--timeout N` | Seconds to wait for the other machines. Default: `60.0`. |",

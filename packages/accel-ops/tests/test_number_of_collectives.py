@@ -13,6 +13,7 @@ from accel_ops import (
     broadcast_object_list,
     gather,
     gather_object,
+    host_memory,
     pad_across_processes,
     reduce,
     scatter,
@@ -55,10 +56,19 @@ def four_dtypes(of_each: int = 1) -> list[torch.Tensor]:
     return [torch.ones(12_000, dtype=dtype) for dtype in dtypes for _ in range(of_each)]
 
 
-def records_of(name: str) -> list[tuple[str, int]]:
+def records_of(name: str, shares: bool = False) -> list[tuple[str, int]]:
+    """What a call starts, once the processes know whether they share memory."""
     PartialState(cpu=True)
-    with recording() as records:
-        CALLS[name]()
+    own_file = host_memory._own_file
+    if not shares:
+        host_memory._own_file = lambda transport: -1
+    try:
+        with recording() as records:
+            gather(large(1))
+            records.clear()
+            CALLS[name]()
+    finally:
+        host_memory._own_file = own_file
     return [(record.operation, record.nbytes) for record in records]
 
 
@@ -119,9 +129,30 @@ def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: s
         assert records[0] == HEADER
 
 
+@pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if len(expected) > 1])
+def test_tensors_in_shared_memory_need_only_headers(two: Processes, name: str) -> None:
+    needed = EXPECTED[name] if name == "scatter" or "objects" in name else ["all_gather"]
+    for records in two.run(records_of, name, True):
+        assert [operation for operation, _ in records] == needed
+        assert records[0] == HEADER
+
+
+def first_large_call() -> tuple[int, int]:
+    PartialState(cpu=True)
+    with recording() as records:
+        gather(large(1))
+        first = len(records)
+        gather(large(1))
+    return first, len(records) - first
+
+
+def test_processes_find_out_in_two_exchanges_whether_they_share_memory(two: Processes) -> None:
+    assert two.run(first_large_call) == [(3, 1)] * 2
+
+
 def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
     for records in two.run(records_of, "gather mixed"):
-        packed, *each = [nbytes for _, nbytes in records[1:]]
+        *each, packed = [nbytes for _, nbytes in records[1:]]
         assert each == [LARGE + 4] * 2
         assert PACKED + 16 <= packed <= PACKED + 2 * 16
     for records in two.run(records_of, "gather beyond the header"):
@@ -129,10 +160,10 @@ def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
 
 
 def reduced_beyond_64_mib() -> list[str]:
-    """Reduce many small tensors of four dtypes; the rows of both processes together take 81 MiB."""
+    """Reduce many small tensors of four dtypes, which take more than the memory that processes share."""
     PartialState(cpu=True)
-    data = four_dtypes(of_each=160)
-    assert sum(tensor.nbytes for tensor in data) > 40 * 2**20
+    data = four_dtypes(of_each=320)
+    assert sum(tensor.nbytes for tensor in data) > 64 * 2**20
     with recording() as records:
         sums = reduce(data, "sum")
     assert all(torch.equal(total, tensor * 2) for total, tensor in zip(sums, data, strict=True))
@@ -141,7 +172,7 @@ def reduced_beyond_64_mib() -> list[str]:
 
 
 def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> None:
-    assert two.run(reduced_beyond_64_mib) == [["all_gather"] + ["all_reduce"] * 4] * 2
+    assert two.run(reduced_beyond_64_mib) == [["all_gather"] * 3 + ["all_reduce"] * 4] * 2
 
 
 def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:
@@ -168,7 +199,7 @@ def fits_exactly(extra: int) -> int:
 
 def test_the_slot_is_used_to_its_last_byte(two: Processes) -> None:
     assert two.run(fits_exactly, 0) == [1, 1]
-    assert two.run(fits_exactly, 1) == [2, 2]
+    assert two.run(fits_exactly, 1) == [3, 3]
 
 
 def alone() -> int:

@@ -2,8 +2,8 @@
 
     with CheckedCall(transport, "gather") as call:  # logged; calls of other threads wait
         plan, leaves = call.plan(data)              # what must agree, and how it travels
-        rows = call.agree(plan, leaves)             # headers exchanged and compared: after this, sizes are equal
-        ...                                         # data that did not fit moves
+        rows = call.agree(plan, leaves, large)      # headers exchanged and compared: after this, sizes are equal
+        ...                                         # what did not fit is read from shared memory, or sent
         call.wait(works)
 
 A failure before `agree` goes to the other processes in place of it, so that they raise too instead of waiting.
@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from accel_ops.groups import Group, members_of
+from accel_ops.host_memory import HostMemory, are_met, host_memory, meet
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
@@ -62,6 +63,9 @@ LARGE: Final = 256 * 1024
 _HOST: Final = torch.device("cpu")
 _PLANS_KEPT: Final = 1024
 _MOST_NAMED: Final = 16
+
+_MEETS: Final = 4
+"""Flag of headers by which processes find out whether they share memory."""
 
 _LONGEST_READ: Final = 2.0
 """Seconds for which an answer of the store is waited for."""
@@ -345,7 +349,13 @@ class CheckedCall(HeaderCall):
         arguments: what must be equal on all processes, by name.
     """
 
-    __slots__ = ()
+    __slots__ = ("_large", "_memory", "_slots")
+
+    def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
+        super().__init__(transport, operation, **arguments)
+        self._memory: HostMemory | None = None
+        self._large: Sequence[torch.Tensor] = ()
+        self._slots: Sequence[int] = ()
 
     def plan(
         self,
@@ -392,12 +402,20 @@ class CheckedCall(HeaderCall):
         nbytes = plan.layout.nbytes
         return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST)
 
-    def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor] | None:
+    def agree(
+        self,
+        plan: Plan,
+        leaves: Sequence[torch.Tensor] | None = None,
+        large: Sequence[torch.Tensor] = (),
+        shares: bool = True,
+    ) -> Sequence[torch.Tensor] | None:
         """Meet the other processes and check that all have the same plan.
 
         Args:
             plan: that of this process.
             leaves: all leaves, if the small ones are to go along where they fit.
+            large: contiguous tensors that do not fit. Where processes share memory, `read` has them afterwards.
+            shares: whether this process has values for `large`.
 
         Returns:
             The small leaves of all processes, as parts of shape (world_size, elements), valid inside of this call;
@@ -407,14 +425,41 @@ class CheckedCall(HeaderCall):
             ShapeMismatch: on every process, when the plans differ.
             CollectiveError: a process did not come.
         """
-        if not self.fits(plan):
-            self._exchange_headers(plan.fingerprint, plan.description, 0)
-            return None
-        own, rows = plan.eager_parts(self._state.header)
-        if leaves is not None:
-            plan.layout.write([leaves[position] for position in plan.small], own)
-        self._exchange_headers(plan.fingerprint, plan.description, plan.layout.nbytes)
-        return rows
+        memory = self._memory_for(plan, large) if large else None
+        slot = memory.write(large) if memory is not None and shares else 0
+        parts = None
+        if self.fits(plan):
+            own, parts = plan.eager_parts(self._state.header)
+            if leaves is not None:
+                plan.layout.write([leaves[position] for position in plan.small], own)
+        # All know the bytes of the small leaves by the plan, so the header has a place for the slot.
+        self._exchange_headers(plan.fingerprint, plan.description, slot)
+        if memory is not None:
+            self._memory, self._large, self._slots = memory, large, self._state.header.lengths()
+        return parts
+
+    @property
+    def shares_memory(self) -> bool:
+        """After `agree`: whether `read` has what is large, so that it need not be sent."""
+        return self._memory is not None
+
+    def read(self, rank: int) -> list[torch.Tensor]:
+        """What a process gave to `agree` as large, as bytes that are valid inside of this call."""
+        assert self._memory is not None
+        return self._memory.read(rank, self._slots[rank], self._large)
+
+    def _memory_for(self, plan: Plan, large: Sequence[torch.Tensor]) -> HostMemory | None:
+        """The memory through which all processes of this plan share what is large, or None."""
+
+        def all_gather_bytes(data: bytes) -> list[bytes]:
+            rows = self._all_gather_bytes(plan.fingerprint, plan.description, data, _MEETS)
+            self._sent = False
+            return rows
+
+        if not are_met(self._state, self._transport):
+            meet(self._state, self._transport, all_gather_bytes)
+        memory = host_memory(self._state)
+        return memory if memory is not None and memory.fits(large) else None
 
     def small_leaves(self, plan: Plan, rank: int) -> list[torch.Tensor]:
         """After `agree`: the small leaves of one process, which fit, as views that are valid inside of this call."""

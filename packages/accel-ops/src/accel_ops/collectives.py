@@ -249,17 +249,22 @@ def _gather(
     wanted = dst is None or dst == transport.rank
     outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
     inputs = [as_bytes(contiguous(leaves[position])) for position in plan.large]
+    targets = [None if output is None else as_bytes(output).view(transport.world_size, -1) for output in outputs]
     packed = None if call.fits(plan) else plan.pack(leaves)
-    parts = call.agree(plan, leaves)
-    works = []
+    rows = None if packed is None else packed.new_empty(transport.world_size, packed.numel())
     if packed is not None:
-        rows = packed.new_empty(transport.world_size, packed.numel())
+        inputs.append(packed)
+        targets.append(rows if wanted else None)
+    parts = call.agree(plan, leaves, inputs)
+    if rows is not None:
         parts = plan.layout.parts(rows)
-        works.append(_collect(transport, rows if wanted else None, packed, dst))
-    for output, given in zip(outputs, inputs, strict=True):
-        into = None if output is None else as_bytes(output).view(transport.world_size, -1)
-        works.append(_collect(transport, into, given, dst))
-    call.wait(works)
+    if not call.shares_memory:
+        call.wait([_collect(transport, into, given, dst) for into, given in zip(targets, inputs, strict=True)])
+    elif wanted:
+        for rank in range(transport.world_size):
+            for into, value in zip(targets, call.read(rank), strict=True):
+                assert into is not None
+                into[rank].copy_(value)
     if not wanted:
         return []
     assert parts is not None
@@ -292,12 +297,16 @@ def _broadcast(
     packed = None
     if not call.fits(plan):
         packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
-    call.agree(plan, leaves if sends else None)
-    works = [] if packed is None else [transport.broadcast(packed, src)]
-    works += [transport.broadcast(as_bytes(leaf), src) for leaf in large]
-    call.wait(works)
+    moved = large if packed is None else [*large, packed]
+    call.agree(plan, leaves if sends else None, moved, shares=sends)
+    if not call.shares_memory:
+        call.wait([transport.broadcast(as_bytes(tensor), src) for tensor in moved])
     if sends:
         return [], []
+    if call.shares_memory:
+        values = call.read(src)
+        packed = None if packed is None else values.pop()
+        large = [value.view(leaf.dtype).view(leaf.shape) for value, leaf in zip(values, large, strict=True)]
     if packed is None:
         return call.small_leaves(plan, src), large
     return plan.layout.split(plan.layout.parts(packed), copy=False), large

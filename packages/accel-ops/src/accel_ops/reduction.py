@@ -14,7 +14,7 @@ from accel_ops.groups import Group
 from accel_ops.packing import contiguous
 from accel_ops.tree import rebuild, recursively_apply
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.transport.base import Reduction, Transport, Work
+from accel_state.transport.base import DONE, Reduction, Transport, Work
 
 __all__ = ("reduce", "reduce_scatter")
 
@@ -26,6 +26,13 @@ _SENT: Final[dict[str, Reduction]] = {
     "product": "product",
     "max": "max",
     "min": "min",
+}
+
+_COMBINE: Final[dict[Reduction, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
 
 _MOST_GATHERED: Final = 64 * 1024 * 1024
@@ -150,10 +157,20 @@ def _reduce(
     large = [_summand(contiguous(leaves[position])) for position in plan.large]
     totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
-    parts = call.agree(plan, leaves)
-    parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
-    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
-    call.wait(works)
+    parts = call.agree(plan, leaves, large if packed is None else [*large, packed])
+    sums: list[torch.Tensor] = []
+    adding: list[Work] = [DONE] * len(large)
+    if call.shares_memory:
+        values = [call.read(rank) for rank in range(transport.world_size)]
+        if packed is not None:
+            rows = [plan.layout.parts(value.pop()) for value in values]
+            sums = [_combined_in_order([_summand(part) for part in given], op) for given in zip(*rows, strict=True)]
+        for total, *given in zip(totals, *values, strict=True):
+            _combined_in_order([value.view(total.dtype).view(total.shape) for value in given], op, total)
+    else:
+        parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
+        adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
+        call.wait(works)
     if parts is not None:
         # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
         sums = [_combined(rows, op) for rows in parts]
@@ -205,6 +222,15 @@ def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     if op in ("sum", "product"):
         return rows.sum(0, dtype=rows.dtype) if op == "sum" else rows.prod(0, dtype=rows.dtype)
     return rows.amax(0) if op == "max" else rows.amin(0)
+
+
+def _combined_in_order(values: Sequence[torch.Tensor], op: Reduction, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Tensors combined in the order of the ranks, so that the results are equal bit by bit on all processes."""
+    combine = _COMBINE[op]
+    total = combine(values[0], values[1], out=into)
+    for value in values[2:]:
+        combine(total, value, out=total)
+    return total
 
 
 def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:

@@ -163,8 +163,8 @@ def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None =
 
 
 def _device_memory() -> int:
-    # A device that raises must not end the thread of the monitor.
-    with contextlib.suppress(RuntimeError):
+    # A device that raises must not end the thread of the monitor, nor be in the way when it ends.
+    with contextlib.suppress(Exception):
         used = PROGRESS.device_memory()
         return -1 if used is None else used
     return -1

@@ -36,6 +36,7 @@ def _hand_over(address: str, arguments: list[str]) -> None:
     import signal
     import socket
     import struct
+    import threading
 
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -67,22 +68,33 @@ def _hand_over(address: str, arguments: list[str]) -> None:
         "processors": os.sched_getaffinity(0),
     }
 
-    def forward(number: int, _: object) -> None:
-        # The program may have ended a moment ago, and with it who listens.
-        with contextlib.suppress(OSError):
-            connection.send(struct.pack("i", number))
+    forwarded = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    forwarded -= set(ignored)
+    # Handlers would run inside of each other when many signals come at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
 
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        if number not in ignored:
-            signal.signal(number, forward)
+    def forward() -> None:
+        while True:
+            number = signal.sigwait(forwarded)
+            # The program may have ended a moment ago, and with it who listens.
+            with contextlib.suppress(OSError):
+                connection.send(struct.pack("i", number))
+
     connection.sendmsg([pickle.dumps(start)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", kept))])
-    answer = connection.recv(4)
-    code = struct.unpack("i", answer)[0] if answer else 255
-    if code < 0:
-        with contextlib.suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    try:
+        threading.Thread(target=forward, daemon=True).start()
+        answer = connection.recv(4)
+        code = struct.unpack("i", answer)[0] if answer else 255
+        if code < 0:
+            with contextlib.suppress(OSError):
+                signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
+            # The thread that forwards must not take it.
+            signal.pthread_kill(threading.get_ident(), -code)
+        os._exit(code)
+    finally:
+        # After an error the interpreter would run the program once more.
+        os._exit(255)
 
 
 def _die_with_launcher() -> None:

@@ -1,0 +1,171 @@
+"""Large tensors between processes of one machine, through memory that each of them can read.
+
+Each process has a file without a name (memfd), which ends with the last process that has it open, however that process
+ends. A process copies its tensors there before the headers of a call travel, and the others copy them from there
+afterwards: two copies in memory take a fraction of the time of a socket, and need no further message.
+
+The file has two slots, used in turn; the header says which. A process writes to a slot again only in the second call
+after, when the headers of the call between have arrived. The others sent those after they had read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import torch
+
+from accel_ops.packing import as_bytes
+from accel_state.protocol import ProtocolState
+from accel_state.transport.base import Transport
+
+__all__ = ("HostMemory", "are_met", "host_memory", "meet")
+
+_CAPACITY: Final = 64 * 1024 * 1024
+"""Bytes of a slot. Memory is taken when it is first written to."""
+
+_MOST_PROCESSES: Final = 16
+"""Processes up to which each reads from all others."""
+
+_ALIGNMENT: Final = 64
+_SLOTS: Final = 2
+_FILE_BYTES: Final = _SLOTS * _CAPACITY
+_TOKEN_BYTES: Final = 16
+
+
+class _Offer(NamedTuple):
+    """Where the others find the memory of a process: the file as the system shows it, and what is written in it."""
+
+    host: str
+    pid: int
+    descriptor: int
+    token: str
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
+
+
+class HostMemory:
+    """The memory of all processes of a transport.
+
+    Args:
+        rank: this process, among those of the transport.
+        files: descriptors of the files of all processes, by rank.
+    """
+
+    __slots__ = ("_memories", "_rank", "_slot")
+
+    def __init__(self, rank: int, files: Sequence[int]) -> None:
+        self._rank = rank
+        self._slot = 0
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._memories = [torch.frombuffer(mmap.mmap(file, _FILE_BYTES), dtype=torch.uint8) for file in files]
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Copy contiguous tensors to where the others can read them, and return the slot."""
+        self._slot = (self._slot + 1) % _SLOTS
+        for tensor, memory in zip(tensors, self.read(self._rank, self._slot, tensors), strict=True):
+            memory.copy_(as_bytes(tensor))
+        return self._slot
+
+    def read(self, rank: int, slot: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a process wrote to a slot, as bytes; `like` are tensors of the same sizes."""
+        at, found = slot * _CAPACITY, []
+        for tensor in like:
+            found.append(self._memories[rank].narrow(0, at, tensor.nbytes))
+            at += _aligned(tensor.nbytes)
+        return found
+
+    @staticmethod
+    def fits(tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a slot has room for tensors."""
+        return sum(_aligned(tensor.nbytes) for tensor in tensors) <= _CAPACITY
+
+
+_met: weakref.WeakKeyDictionary[ProtocolState, HostMemory | None] = weakref.WeakKeyDictionary()
+
+
+def host_memory(state: ProtocolState) -> HostMemory | None:
+    """The memory of the processes of a transport, given its state; None if they share none, or have not met."""
+    return _met.get(state)
+
+
+def are_met(state: ProtocolState, transport: Transport) -> bool:
+    """Whether the processes know if they can share memory; alike on all of them."""
+    return state in _met or transport.world_size > _MOST_PROCESSES or transport.device.type != "cpu"
+
+
+def meet(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
+    """Let the processes find out whether they can share memory; called on all of them at the same time.
+
+    Args:
+        state: of the transport.
+        transport: between the processes.
+        all_gather_bytes: brings bytes of every process to all, by rank.
+    """
+    files: list[int] = []
+    own, token = _own_file(transport), os.urandom(_TOKEN_BYTES)
+    try:
+        if own >= 0:
+            os.pwrite(own, token, 0)
+        offer = f"{_host()} {os.getpid()} {own} {token.hex()}".encode() if own >= 0 else b""
+        offers = all_gather_bytes(offer)
+        if all(offers):
+            files = _opened([_offer_of(text) for text in offers])
+        opened = all_gather_bytes(b"\1" if files else b"")
+        _met[state] = HostMemory(transport.rank, files) if all(opened) else None
+    finally:
+        for file in (own, *files):
+            if file >= 0:
+                os.close(file)
+
+
+def _own_file(transport: Transport) -> int:
+    """A descriptor of a new file; -1 if there is none."""
+    # A simulated world has no store, and no other processes.
+    if sys.platform != "linux" or transport.store() is None:
+        return -1
+    with suppress(OSError):
+        file = os.memfd_create("accel")
+        os.ftruncate(file, _FILE_BYTES)
+        return file
+    return -1
+
+
+def _opened(offers: Sequence[_Offer]) -> list[int]:
+    """Descriptors of the files of all processes; none if one of them cannot be opened."""
+    files: list[int] = []
+    for offer in offers:
+        file = -1
+        with suppress(OSError):
+            if offer.host == _host():
+                file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
+        files.append(file)
+        # A process of another container may have the same number.
+        if file < 0 or os.pread(file, _TOKEN_BYTES, 0).hex() != offer.token:
+            for found in files:
+                if found >= 0:
+                    os.close(found)
+            return []
+    return files
+
+
+def _offer_of(text: bytes) -> _Offer:
+    host, pid, descriptor, token = text.decode().split(" ")
+    return _Offer(host, int(pid), int(descriptor), token)
+
+
+def _host() -> str:
+    return socket.gethostname().replace(" ", "-")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
