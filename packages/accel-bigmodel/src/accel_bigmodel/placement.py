@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ DISK = "disk"
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What must be on one device: a layer, a block that is not split or a single tensor, and what shares its weights.
 
@@ -125,8 +126,8 @@ class Piece:
         buffers: bytes of the buffers among them.
     """
 
-    names: list[str]
-    sizes: list[int]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
     size: int
     buffers: int
 
@@ -164,17 +165,20 @@ def pieces_of(
     walk = _Walk(frozenset(no_split_module_classes or ()), byte_counter(dtype, special_dtypes))
     walk.visit("", model)
     sizes, buffers = walk.sizes, walk.buffers
+    # The collector of garbage need not follow tuples of numbers and texts: a large model has many pieces.
     pieces = []
     for members in _tied_together(walk.layers):
-        own_sizes = [sum([sizes[key] for key in own]) for _, own in members]
-        keys = members[0][1] if len(members) == 1 else set[int]().union(*(own for _, own in members))
-        size = own_sizes[0] if len(members) == 1 else sum([sizes[key] for key in keys])
-        in_buffers = sum([sizes[key] for key in keys & buffers]) if buffers else 0
-        pieces.append(Piece([name for name, _ in members], own_sizes, size, in_buffers))
+        own_sizes = tuple([sum(map(sizes.__getitem__, own)) for _, own in members])
+        keys, size = members[0][1], own_sizes[0]
+        if len(members) > 1:
+            keys = tuple(set(chain.from_iterable(own for _, own in members)))
+            size = sum(map(sizes.__getitem__, keys))
+        in_buffers = sum([sizes[key] for key in keys if key in buffers]) if buffers else 0
+        pieces.append(Piece(tuple([name for name, _ in members]), own_sizes, size, in_buffers))
     return pieces
 
 
-_Layer: TypeAlias = "tuple[str, set[int]]"
+_Layer: TypeAlias = "tuple[str, tuple[int, ...]]"
 """Name of a layer, block or tensor, and the identities of its tensors."""
 
 
@@ -192,7 +196,7 @@ class _Walk:
         if name and (not module._modules or type(module).__name__ in self.unsplit):
             keys: set[int] = set()
             self._collect(f"{name}.", module, keys)
-            self.layers.append((name, keys))
+            self.layers.append((name, tuple(keys)))
             return
         prefix = f"{name}." if name else ""
         self._add_each(prefix, module._parameters)
@@ -208,7 +212,7 @@ class _Walk:
             if tensors[leaf] is not None:
                 keys: set[int] = set()
                 self._note(prefix, {leaf: tensors[leaf]}, keys)
-                self.layers.append((prefix + leaf, keys))
+                self.layers.append((prefix + leaf, tuple(keys)))
 
     def _collect(self, prefix: str, module: nn.Module, keys: set[int]) -> None:
         if module._parameters:
@@ -231,11 +235,11 @@ class _Walk:
                     sizes[key] = count(prefix + leaf, tensor)
 
 
-def _tied_together(layers: Sequence[_Layer]) -> list[list[_Layer]]:
+def _tied_together(layers: Sequence[_Layer]) -> Iterable[Sequence[_Layer]]:
     """The layers, those that share tensors directly or through others in one group, in the order of their first."""
     members = [keys for _, keys in layers]
     if sum(map(len, members)) == len(set[int]().union(*members)):
-        return [[layer] for layer in layers]
+        return ((layer,) for layer in layers)
     root = list(range(len(members)))
 
     def find(number: int) -> int:
@@ -252,7 +256,7 @@ def _tied_together(layers: Sequence[_Layer]) -> list[list[_Layer]]:
     groups: dict[int, list[_Layer]] = {}
     for number, layer in enumerate(layers):
         groups.setdefault(find(number), []).append(layer)
-    return list(groups.values())
+    return groups.values()
 
 
 @dataclass
@@ -333,9 +337,9 @@ class DevicePacking:
         return self.budget[device] - self.used[device] if device in self.budget else None
 
     def _room(self, device: int | str, largest_later: int) -> int | None:
-        free = self.free(device)
-        if free is None:
+        if device not in self.budget:
             return None
+        free = self.budget[device] - self.used[device]
         return free - largest_later if device in self._reserving else free
 
     def _fits(self, size: int, device: int | str, later: tuple[int, str]) -> bool:
@@ -397,9 +401,9 @@ def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
     largest = (0, "")
     after = [largest]
     for piece in reversed(pieces):
-        own = piece.largest
-        if own[0] > largest[0]:
-            largest = own
+        # A piece takes at least as much as its largest layer.
+        if piece.size > largest[0]:
+            largest = max(largest, piece.largest, key=lambda pair: pair[0])
         after.append(largest)
     return after[::-1]
 
