@@ -69,6 +69,8 @@ def main() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
+            # Else the slower process may abort when the other closes its connections.
+            dist.barrier()
             dist.destroy_process_group()
 
 
