@@ -28,6 +28,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FACTS: Final = ROOT / "docs" / "growth.json"
 PAGE: Final = ROOT / "docs" / "growth.md"
 PLOT: Final = ROOT / "docs" / "_static" / "growth.svg"
+_GRAY: Final = "0.5"
+"""Can be read on the light and the dark pages of the site."""
+
 WORLDS: Final = (2, 64, 1024, 4096)
 
 BLOCKS, WIDTH, ROWS, SAMPLES, BATCH = 40, 8, 4096, 1_000_000, 8
@@ -302,18 +305,28 @@ def draw(facts: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
+    for side in axes.spines.values():
+        side.set_color(_GRAY)
+    axes.tick_params(which="both", colors=_GRAY)
     for number, quantity in enumerate(QUANTITIES):
         values = facts["values"][quantity.name]
         style = ("-o", "--s", ":^")[number // 10 % 3]
         axes.loglog(facts["worlds"], [value / values[0] for value in values], style, markersize=4, label=quantity.name)
-    axes.loglog(facts["worlds"], [world / facts["worlds"][0] for world in facts["worlds"]], "k:", label="linear growth")
+    axes.loglog(
+        facts["worlds"],
+        [world / facts["worlds"][0] for world in facts["worlds"]],
+        ":",
+        color=_GRAY,
+        label="linear growth",
+    )
     axes.set_xticks(facts["worlds"], [f"{world:,}" for world in facts["worlds"]])
     axes.set_ylim(0.2, 100)
-    axes.set(xlabel="ranks", ylabel=f"cost of one rank, {facts['worlds'][0]} ranks = 1")
+    axes.set_xlabel("ranks", color=_GRAY)
+    axes.set_ylabel(f"cost of one rank, {facts['worlds'][0]} ranks = 1", color=_GRAY)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", ncols=2)
+    axes.legend(fontsize="x-small", ncols=2, framealpha=0, labelcolor=_GRAY)
     # Without a date, and with the same ids each time: the picture changes with what it shows alone.
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 
 def in_interpreters(worlds: Iterable[int]) -> dict[str, list[float]]:
