@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.errors import ShapeMismatch
 from accel_state.testing.processes import Processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is shared on Linux")
 
 MORE = LARGE // 4 + 1
 BEYOND_THE_HEADER = 20_000

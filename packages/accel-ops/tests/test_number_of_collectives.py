@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -129,6 +130,10 @@ def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: s
         assert records[0] == HEADER
 
 
+shares_memory = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is shared on Linux")
+
+
+@shares_memory
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if len(expected) > 1])
 def test_tensors_in_shared_memory_need_only_headers(two: Processes, name: str) -> None:
     needed = EXPECTED[name] if name == "scatter" or "objects" in name else ["all_gather"]
@@ -146,6 +151,7 @@ def first_large_call() -> tuple[int, int]:
     return first, len(records) - first
 
 
+@shares_memory
 def test_processes_find_out_in_two_exchanges_whether_they_share_memory(two: Processes) -> None:
     assert two.run(first_large_call) == [(3, 1)] * 2
 
@@ -197,6 +203,7 @@ def fits_exactly(extra: int) -> int:
     return len(records)
 
 
+@shares_memory
 def test_the_slot_is_used_to_its_last_byte(two: Processes) -> None:
     assert two.run(fits_exactly, 0) == [1, 1]
     assert two.run(fits_exactly, 1) == [3, 3]
