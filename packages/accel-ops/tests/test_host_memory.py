@@ -39,7 +39,7 @@ def unable(rank: int | None) -> Iterator[None]:
     """Let the process of a rank, or none, fail to open the memory of others."""
     opened = host_memory._opened
     if PartialState().process_index == rank:
-        host_memory._opened = lambda offers: []
+        host_memory._opened = lambda offer, host: -1
     try:
         yield
     finally:
@@ -172,6 +172,47 @@ def in_inference_mode() -> list[float]:
 
 def test_memory_that_was_met_in_inference_mode_serves_outside_of_it(two: Processes) -> None:
     assert two.run(in_inference_mode) == [[1.0, 1.0]] * 2
+
+
+def offers_of_others() -> list[int]:
+    found = []
+    with open("/dev/null", "rb") as device:
+        read, write = os.pipe()
+        for file in (device.fileno(), read, 1 << 20):
+            offer = host_memory._Offer("here", os.getpid(), file, "00" * 16)
+            found += [host_memory._opened(offer, "here"), host_memory._opened(offer, "there")]
+        os.close(read)
+        os.close(write)
+    return found
+
+
+def test_a_file_without_the_token_is_not_mapped() -> None:
+    before = os.listdir("/proc/self/fd")
+    assert offers_of_others() == [-1] * 6
+    assert os.listdir("/proc/self/fd") == before
+
+
+def without_addresses() -> list[str]:
+    state = PartialState(cpu=True)
+    mapped = host_memory.mmap.mmap
+    if state.process_index == 1:
+
+        def fail(*arguments: Any) -> Any:
+            raise OSError("Cannot allocate memory")
+
+        host_memory.mmap.mmap = fail
+    try:
+        with recording() as records:
+            for _ in range(2):
+                records.clear()
+                assert gather(torch.ones(MORE)).sum() == MORE * state.num_processes
+    finally:
+        host_memory.mmap.mmap = mapped
+    return [record.operation for record in records]
+
+
+def test_a_process_that_cannot_map_the_memory_lets_all_send(two: Processes) -> None:
+    assert two.run(without_addresses) == [["all_gather"] * 2] * 2
 
 
 def descriptors() -> list[str]:

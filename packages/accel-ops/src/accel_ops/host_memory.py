@@ -10,6 +10,7 @@ after, when the headers of the call between have arrived. The others sent those 
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import socket
@@ -113,15 +114,19 @@ def meet(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[
     """
     files: list[int] = []
     own, token = _own_file(transport), os.urandom(_TOKEN_BYTES)
+    memory = None
     try:
+        offer = _Offer(socket.gethostname(), os.getpid(), own, token.hex())
         if own >= 0:
             os.pwrite(own, token, 0)
-        offer = f"{_host()} {os.getpid()} {own} {token.hex()}".encode() if own >= 0 else b""
-        offers = all_gather_bytes(offer)
+        offers = all_gather_bytes(json.dumps(offer).encode() if own >= 0 else b"")
         if all(offers):
-            files = _opened([_offer_of(text) for text in offers])
-        opened = all_gather_bytes(b"\1" if files else b"")
-        _met[state] = HostMemory(transport.rank, files) if all(opened) else None
+            files = [_opened(_Offer(*json.loads(text)), offer.host) for text in offers]
+            # One process may lack the addresses or the memory.
+            with suppress(OSError):
+                memory = HostMemory(transport.rank, files) if min(files) >= 0 else None
+        opened = all_gather_bytes(b"\1" if memory is not None else b"")
+        _met[state] = memory if all(opened) else None
     finally:
         for file in (own, *files):
             if file >= 0:
@@ -140,31 +145,18 @@ def _own_file(transport: Transport) -> int:
     return -1
 
 
-def _opened(offers: Sequence[_Offer]) -> list[int]:
-    """Descriptors of the files of all processes; none if one of them cannot be opened."""
-    files: list[int] = []
-    for offer in offers:
-        file = -1
+def _opened(offer: _Offer, host: str) -> int:
+    """A descriptor of the file of a process; -1 if it cannot be opened here."""
+    if offer.host != host:
+        return -1
+    with suppress(OSError):
+        file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         with suppress(OSError):
-            if offer.host == _host():
-                file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
-        files.append(file)
-        # A process of another container may have the same number.
-        if file < 0 or os.pread(file, _TOKEN_BYTES, 0).hex() != offer.token:
-            for found in files:
-                if found >= 0:
-                    os.close(found)
-            return []
-    return files
-
-
-def _offer_of(text: bytes) -> _Offer:
-    host, pid, descriptor, token = text.decode().split(" ")
-    return _Offer(host, int(pid), int(descriptor), token)
-
-
-def _host() -> str:
-    return socket.gethostname().replace(" ", "-")
+            # A process of another container may have the same number.
+            if os.pread(file, _TOKEN_BYTES, 0).hex() == offer.token:
+                return file
+        os.close(file)
+    return -1
 
 
 def _aligned(nbytes: int) -> int:
