@@ -170,7 +170,7 @@ def in_inference_mode() -> list[float]:
     return [*data.unique().tolist(), *gather(data).unique().tolist()]
 
 
-def test_memory_that_was_met_in_inference_mode_serves_outside_of_it(two: Processes) -> None:
+def test_memory_that_was_mapped_in_inference_mode_serves_outside_of_it(two: Processes) -> None:
     assert two.run(in_inference_mode) == [[1.0, 1.0]] * 2
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from accel_ops.groups import Group, members_of
-from accel_ops.host_memory import HostMemory, are_met, host_memory, meet
+from accel_ops.host_memory import HostMemory, host_memory, is_negotiated, negotiate
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
@@ -64,7 +64,7 @@ _HOST: Final = torch.device("cpu")
 _PLANS_KEPT: Final = 1024
 _MOST_NAMED: Final = 16
 
-_MEETS: Final = 4
+_NEGOTIATES: Final = 4
 """Flag of headers by which processes find out whether they share memory."""
 
 _LONGEST_READ: Final = 2.0
@@ -452,12 +452,12 @@ class CheckedCall(HeaderCall):
         """The memory through which all processes of this plan share what is large, or None."""
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
-            rows = self._all_gather_bytes(plan.fingerprint, plan.description, data, _MEETS)
+            rows = self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATES)
             self._sent = False
             return rows
 
-        if not are_met(self._state, self._transport):
-            meet(self._state, self._transport, all_gather_bytes)
+        if not is_negotiated(self._state, self._transport):
+            negotiate(self._state, self._transport, all_gather_bytes)
         memory = host_memory(self._state)
         return memory if memory is not None and memory.fits(large) else None
 

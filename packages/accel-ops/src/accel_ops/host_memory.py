@@ -26,7 +26,7 @@ from accel_ops.packing import as_bytes
 from accel_state.protocol import ProtocolState
 from accel_state.transport.base import Transport
 
-__all__ = ("HostMemory", "are_met", "host_memory", "meet")
+__all__ = ("HostMemory", "host_memory", "is_negotiated", "negotiate")
 
 _CAPACITY: Final = 64 * 1024 * 1024
 """Bytes of a slot. Memory is taken when it is first written to."""
@@ -91,20 +91,20 @@ class HostMemory:
         return sum(_aligned(tensor.nbytes) for tensor in tensors) <= _CAPACITY
 
 
-_met: weakref.WeakKeyDictionary[ProtocolState, HostMemory | None] = weakref.WeakKeyDictionary()
+_negotiated: weakref.WeakKeyDictionary[ProtocolState, HostMemory | None] = weakref.WeakKeyDictionary()
 
 
 def host_memory(state: ProtocolState) -> HostMemory | None:
-    """The memory of the processes of a transport, given its state; None if they share none, or have not met."""
-    return _met.get(state)
+    """The memory of the processes of a transport, given its state; None if they share none, or have not negotiated."""
+    return _negotiated.get(state)
 
 
-def are_met(state: ProtocolState, transport: Transport) -> bool:
+def is_negotiated(state: ProtocolState, transport: Transport) -> bool:
     """Whether the processes know if they can share memory; alike on all of them."""
-    return state in _met or transport.world_size > _MOST_PROCESSES or transport.device.type != "cpu"
+    return state in _negotiated or transport.world_size > _MOST_PROCESSES or transport.device.type != "cpu"
 
 
-def meet(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
+def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
     """Let the processes find out whether they can share memory; called on all of them at the same time.
 
     Args:
@@ -126,7 +126,7 @@ def meet(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[
             with suppress(OSError):
                 memory = HostMemory(transport.rank, files) if min(files) >= 0 else None
         opened = all_gather_bytes(b"\1" if memory is not None else b"")
-        _met[state] = memory if all(opened) else None
+        _negotiated[state] = memory if all(opened) else None
     finally:
         for file in (own, *files):
             if file >= 0:
