@@ -93,6 +93,17 @@ def test_what_is_written_to_a_mapped_weight_stays_in_memory(tmp_path: Path) -> N
     assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [0, 0, 0, 0]
 
 
+def test_a_mapped_weight_keeps_its_values_when_its_file_is_written_again(tmp_path: Path) -> None:
+    values = torch.arange(100_000.0)
+    offload_state_dict(tmp_path, {"w": values})
+    mapped = OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+    offload_state_dict(tmp_path, {"w": mapped})
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["w"], values)
+    offload_state_dict(tmp_path, {"w": torch.zeros(10)})
+    assert torch.equal(mapped, values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "w.dat"]
+
+
 def test_the_index_is_merged_and_an_empty_one_is_not_written(tmp_path: Path) -> None:
     save_offload_index({}, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -152,7 +163,8 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
             offload_weight(torch.zeros(1), name, tmp_path)
 
 
-def test_a_full_disk_is_a_typed_error_and_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_typed_error_and_leaves_files_as_they_were(tmp_path: Path) -> None:
+    offload_weight(torch.ones(2), "w", tmp_path)
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -163,7 +175,8 @@ def test_a_full_disk_is_a_typed_error_and_leaves_no_half_file(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert list(tmp_path.iterdir()) == []
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.stat().st_size) == ("w.dat", 8)
 
 
 ENTRY = st.dictionaries(

@@ -62,7 +62,7 @@ def offload_weight(
         `index`.
 
     Raises:
-        CheckpointError: the weight has no data, or the disk refuses; no half-written file is left.
+        CheckpointError: the weight has no data, or the disk refuses; an older file of this weight is unchanged.
     """
     path = weight_file(offload_folder, weight_name)
     if weight.is_meta:
@@ -72,21 +72,32 @@ def offload_weight(
             "Load it first.",
         )
     data = weight.detach().to("cpu").contiguous()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            # One byte where there are none: other readers map the file, and an empty one cannot be mapped.
-            file.write(_bytes_of(data) or b"\0")
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"Cannot offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.",
-            f"{type(error).__name__}: {error}",
-            "Name an offload folder with free space where you may write.",
-        ) from error
+    # One byte where there are none: other readers map the file, and an empty one cannot be mapped.
+    _replace(path, _bytes_of(data) or b"\0", f"Cannot offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.")
     if index is not None:
         index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
     return index
+
+
+def _replace(path: Path, content: bytes | memoryview, failed: str) -> None:
+    """Write a new file and give it the name of the old one, which may be mapped, even by the tensor being written.
+
+    Raises:
+        CheckpointError: the disk refuses; `failed` says what did not work, and an old file is unchanged.
+    """
+    # A name that is not longer than those of the other files.
+    beside = path.with_name(f".tmp-{os.urandom(8).hex()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(
+            failed,
+            f"{type(error).__name__}: {error}",
+            "Name an offload folder with free space where you may write.",
+        ) from error
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -314,18 +325,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
     path = Path(offload_folder) / INDEX_NAME
     merged = {**(read_offload_index(offload_folder) if path.is_file() else {}), **index}
     text = json.dumps(merged, indent=2)
-    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {str(path)!r} ({convert_bytes(len(text))}).",
-            f"{type(error).__name__}: {error}",
-            "Name an offload folder with free space where you may write.",
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)
+    _replace(path, text.encode(), f"Cannot write {str(path)!r} ({convert_bytes(len(text))}).")
 
 
 def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
