@@ -262,6 +262,8 @@ def alone_in_a_group() -> None:
     ):
         with pytest.raises(error):
             refused()
+    # Process 0 keeps the store: it must not leave while the other still connects its group.
+    dist.barrier()
 
 
 def test_a_group_of_one_refuses_what_several_refuse(two: Processes) -> None:
@@ -304,6 +306,7 @@ def agreeing() -> tuple[str, str, str]:
         with pytest.raises(SettingError) as caught:
             raise_on_any_rank(process, "work", fail, "Cannot work.", 60, group=group)
         failed = str(caught.value)
+    dist.barrier()
     return same, str(differing.value), failed
 
 
