@@ -139,10 +139,11 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "no.json") == []
 
 
-def test_a_row_tells_whether_its_limit_is_kept() -> None:
-    assert line(ROW).endswith("| ours/peer = 0.4 ± 0.01 | 0.5 | yes |")
+def test_a_row_tells_whether_it_meets_its_limit() -> None:
+    assert line(ROW).endswith("| accel / original = 0.4 ± 0.01 | 0.5 | yes |")
     assert line(replace(ROW, value=0.6)).endswith("| 0.5 | **no** |")
     assert line(replace(ROW, limit=None)).endswith("|  |  |")
+    assert "| 1,234 | 10 |" in line(replace(ROW, ours=1234.5))
 
 
 def test_rows_that_were_not_measured_are_kept_and_those_without_a_case_dropped() -> None:

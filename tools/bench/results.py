@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import groupby
@@ -18,10 +18,20 @@ from bench.case import Case
 
 HEAD: Final = """# Benchmarks
 
-Written by `nox -s bench`. Ours beside the original library and, where there is one, the raw limit; medians of
-alternating runs in one session. Ratios hold between machines; seconds do not. "±" is half the distance between the
-quartiles of the runs' figures. [How it is measured](explanation/how-benchmarks-are-made.md).
+`nox -s bench` writes this page. It compares accel with the original library and, where there is one, with a raw
+operation; "raw" is explained above each table. Values are medians of alternating runs. Ratios are comparable between
+machines, seconds are not. "±" is half the distance between the quartiles of the runs.
+[How it is measured](explanation/how-benchmarks-are-made.md).
 """
+
+SHOWN: Final[Mapping[str, str]] = {
+    "ours": "accel",
+    "ours/peer": "accel / original",
+    "ours/raw": "accel / raw",
+    "ours - raw": "accel - raw",
+    "(ours - raw)/(peer - raw)": "(accel - raw) / (original - raw)",
+}
+"""How the page writes each figure."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +107,28 @@ def merged(table: Sequence[Case], former: Iterable[Row], measured: Iterable[Row]
     return [known[case.key] for case in table if case.key in known]
 
 
+def shown(number: float | None) -> str:
+    """A number with three digits, or to the integer from 1,000 on."""
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
 def line(row: Row) -> str:
-    """A row as it stands in a table."""
-    kept = "" if row.limit is None else "yes" if row.value <= row.limit else "**no**"
+    """A row of the table."""
+    met = "" if row.limit is None else "yes" if row.value <= row.limit else "**no**"
     numbers = (row.ours, row.peer, row.raw, row.value, row.spread, row.limit)
-    ours, peer, raw, value, spread, limit = ("" if number is None else f"{number:.3g}" for number in numbers)
-    figure = f"{row.figure} = {value}{f' ± {spread}' if row.turns > 1 else ''}"
-    return f"| {row.case} | {row.unit} | {ours} | {peer} | {raw} | {figure} | {limit} | {kept} |"
+    ours, peer, raw, value, spread, limit = map(shown, numbers)
+    figure = f"{SHOWN[row.figure]} = {value}{f' ± {spread}' if row.turns > 1 else ''}"
+    return f"| {row.case} | {row.unit} | {ours} | {peer} | {raw} | {figure} | {limit} | {met} |"
+
+
+def paragraphs(methods: Collection[str]) -> list[str]:
+    """How the rows of a group are measured: a paragraph, or a list where there are several ways."""
+    if len(methods) == 1:
+        return [textwrap.fill(method, 120, break_on_hyphens=False) for method in methods]
+    bullet = textwrap.TextWrapper(120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    return [bullet.fill(method) for method in methods]
 
 
 def document(table: Sequence[Case], rows: Sequence[Row]) -> str:
@@ -119,11 +144,11 @@ def document(table: Sequence[Case], rows: Sequence[Row]) -> str:
                 [
                     f"## {group.replace('_', ' ').capitalize()}",
                     "",
-                    textwrap.fill(" ".join(methods), 120, break_on_hyphens=False),
+                    *paragraphs(methods),
                     "",
                     f"Measured on: {'; '.join(machines)}.",
                     "",
-                    "| case | unit | ours | original | raw | figure | at most | kept |",
+                    "| case | unit | accel | original | raw | figure | limit | met |",
                     "|---|---|---|---|---|---|---|---|",
                     *map(line, of_group),
                     "",

@@ -18,26 +18,25 @@ from bench.metering import paused
 
 GROUP: Final = "big_models"
 FORWARDS: Final = (
-    "Wall time of a forward over 16 blocks of two 2048 x 2048 layers, with the files in the page cache. The slow disk "
-    'gives each weight after the time that 500 MB/s need; "raw" reads and computes at the same time, without any work '
-    "between them."
+    "Forward: wall time over 16 blocks of two 2048 x 2048 layers, with the files in the page cache. The disk of 500 "
+    'MB/s is simulated by a delay of each read; "raw" reads and computes at the same time, without any other work.'
 )
 LOADS: Final = (
-    "CPU time and peak memory of one load in a fresh process that has loaded a tiny model before; memory is what that "
-    "process held at most, less what it held before."
+    "Loads: CPU time and peak memory of one load in a fresh process that has loaded a tiny model before. Peak memory "
+    "is the increase over the memory before the load."
 )
 COLD: Final = (
-    'Wall time of a load of 2 GB whose files were taken out of the page cache by posix_fadvise; "raw" reads the same '
-    "bytes by as many threads with preadv, 4 MiB at a time: into memory that is there, or, beside the load as bf16, "
-    "into 1 GB of new memory, where each piece overwrites half of the one before."
+    'Loads from the disk: wall time of a load of 2 GB after posix_fadvise removed the files from the page cache; "raw" '
+    "reads the same bytes with preadv in as many threads, 4 MiB at a time: into existing memory, or, for the load as "
+    "bf16, into 1 GB of new memory, where each read overwrites half of the one before."
 )
-MAPS: Final = "CPU time of a call for 200 blocks of 20 modules on the meta device."
+MAPS: Final = "Device maps: CPU time of a call for 200 blocks of 20 modules on the meta device."
 LARGE: Final = (
-    "An empty decoder of 115 GB in bfloat16 is made and mapped, once for each fresh process; memory is what that "
-    "process held at most, less what it held before."
+    "An empty decoder of 115 GB in bfloat16 is built and mapped, once in each fresh process; peak memory is the "
+    "increase over the memory before."
 )
-EMPTY: Final = 'For an empty model, "raw" is `torch.device("meta")`.'
-SET_UP: Final = "CPU time until a model of 20 such blocks, held in memory, runs with its weights offloaded."
+EMPTY: Final = 'Empty models: "raw" is `torch.device("meta")`.'
+SET_UP: Final = "Offload: CPU time until a model of 20 such blocks in memory can run with its weights offloaded."
 
 BLOCKS, WIDTH, BATCH, LARGE_BATCH = 16, 2048, 4, 256
 LAYERS, SHARD, BYTES_PER_SECOND = 30, "256MB", 500e6
@@ -253,7 +252,7 @@ def loads(name: str, how: str, seconds: float, memory: float | None) -> tuple[Ca
     case = partial(Case, GROUP, figure="ours/peer", work=Work(side, side, once=True), method=LOADS)
     return (
         case(name=name, unit="CPU s", limit=seconds),
-        case(name=f"peak memory: {how}", unit="MB", limit=memory),
+        case(name=f"{name}: peak memory", unit="MB", limit=memory),
     )
 
 
@@ -349,9 +348,9 @@ LARGE_MAP: Final = Work(map_of_100_gb, once=True)
 CASES: Final = (
     beside_original("forward from the disk, in the page cache", "wall s", 0.5, offloaded_forward, FORWARDS),
     beside_original(
-        "the same through the reader thread (bf16 on the disk)", "wall s", 0.65, converted_forward, FORWARDS
+        "forward from bf16 weights on the disk, through the reader thread", "wall s", 0.65, converted_forward, FORWARDS
     ),
-    Case(GROUP, "the same from a disk of 500 MB/s", "wall s", "ours/raw", 1.3, SLOWLY, FORWARDS),
+    Case(GROUP, "forward from a disk of 500 MB/s", "wall s", "ours/raw", 1.3, SLOWLY, FORWARDS),
     *loads("load 2 GB to the CPU", "to the CPU", 0.1, None),
     *loads("load 2 GB, half to the disk", "half to the disk", 0.05, 1.0),
     *loads("load 2 GB and copy each weight", "copied", 0.7, None),

@@ -10,13 +10,17 @@ from typing import Any, Final
 from bench.case import Call, Case, Scope, Side, Work
 
 GROUP: Final = "loaders"
-INDICES: Final = "An epoch is the CPU time that one process needs for its indices of 1,000,000 samples in batches of 8."
-FIRST: Final = "A first batch is the CPU time from the start of an epoch, or of what is left of it, to its first batch."
-BATCHES: Final = 'What is added to a batch that is there already; "raw" is the plain loader of the script.'
-WORKERS: Final = "An epoch with workers is the CPU time of all its processes, from their start to their end."
-DISPATCHED: Final = "A dispatched step is four tensors of (64, 128) for each process, the mean of all processes."
+INDICES: Final = "Epochs: CPU time of one process for its indices of 1,000,000 samples in batches of 8."
+FIRST: Final = (
+    "First batches and skips: CPU time from the start of an epoch, or of the rest of one, to its first batch."
+)
+BATCHES: Final = 'One batch: what a prepared loader adds to a batch in memory; "raw" is the plain loader of the script.'
+WORKERS: Final = "Workers: CPU time of all processes of the epoch, from their start to their end."
+DISPATCHED: Final = (
+    "Dispatched steps: CPU time for four tensors of (64, 128) for each process, the mean of all processes."
+)
 
-MIXTURES: Final = 'A sample of a mixture is one of two shuffled sources; "raw" is the plain data set.'
+MIXTURES: Final = 'Mixtures: one sample of two shuffled sources; "raw" is the plain data set.'
 
 SAMPLES, BATCH, STEPS, BATCHES_A_ROUND, MIXED = 1_000_000, 8, 100, 20_000, 32_000
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 from bench.case import Call, Case, Scope, Side, Work
 
 OVER_GLOO: Final = (
-    'CPU time of two processes over gloo, the mean of both. "Raw" is plain torch.distributed on the same tensors, '
-    "without any check: torch.cat, one collective and a split for all small ones, or one collective for each large one."
+    'CPU time of two processes over gloo, the mean of both. "Raw" is torch.distributed on the same tensors without '
+    "checks: torch.cat, one collective and a split for all small tensors, or one collective for each large one."
 )
 IN_ONE: Final = "CPU time of a call in one process."
-ONE_TENSOR: Final = 'For one tensor, "raw" is the bare method of the tensor.'
-BARE_CAT: Final = 'For concatenate, "raw" calls torch.cat for each leaf.'
+ONE_TENSOR: Final = 'One tensor: "raw" is the method of the tensor.'
+BARE_CAT: Final = 'Concatenate: "raw" calls torch.cat for each leaf.'
 
 Data = Callable[[], Any]
 

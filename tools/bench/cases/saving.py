@@ -14,25 +14,25 @@ from bench.metering import paused
 
 GROUP: Final = "checkpoints"
 SAVING: Final = (
-    "Wall time on a disk that has come to rest, with a model of 302 MB and twice that for Adam; "
-    '"raw" writes the same tensors with safetensors and torch and flushes both files. Five rounds or more of each, in '
-    "turn, for each interpreter."
+    "Saves: wall time on an idle disk, with a model of 302 MB and twice that for Adam; "
+    '"raw" writes the same tensors with safetensors and torch and flushes both files. Each interpreter alternates at '
+    "least five rounds of each."
 )
 BEHIND: Final = (
-    "Blocked by an asynchronous save is the time that training stands still for it: until `save_state` returns, and "
-    'before the next step of the optimizer; "raw" is a synchronous save. Samples of the contents are a part of it, '
-    "taken once before `save_state` returns, and twice behind training."
+    "Asynchronous saves: the time for which training waits, until `save_state` returns and before the next step of the "
+    'optimizer; "raw" is a synchronous save. Samples of the contents, which are part of it, are taken once before '
+    "`save_state` returns and twice during training."
 )
 SHARDED: Final = (
-    "Wall time until all of 4 processes have saved, with the model above sharded by FSDP 2 on a disk that has come to "
-    'rest; "raw" writes the same bytes with torch.save, each process its shards at the same time, in as many files '
-    "as ours, and flushes them. Five rounds or more of each, in turn, for each group of processes."
+    "Saves with shards: wall time until all of 4 processes have saved the model above, sharded by FSDP 2, on an idle "
+    'disk; "raw" writes the same bytes with torch.save into as many files, each process its shards at the same time, '
+    "and flushes them. Each group of processes alternates at least five rounds of each."
 )
 FIRST: Final = (
-    "A load is the first of its process, as in a run that resumes: after some more, the original's takes a quarter of "
-    "the time, because the memory that it reads into has been used before."
+    "Loads: the first load of a process, as in a resumed run. Later loads of the original take a quarter of the time, "
+    "because they reuse memory."
 )
-PEAK: Final = "Peak memory of a load is what the process held at most above what it held before."
+PEAK: Final = "Peak memory of a load: the increase over the memory before."
 
 WIDTH, LAYERS = 2048, 18
 ROUNDS: Final = 5

@@ -14,18 +14,20 @@ from bench.case import Call, Case, Scope, Work
 from bench.metering import paused
 
 IMPORTS: Final = (
-    "CPU time of imports, each with making an Accelerator, in a fresh process that has imported torch. What torch has "
-    "made is frozen first: otherwise the figure depends on whether the collection of all of it, which is due at some "
-    "time, falls into it."
+    "Imports: CPU time to import and create an Accelerator, in a fresh process that has imported torch. The objects of "
+    "torch are frozen first (`gc.freeze`): otherwise the figure depends on whether a full garbage collection happens "
+    "during the import."
 )
-OVER_TORCH: Final = "An import of one package counts what it adds to torch."
-DROP_IN: Final = 'CPU time of a process that imports nothing but the drop-in; "raw" imports accel_torch.'
+OVER_TORCH: Final = "Import of one package: what it adds to the import of torch."
+DROP_IN: Final = 'Import of accelerate: CPU time of a process that imports only the drop-in; "raw" imports accel_torch.'
 COMMANDS: Final = (
-    'CPU time of commands that only tell something; "raw" is `python -c pass`. The original has neither `explain` nor '
-    "`env --light`: they stand beside its `--help` and its `env`."
+    'Commands: CPU time; "raw" is `python -c pass`. The original has neither `explain` nor `env --light`: they are '
+    "compared with its `--help` and its `env`."
 )
-RESTARTS: Final = 'Wall time from the SIGKILL of a process to the next step; "raw" is a launch to its first step.'
-LAUNCHES: Final = 'Wall time from a launch to the first line of its script; "raw" is torchrun.'
+RESTARTS: Final = (
+    'Restarts: wall time from the SIGKILL of a process to the next step; "raw" is a launch to its first step.'
+)
+LAUNCHES: Final = 'Launches: wall time from a launch to the first line of its script; "raw" is torchrun.'
 
 EIGHT: Final = """
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, notebook_launcher

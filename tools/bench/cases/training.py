@@ -17,34 +17,36 @@ STEPS, LOGGED, PROCESSES, SCHEDULED = 400, 2000, 1024, 50
 ADDED: Final = (
     "CPU time of the prepared loop (accumulate, backward, step, scheduler, zero_grad) on one process, in rounds of 400 "
     "steps, with the status file and the goodput account of `accel launch --project_dir`; "
-    '"raw" is the loop without any library, inside of `torch.autocast`, which is switched off in full precision and '
-    "takes 7 us then. The original's is what it adds to a raw loop in its interpreter."
+    '"raw" is the plain loop inside of `torch.autocast`, which takes 7 us even where full precision disables it. The '
+    "value of the original is what it adds to a raw loop in its interpreter."
 )
 SCHEDULES: Final = (
-    "CPU time of a scheduler step in a run of 1024 processes, where a schedule moves on by 1024 of its own steps: of "
-    'the prepared one, and as "raw" of 1024 plain ones where the figure is a ratio. A step over milestones is allowed '
-    "0.1 microseconds more for each one passed."
+    "CPU time of a scheduler step in a run of 1024 processes, in which a schedule advances by 1024 of its own steps. "
+    'Where the figure is a ratio, "raw" is 1024 plain steps. The limit of a step over milestones grows by 0.1 '
+    "microseconds for each milestone."
 )
-LOGGING: Final = 'Rounds of 2,000 calls of `accelerator.log`; "raw" is `json.dumps` and a write of the same line.'
+LOGGING: Final = (
+    'CPU time of `accelerator.log`, in rounds of 2,000 calls; "raw" is `json.dumps` and a write of the same line.'
+)
 WATCHING: Final = (
-    'Wall time of a step of about 1 ms on two processes over gloo, in rounds of 400; "raw" is an Accelerator that '
-    "compares nothing."
+    'Replicas: wall time of a step of about 1 ms on two processes over gloo, in rounds of 400; "raw" is an Accelerator '
+    "without comparison."
 )
 ACCOUNTED: Final = 'Steps over a prepared loader; "raw" keeps no account of its time.'
 LOOKED_AT: Final = (
-    "CPU time of a step of about 1 ms on two processes over gloo, in rounds of 400, while a thread writes what "
-    '`accel runs status` reads, at once and twice a second; "raw" is the same step without that thread, and '
-    "uncounted."
+    "Status: CPU time of a step of about 1 ms on two processes over gloo, in rounds of 400, while a thread writes what "
+    '`accel runs status` reads twice a second; "raw" is the same step without that thread and without a count of '
+    "steps."
 )
 SHARDING: Final = (
     'A model of 200 blocks on two processes over gloo; "raw" calls `fully_shard` for each block and for the model. '
-    "The original runs DDP when it is asked for FSDP on a CPU, so it is not here. Memory is what a process grew by at "
-    "most, from before the model was built until it had trained."
+    "The original is missing because it runs DDP instead of FSDP on a CPU. Peak memory is the increase since before "
+    "the model was built."
 )
 BUILDING: Final = (
-    "A model of 2,013 MB (15 blocks of two linear layers) is built inside `Accelerator.init_module()` on two processes "
-    "over gloo, with random weights, and prepared; memory is what a process grew by at most, and the limit is 0.6 of "
-    "the model."
+    "init_module: a model of 2,013 MB (15 blocks of two linear layers) with random weights is built inside "
+    "`Accelerator.init_module()` and prepared, on two processes over gloo. Peak memory is the increase of one process; "
+    "the limit is 0.6 of the model."
 )
 
 
@@ -509,7 +511,7 @@ CASES: Final = (
     sharding("peak memory", "MB", train_from_nothing, once=True),
     Case(
         "sharding",
-        "peak memory: FSDP2 init_module and prepare of a model of 2 GB, 2 processes",
+        "FSDP2 init_module and prepare of a model of 2 GB, 2 processes: peak memory",
         "MB",
         "ours",
         1208.0,

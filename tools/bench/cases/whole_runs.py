@@ -14,23 +14,23 @@ from bench.metering import paused
 
 GROUP: Final = "whole_runs"
 TRAINING: Final = (
-    "A training is three epochs over 1,792 samples of 64 numbers by a network of two layers (digits), or 40 steps of a "
+    "Trainings: three epochs over 1,792 samples of 64 numbers by a network of two layers (digits), or 40 steps of a "
     "transformer of two layers over text of 64 characters (char-GPT), with accumulation over two micro-batches and a "
     'schedule; "raw" is the loop in plain torch, with DDP on two processes.'
 )
 END_TO_END: Final = (
-    "From launch to exit is the wall time of a launch of two processes that train one epoch of digits: by "
+    "From launch to exit: wall time of a launch of two processes that train one epoch of digits: by "
     "`accel launch`; by torchrun for the original, whose launcher starts one process on CPUs; by `fabric run`."
 )
 IMAGES: Final = (
-    'Images are 2,048 of 3 x 64 x 64 bytes in memory, read in two DataLoader workers; "raw" is the plain loader.'
+    'Images: 2,048 of 3 x 64 x 64 bytes in memory, read by two DataLoader workers; "raw" is the plain loader.'
 )
 BEHIND: Final = (
-    'Twenty steps of a model of 17 MB, in the first of which an asynchronous save begins; "raw" saves nothing. The '
-    "wait for the end of the save is not counted."
+    'Asynchronous save: twenty steps of a model of 17 MB, with a save that begins in the first one; "raw" saves '
+    "nothing. The wait for the end of the save is not counted."
 )
 EVALUATING: Final = (
-    'An evaluation of 10,000 samples counts right guesses of both processes; "raw" gathers them with torch alone.'
+    'Evaluation: counts right guesses of both processes over 10,000 samples; "raw" gathers them with torch alone.'
 )
 
 SAMPLES, FEATURES, CLASSES, SIZE, EPOCHS = 1792, 64, 10, 32, 3
