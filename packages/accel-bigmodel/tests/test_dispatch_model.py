@@ -325,8 +325,11 @@ def test_weights_at_hand_inside_a_block(tmp_path: Path) -> None:
     assert model.head.weight.is_meta
     assert has_offloaded_params(model.head)
     layer = nn.Linear(2, 2)
+    own, values = layer.weight, layer.weight.tolist()
     with align_module_device(layer, "meta"):
         assert layer.weight.is_meta
+    assert layer.weight is own
+    assert layer.weight.tolist() == values
     state = get_state_dict_from_offload(model.head, "head.weight", {"head.weight": None})
     assert torch.equal(state["head.weight"], weight)
     assert get_state_dict_from_offload(layer, "layer.weight", {}) == {}

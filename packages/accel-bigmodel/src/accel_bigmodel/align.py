@@ -326,6 +326,10 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             print(model.head.weight.norm())
     """
     hook = _offloading_hook(module)
+    # Nothing on the meta device can be moved back.
+    kept = {}
+    if str(execution_device) == "meta":
+        kept = {name: tensor for name, tensor in named_module_tensors(module) if not tensor.is_meta}
     if hook is not None:
         hook.pre_forward(module)
     before = {} if execution_device is None else {name: tensor.device for name, tensor in named_module_tensors(module)}
@@ -340,6 +344,11 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             tensor = module._parameters.get(name, module._buffers.get(name))
             if tensor is not None and not tensor.is_meta:
                 set_module_tensor_to_device(module, name, device)
+        for name, tensor in kept.items():
+            tensors = module._parameters if name in module._parameters else module._buffers
+            present = tensors.get(name)
+            if present is not None and present.is_meta:
+                tensors[name] = tensor
 
 
 def attach_execution_device_hook(
