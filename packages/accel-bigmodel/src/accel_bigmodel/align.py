@@ -345,7 +345,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             if tensor is not None and not tensor.is_meta:
                 set_module_tensor_to_device(module, name, device)
         for name, tensor in kept.items():
-            tensors = module._parameters if name in module._parameters else module._buffers
+            tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             present = tensors.get(name)
             if present is not None and present.is_meta:
                 tensors[name] = tensor
