@@ -98,10 +98,3 @@ def test_optimizers_follow_replaced_parameters_with_their_state() -> None:
     assert {id(parameter) for parameter in held} == {id(parameter) for parameter in model.parameters()}
     assert optimizer.state[model[0].weight]["momentum_buffer"] is momentum
     assert old not in optimizer.state
-
-
-def test_parameters_of_no_model_are_told_apart() -> None:
-    model, optimizer, _, _ = parts()
-    stray = torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=0.1)
-
-    assert Bundle.of([model, optimizer, stray]).foreign_parameters() == [(1, torch.Size([7]))]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -130,17 +129,6 @@ class Bundle(ObjectsByKind):
         """`rebind` to the parameters that now carry the names in `before`, a table made by `parameter_names`."""
         now = {name: parameter for parameter, name in self.parameter_names().items()}
         self.rebind({old: now[name] for old, name in before.items() if name in now and now[name] is not old})
-
-    def foreign_parameters(self) -> Sequence[tuple[int, torch.Size]]:
-        """(index of the optimizer, shape) of each parameter that an optimizer holds and no model of this bundle has."""
-        known = set(self.parameter_names())
-        return [
-            (index, parameter.shape)
-            for index, optimizer in enumerate(self.optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter not in known
-        ]
 
 
 def vars_of(given: object) -> Mapping[str, Any]:

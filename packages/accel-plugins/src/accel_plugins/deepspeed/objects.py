@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from torch.optim import Optimizer
 
 from accel_plugins.manifest import Part
-from accel_plugins.precision.base import Closure
-from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.optimizer import EngineSteppedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import NotOffered
 
@@ -115,34 +114,11 @@ class DeepSpeedEngineWrapper:
         return float(norm) if hasattr(norm, "item") else norm
 
 
-class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """An optimizer that the engine steps during backward; its own `step` and `zero_grad` do nothing.
+class DeepSpeedOptimizerWrapper(EngineSteppedOptimizer):
+    """An optimizer that the engine steps during backward; see `EngineSteppedOptimizer`."""
 
-    Args:
-        optimizer: that of the engine.
-        gradient: says whether gradients are synchronised; the state made last when None.
-    """
-
-    def __init__(self, optimizer: Any, gradient: GradientState | None = None) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
-
-    def step(self, closure: Closure | None = None) -> Any:
-        """Nothing but to count: the engine has stepped.
-
-        Raises:
-            NotOffered: a closure was given.
-        """
-        if closure is not None:
-            raise NotOffered(
-                "Cannot call optimizer.step(closure) with DeepSpeed.",
-                "The engine steps during backward, and cannot compute gradients again.",
-                "Call step() without a closure.",
-            )
-        if self.gradient_state.sync_gradients:
-            self._count_step()
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: the engine forgets gradients when it has stepped."""
+    engine = "DeepSpeed"
+    steps_when = "during backward"
 
     @property
     def step_was_skipped(self) -> bool:

@@ -14,10 +14,9 @@ from accel_ops import concatenate
 from accel_plugins.manifest import Part
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_plugins.megatron.parallel import parallel_state
-from accel_plugins.precision.base import Closure
-from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.optimizer import EngineSteppedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from accel_state.gradient import GradientState
@@ -106,38 +105,19 @@ class MegatronLMDummyDataLoader:
         return iterators(accelerator.state.megatron_lm_plugin)
 
 
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """An optimizer of Megatron-LM, which the engine steps; its own `step` and `zero_grad` do nothing.
-
-    Args:
-        optimizer: what `get_megatron_optimizer` made.
-        gradient: says whether gradients are synchronised; the state made last when None.
+class MegatronLMOptimizerWrapper(EngineSteppedOptimizer):
+    """An optimizer of Megatron-LM, which the engine steps; see `EngineSteppedOptimizer`.
 
     Attributes:
         skipped: whether the engine's last step was skipped because gradients overflowed.
     """
 
+    engine = "Megatron-LM"
+    steps_when = "when the model is called"
+
     def __init__(self, optimizer: Any, gradient: GradientState | None = None) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
+        super().__init__(optimizer, gradient)
         self.skipped = False
-
-    def step(self, closure: Closure | None = None) -> Any:
-        """Nothing but to count: the engine has stepped.
-
-        Raises:
-            NotOffered: a closure was given.
-        """
-        if closure is not None:
-            raise NotOffered(
-                "Cannot call optimizer.step(closure) with Megatron-LM.",
-                "The engine steps when the model is called, and cannot compute gradients again.",
-                "Call step() without a closure.",
-            )
-        if self.gradient_state.sync_gradients:
-            self._count_step()
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: the engine forgets gradients before each step."""
 
     @property
     def step_was_skipped(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 
 from accel_plugins.precision.base import Closure, Precision
+from accel_state.errors import NotOffered
 from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
 
-__all__ = ("AcceleratedOptimizer", "SupportsStep", "inner_optimizer")
+__all__ = ("AcceleratedOptimizer", "EngineSteppedOptimizer", "SupportsStep", "inner_optimizer")
 
 Step = Callable[[Optimizer, "Closure | None"], bool]
 
@@ -186,6 +187,43 @@ class AcceleratedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, self.scaler)
+
+
+class EngineSteppedOptimizer(AcceleratedOptimizer):
+    """An optimizer that an engine steps; its own `step` only counts the step, and `zero_grad` does nothing.
+
+    Args:
+        optimizer: that of the engine.
+        gradient: says whether gradients are synchronised; the state made last when None.
+
+    Attributes:
+        engine: name of the engine in errors.
+        steps_when: when the engine steps, as errors say it.
+    """
+
+    engine: ClassVar[str]
+    steps_when: ClassVar[str]
+
+    def __init__(self, optimizer: Any, gradient: GradientState | None = None) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Count the step that the engine has made.
+
+        Raises:
+            NotOffered: a closure was given.
+        """
+        if closure is not None:
+            raise NotOffered(
+                f"Cannot call optimizer.step(closure) with {self.engine}.",
+                f"The engine steps {self.steps_when}, and cannot compute gradients again.",
+                "Call step() without a closure.",
+            )
+        if self.gradient_state.sync_gradients:
+            self._count_step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine clears the gradients."""
 
 
 def inner_optimizer(optimizer: Any) -> Any:
