@@ -45,7 +45,11 @@ html_theme = "furo"
 html_title = "accel"
 html_copy_source = False
 html_static_path = ["_static"]
-html_css_files = ["bars.css"]
+html_css_files = ["pages.css"]
+html_favicon = "_static/favicon.svg"
+# Both list every name a second time; the search finds names, and the reference lists them by package.
+html_use_index = False
+html_domain_indices = False
 html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 
 # A document outside of this folder is not a page; tools/check_links.py checks that it exists.

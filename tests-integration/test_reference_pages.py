@@ -241,10 +241,10 @@ def test_every_setting_is_on_the_page(page_of_settings: str) -> None:
     "row",
     [
         "| `mixed_precision` | Mixed precision of the forward pass. | `no`, `fp16`, `bf16`, `fp8` | `no` "
-        "| `--mixed_precision` | `ACCELERATE_MIXED_PRECISION` | `mixed_precision` | `Accelerator(mixed_precision=)` |",
+        "| `--mixed_precision`, `ACCELERATE_MIXED_PRECISION`, key `mixed_precision`, `Accelerator(mixed_precision=)` |",
         # Its definition leaves it open, and its class fills it in.
-        "| `fsdp_version` | Version of FSDP. | an integer of at least 1 | `1` | `--fsdp_version` | `FSDP_VERSION` "
-        "| `fsdp_config.fsdp_version` | `FullyShardedDataParallelPlugin(fsdp_version=)` |",
+        "| `fsdp_version` | Version of FSDP. | an integer of at least 1 | `1` | `--fsdp_version`, "
+        "`FSDP_VERSION`, key `fsdp_config.fsdp_version`, `FullyShardedDataParallelPlugin(fsdp_version=)` |",
         # What only a script can give.
         "| `find_unused_parameters` | look for parameters that took no part in a forward; needed when there are any. "
         "| `bool` | `False` |",

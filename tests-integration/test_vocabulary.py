@@ -117,9 +117,8 @@ PHRASES: Mapping[str, tuple[str, str]] = {
 
 REWORDED = (
     "README.md",
+    "docs/*.md",
     "docs/*/*.md",
-    "docs/contributing.md",
-    "docs/index.md",
     "packages/*/README.md",
     "packages/accel-cli/src/**/*.py",
     "packages/accel-data/src/**/*.py",
@@ -132,7 +131,8 @@ REWORDED = (
     "packages/accelerate/src/**/*.py",
     "tools/*.py",
     "tools/reference/*.py",
-    "tools/releasing/*.py",
+        "tools/bench/**/*.py",
+
 )
 """Files whose docstrings, comments, messages and prose are free of retired phrases, as patterns from the root."""
 

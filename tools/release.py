@@ -1,114 +1,263 @@
-"""Release the packages, each with a version of its own.
+"""Release packages, each with its own version: towncrier writes the changelogs, griffe finds what breaks.
 
     python tools/release.py check                 every change fragment is well formed
     python tools/release.py compare [PACKAGE...]  what a package breaks since its last tag
-    python tools/release.py plan [PACKAGE...]     what would be released, and why
-    python tools/release.py apply PACKAGE...      write version, ranges and changelog; print how to commit and tag
+    python tools/release.py plan [PACKAGE...]     the next version of each package, and why
+    python tools/release.py apply PACKAGE...      write versions, ranges and changelogs; print how to commit and tag
 
-Change fragments describe a release, `packages/*/changes/+what-changed.kind.md`; their kinds decide how far the
-version moves. A range between our packages changes only where a name is used that older versions do not have, or where
-a sibling's new version is outside. Nothing here commits, tags or pushes.
+Fragments, `packages/*/changes/+what-changed.kind.md`, describe a release; their kinds decide the next version. A
+released package requires its siblings from their newest version to the end of that series. Nothing here commits, tags
+or pushes.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from releasing import apply as writing
-from releasing.fragments import fragment_problems
-from releasing.plan import Planner
-from releasing.workspace import History, Package, ReleaseError, named, read_workspace
+import griffe
+import tomlkit
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+FIX, FEATURE, BREAKING = range(3)
+KINDS = {"breaking": BREAKING, "feature": FEATURE, "fix": FIX, "performance": FIX, "dependency": FIX, "internal": FIX}
+REMOVED = "Public object was removed"
+"""How griffe names it, also for whole modules, which it does not compare."""
+UNTOLD = "internal"
+"""The kind of a change that users do not notice: a reason for a release, and no line in the changelog."""
+FRAGMENT = re.compile(r"\+[a-z0-9]+(?:-[a-z0-9]+)*\.(?P<kind>[a-z]+)\.md")
+VERSION_LINE = re.compile(r'^__version__ = "[^"]*"$', re.MULTILINE)
+
+
+def next_version(version: Version, step: int) -> Version:
+    """The version after `version` for a change of this size, by semantic versioning.
+
+    Below 1.0 the second number counts breaking changes and the third all others. The drop-in's version is that of the
+    interface that it provides, with a number of ours at its end (`1.15.0+accel.1`).
+    """
+    if version.local:
+        head, _, last = version.local.rpartition(".")
+        return Version(f"{version.public}+{head}.{int(last) + 1}")
+    if step == BREAKING:
+        return series_end(version)
+    if step == FEATURE and version.major:
+        return Version(f"{version.major}.{version.minor + 1}.0")
+    return Version(f"{version.major}.{version.minor}.{version.micro + 1}")
+
+
+def series_end(version: Version) -> Version:
+    """The first version that may break what works with `version`."""
+    return Version(f"{version.major + 1}.0.0" if version.major else f"0.{version.minor + 1}.0")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a command works on."""
+class Package:
+    """A package of the repository."""
 
-    workspace: tuple[Package, ...]
-    history: History
-    names: Sequence[str]
+    folder: Path
 
-    def chosen(self) -> tuple[Package, ...]:
-        """The packages that were named, or all."""
-        return named(self.workspace, self.names or [package.name for package in self.workspace])
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
-    def planner(self) -> Planner:
-        """A plan in which the chosen packages are released."""
-        return Planner(self.workspace, self.history, {package.name for package in self.chosen()})
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def root(self) -> Path:
+        return self.folder.parents[1]
+
+    @cached_property
+    def project(self) -> tomlkit.TOMLDocument:
+        """Its pyproject.toml, which keeps comments when it is written."""
+        return tomlkit.parse((self.folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+    @property
+    def requirement_lists(self) -> list[Any]:
+        project: Any = self.project["project"]
+        return [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+
+    @property
+    def version(self) -> Version:
+        project: Any = self.project["project"]
+        return Version(str(project["version"]))
+
+    @property
+    def fragments(self) -> list[Path]:
+        return sorted(path for path in (self.folder / "changes").glob("*") if path.name != ".gitignore")
+
+    @property
+    def tag(self) -> str | None:
+        """The tag of its newest release."""
+        tags = git(self.root, "tag", "--merged", "HEAD", "--list", f"{self.name}-v*")
+        return max(tags, key=lambda tag: Version(tag.removeprefix(f"{self.name}-v")), default=None)
+
+    def next(self) -> Version | None:
+        """The version of its next release; None if no fragment describes one."""
+        kinds = [found["kind"] for path in self.fragments if (found := FRAGMENT.fullmatch(path.name))]
+        if not kinds or self.tag is None:
+            return self.version if kinds else None
+        return next_version(self.version, max(KINDS.get(kind, FIX) for kind in kinds))
+
+    def breakages(self) -> list[str]:
+        """What it breaks since its last release: every module whose name does not begin with an underscore counts."""
+        if self.tag is None:
+            return []
+        paths = sorted(str(path.relative_to(self.root)) for path in self.root.glob("packages/*/src"))
+        how: dict[str, Any] = {"allow_inspection": False, "resolve_aliases": True, "resolve_external": True}
+        old = griffe.load_git(self.module, ref=self.tag, repo=self.root, search_paths=paths, **how)
+        new = griffe.load(self.module, search_paths=[self.root / path for path in paths], **how)
+        return sorted(set(_breakages(old, new)))
+
+    def problems(self) -> Iterator[str]:
+        """What prevents a release."""
+        yield from (f"changes/{path.name}: {fault}" for path in self.fragments for fault in faults(path))
+        if self.tag is None:
+            return
+        if not self.fragments and git(self.root, "diff", "--name-only", self.tag, "--", str(self.folder / "src")):
+            yield f"files changed since {self.tag}, and no fragment describes the change"
+        if not any(path.name.endswith(".breaking.md") for path in self.fragments):
+            yield from (f"{found}, and no fragment says that it breaks" for found in self.breakages())
+
+    def write(self, version: Version, siblings: dict[str, Version]) -> None:
+        """Writes a release: version, ranges of siblings, changelog."""
+        project: Any = self.project["project"]
+        project["version"] = str(version)
+        for lines in self.requirement_lists:
+            for place, line in enumerate(lines):
+                found = Requirement(line)
+                if found.name in siblings and found.name != self.name:
+                    extras = f"[{','.join(sorted(found.extras))}]" if found.extras else ""
+                    known = siblings[found.name]
+                    lines[place] = f"{found.name}{extras}>={known.public},<{series_end(known)}"
+        (self.folder / "pyproject.toml").write_text(tomlkit.dumps(self.project), encoding="utf-8")
+        module = self.folder / "src" / self.module / "__init__.py"
+        text = VERSION_LINE.sub(f'__version__ = "{version}"', module.read_text(encoding="utf-8"))
+        module.write_text(text, encoding="utf-8")
+        for path in self.fragments:
+            if path.name.endswith(f".{UNTOLD}.md"):
+                path.unlink()
+        what = ("--version", str(version), "--date", datetime.now(timezone.utc).date().isoformat(), "--yes")
+        command = [sys.executable, "-m", "towncrier", "build", "--dir", str(self.folder), *what]
+        subprocess.run(command, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
 
 
-def check(request: Request) -> int:
-    """Prints what is wrong with fragments."""
-    problems = [line for package in request.chosen() for line in fragment_problems(package)]
-    for line in problems:
-        print(f"fragments: {line}", file=sys.stderr)
-    if not problems:
-        print(f"fragments: those of {len(request.chosen())} packages are well formed")
-    return 1 if problems else 0
+def git(root: Path, *words: str) -> list[str]:
+    """The lines that a git command prints."""
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def compare(request: Request) -> int:
-    """Prints what each package breaks since its last tag."""
-    planner = request.planner()
-    refused = False
-    for package in request.chosen():
-        versions = request.history.versions(package)
-        comparison = planner.comparison(package, versions[-1] if versions else None)
-        if comparison is None:
-            print(f"{package.name}: no release to compare with")
+def _breakages(old: Any, new: Any) -> Iterator[str]:
+    for found in griffe.find_breaking_changes(old, new):
+        if found.obj.path.partition(".")[0] == old.path.partition(".")[0]:
+            # The name and the kind of change; the explanations of griffe begin with paths of its own checkout.
+            yield f"{found.obj.path}: {found.kind.value}"
+    for name, module in old.modules.items():
+        if name.startswith("_") or module.is_alias:
             continue
-        problems = list(comparison.problems())
-        refused |= bool(problems)
-        print(f"{package.name}: {len(problems)} problems against {versions[-1]}, {len(comparison.accepted)} waived")
-        for line in (*problems, *(f"waived: {found}: {waiver.reason}" for found, waiver in comparison.accepted)):
-            print(f"    {line}")
-    return 1 if refused else 0
+        if name in new.members and new.members[name].is_module:
+            yield from _breakages(module, new.members[name])
+        else:
+            yield f"{module.path}: {REMOVED}"
 
 
-def plan(request: Request) -> int:
-    """Prints what would be released and why."""
-    chosen = request.chosen()
-    entries = [entry for entry in request.planner().plan() if entry.package in chosen]
-    for entry in entries:
-        print("\n".join(entry.lines()))
-    return 1 if any(entry.problems for entry in entries) else 0
+def faults(path: Path) -> Iterator[str]:
+    """What is wrong with a fragment."""
+    found = FRAGMENT.fullmatch(path.name)
+    text = path.read_text(encoding="utf-8")
+    if found is None or found["kind"] not in KINDS:
+        yield f"its name is not +what-changed.kind.md, in lower case; the kinds are {', '.join(KINDS)}"
+    if not text.endswith(".\n") or not (text[0].isupper() or text[0] == "`"):
+        yield "its text is not a list of whole sentences"
 
 
-def apply(request: Request) -> int:
-    """Writes releases into the files, and prints how to commit and tag them."""
-    entries = writing.prepare(request.workspace, request.history, request.names)
-    today = datetime.now(timezone.utc).date()
-    for entry in entries:
-        print("\n".join(entry.lines()))
-        writing.apply(entry, today)
-    print("\nRead the changes (git diff HEAD), then:\n")
-    print("\n".join(writing.commands(entries)))
+def check(packages: Sequence[Package]) -> int:
+    """Check that change fragments are well formed."""
+    wrong = [
+        f"{one.name}: changes/{path.name}: {why}" for one in packages for path in one.fragments for why in faults(path)
+    ]
+    print("\n".join(wrong) or f"the change fragments of {len(packages)} packages are well formed")
+    return 1 if wrong else 0
+
+
+def compare(packages: Sequence[Package]) -> int:
+    """List what each package breaks since its last tag."""
+    found = {package.name: package.breakages() for package in packages}
+    for name, lines in found.items():
+        print(f"{name}: {len(lines)} incompatible changes", *lines, sep="\n    ")
+    return 1 if any(found.values()) else 0
+
+
+def plan(packages: Sequence[Package]) -> int:
+    """Show the next version of each package, and why."""
+    failed = False
+    for package in packages:
+        problems = list(package.problems())
+        failed |= bool(problems)
+        lines = [path.name for path in package.fragments] + [f"problem: {problem}" for problem in problems]
+        print(f"{package.name}: {package.tag or 'no release'} -> {package.next() or 'nothing'}", *lines, sep="\n    ")
+    return 1 if failed else 0
+
+
+def apply(packages: Sequence[Package]) -> int:
+    """Write releases into the files, and print how to commit and tag them."""
+    root = packages[0].root
+    wrong = [f"{package.name}: {problem}" for package in packages for problem in package.problems()]
+    wrong += [f"{package.name}: no fragment describes a release" for package in packages if package.next() is None]
+    wrong += [f"not committed: {line}" for line in git(root, "status", "--porcelain")]
+    versions = {package.name: package.version for package in workspace(root)}
+    released = {package.name: version for package in packages if (version := package.next())}
+    for other in workspace(root):
+        for line in (Requirement(line) for lines in other.requirement_lists for line in lines):
+            version = None if other.name in released else released.get(line.name)
+            if version and not line.specifier.contains(version, prereleases=True):
+                wrong.append(f"{other.name} requires {line}, which excludes {version}: release it too")
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    for package in packages:
+        package.write(released[package.name], versions | released)
+    print(f"git add --all packages\ngit commit -m 'Release {', '.join(f'{n} {v}' for n, v in released.items())}'")
+    print("\n".join(f"git tag -a {name}-v{version} -m '{name} {version}'" for name, version in released.items()))
     return 0
 
 
-COMMANDS: dict[str, Callable[[Request], int]] = {"check": check, "compare": compare, "plan": plan, "apply": apply}
+def workspace(root: Path) -> list[Package]:
+    """All packages of a repository."""
+    return [Package(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
+
+
+COMMANDS: dict[str, Callable[[Sequence[Package]], int]] = {
+    "check": check,
+    "compare": compare,
+    "plan": plan,
+    "apply": apply,
+}
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Runs one command and returns its exit code: 0, 1 for what it found, 2 for what it refuses."""
+    """Run one command, and return its exit code."""
     parser = argparse.ArgumentParser(prog="release.py", description="Release the packages one by one.")
-    subparsers = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
+    known = {package.name: package for package in workspace(root)}
     for name, command in COMMANDS.items():
-        part = subparsers.add_parser(name, help=command.__doc__)
+        part = commands.add_parser(name, help=command.__doc__)
         part.add_argument("packages", nargs="+" if name == "apply" else "*", metavar="PACKAGE")
     given = parser.parse_args(arguments)
-    try:
-        return COMMANDS[given.command](Request(read_workspace(root), History(root), given.packages))
-    except ReleaseError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if unknown := sorted(set(given.packages) - set(known)):
+        parser.error(f"there is no package {unknown[0]!r}; the packages are {', '.join(known)}")
+    return COMMANDS[given.command]([known[name] for name in given.packages or known])
 
 
 if __name__ == "__main__":

@@ -26,17 +26,17 @@ from reference.published import ROOT, Entry, Links, Modules
 
 __all__ = ("classes_with_settings", "settings_page")
 
-_HEAD = ("setting", "meaning", "type", "default", "flag", "variable", "key in the file", "argument")
+_HEAD = ("setting", "meaning", "type", "default", "set by")
 _CLASS_OF_SETTINGS = re.compile(r"(Plugin|Kwargs|Config|Configuration)$")
 _DEFINES = re.compile(r"\b(?:setting|taken)\(")
 _NONE = "–"
 _OF_EVERY_RUN = "accel_state.settings.run"
 _GIVEN_AS_OBJECTS = ("Plugin", "Kwargs", "Config", "Configuration")
-_ABOUT = """Every setting, from its one definition. A flag of `accel launch` comes before an environment variable, this
-before the config file, and this before the default; an argument given in a script comes before all of them.
-`accel explain` shows which of them counts for a launch. Every flag may be written with dashes for underscores, and a
-switch has an opposite, `--no_...`. A dash stands for what there is none of."""
-_IN_SCRIPTS = "What no flag, variable or file can say, because it is an object or belongs to one call."
+_ABOUT = """Every setting, with the flag of `accel launch`, the environment variable, the key of the config file and the
+argument that set it. An argument overrides a flag, a flag overrides a variable, a variable overrides the file, and the
+file overrides the default. `accel explain` shows which of them counts for a launch. You can write flags with dashes
+instead of underscores; a switch has an opposite, `--no_...`."""
+_IN_SCRIPTS = "These arguments are objects or belong to one call, so no flag, variable or key can set them."
 
 
 def settings_page(modules: Modules, links: Links) -> str:
@@ -89,10 +89,7 @@ def _rows(cls: type, arguments: set[str]) -> Iterator[tuple[str, ...]]:
             prose(known.help),
             _type(known),
             _default(known, usual.get(name)),
-            _named(known.flag),
-            ", ".join(map(code, known.variables)) or _NONE,
-            _named(known.key),
-            _argument(cls, name, arguments),
+            ", ".join(_ways(known, cls, name, arguments)) or _NONE,
         )
 
 
@@ -100,8 +97,12 @@ def _type(known: Setting) -> str:
     return ", ".join(map(code, known.type.choices)) if known.type.choices else prose(known.type.name)
 
 
-def _named(text: str | None) -> str:
-    return _NONE if text is None else code(text)
+def _ways(known: Setting, cls: type, name: str, arguments: set[str]) -> Iterator[str]:
+    """Flag, variables, key and argument of a setting, those that it has."""
+    yield from () if known.flag is None else (code(known.flag),)
+    yield from map(code, known.variables)
+    yield from () if known.key is None else (f"key {code(known.key)}",)
+    yield from _argument(cls, name, arguments)
 
 
 def _default(known: Setting, usual: Any) -> str:
@@ -112,10 +113,11 @@ def _default(known: Setting, usual: Any) -> str:
     return _NONE if value is None else code(known.type.format(value))
 
 
-def _argument(cls: type, name: str, arguments: set[str]) -> str:
+def _argument(cls: type, name: str, arguments: set[str]) -> Iterator[str]:
     if dataclasses.is_dataclass(cls) and cls.__name__.endswith(_GIVEN_AS_OBJECTS):
-        return code(f"{cls.__name__}({name}=)")
-    return code(f"Accelerator({name}=)") if name in arguments and cls.__module__ == _OF_EVERY_RUN else _NONE
+        yield code(f"{cls.__name__}({name}=)")
+    elif name in arguments and cls.__module__ == _OF_EVERY_RUN:
+        yield code(f"Accelerator({name}=)")
 
 
 def _usual(cls: type) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def plainly_scheduled(make: MakeSchedule, scope: Scope) -> Call:
 
 
 def jump(name: str, make: MakeSchedule, passed: float = 0.0) -> Case:
-    """A step of a schedule whose state at a later step is computed; `passed` milestones lie in it."""
+    """A step of a schedule whose state at a later step is computed; `passed` milestones are in it."""
     work, limit = Work(partial(scheduled, make)), 10.0 + 0.1 * passed
     return Case("schedules", name, "CPU us", "ours", limit, work, SCHEDULES, SCHEDULED)
 
