@@ -23,7 +23,9 @@ HEAVY = ("numpy", "torch")
 # Package folder, and the files in it that must be light.
 LIGHT = (
     ("accel-state", "accel_state/__init__.py"),
+    ("accel-state", "accel_state/choices.py"),
     ("accel-state", "accel_state/errors.py"),
+    ("accel-state", "accel_state/hang_report/activity.py"),
     ("accel-state", "accel_state/hang_report/progress.py"),
     ("accel-state", "accel_state/hang_report/rank_status.py"),
     ("accel-state", "accel_state/hang_report/report.py"),
@@ -38,6 +40,8 @@ LIGHT = (
     ("accel-plugins", "accel_plugins/**/manifest.py"),
     ("accel-plugins", "accel_plugins/commands/*.py"),
     ("accel-plugins", "accel_plugins/**/config.py"),
+    ("accel-plugins", "accel_plugins/checkpoint/save_policy.py"),
+    ("accel-plugins", "accel_plugins/shards.py"),
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),
     ("accel-ray", "accel_ray/**/*.py"),

@@ -19,8 +19,8 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.sizes import torch_dtype
 from accel_bigmodel.tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
+from accel_state.choices import CustomDtype
 from accel_state.errors import SettingError
-from accel_state.labels import CustomDtype
 
 
 class Block(nn.Module):

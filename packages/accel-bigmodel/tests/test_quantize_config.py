@@ -9,8 +9,8 @@ from torch import nn
 
 from accel_bigmodel import BnbQuantizationConfig, get_keys_to_not_convert, load_and_quantize_model
 from accel_bigmodel.quantize import get_parameter_device
+from accel_state.choices import CustomDtype
 from accel_state.errors import Missing, SettingError
-from accel_state.labels import CustomDtype
 
 
 class Model(nn.Module):

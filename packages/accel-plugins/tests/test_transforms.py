@@ -36,9 +36,9 @@ from accel_plugins.transforms.compile import (
 )
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current
+from accel_state.choices import DynamoBackend
 from accel_state.errors import NotOffered, SettingError
 from accel_state.gradient import GradientState
-from accel_state.labels import DynamoBackend
 
 
 class Block(nn.Module):

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from accel_state import PartialState
+from accel_state.choices import ComputeEnvironment
 from accel_state.devices import select
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered, PluginError, SettingError
-from accel_state.labels import ComputeEnvironment, DistributedType, PrecisionType
+from accel_state.labels import DistributedType, PrecisionType
 from accel_state.settings.extension import Extension
 from accel_state.settings.run import ProcessSettings
 from accel_state.testing.fresh import fresh

@@ -8,6 +8,7 @@ import sys
 
 LIGHT = (
     "accel_state",
+    "accel_state.choices",
     "accel_state.current",
     "accel_state.devices.specs",
     "accel_state.errors",

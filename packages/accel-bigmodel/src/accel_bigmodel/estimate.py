@@ -15,8 +15,8 @@ from torch import nn
 
 from accel_bigmodel.meta import init_empty_weights
 from accel_bigmodel.sizes import compute_module_sizes, convert_bytes, get_max_layer_size
+from accel_state.choices import CustomDtype
 from accel_state.errors import SettingError
-from accel_state.labels import CustomDtype
 from accel_state.settings.installed import Requirement
 
 __all__ = ("Estimate", "build_model", "estimate_memory", "load_callable", "table_of")

@@ -23,9 +23,9 @@ from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placement import OFFLOADED, MaxMemory
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
 from accel_bigmodel.weight_layout import layout_of
+from accel_state.choices import CustomDtype
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
-from accel_state.labels import CustomDtype
 from accel_state.settings.installed import Requirement
 
 __all__ = (

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from accel_state.choices import CustomDtype
 from accel_state.errors import SettingError
-from accel_state.labels import CustomDtype
 
 __all__ = (
     "Dtype",

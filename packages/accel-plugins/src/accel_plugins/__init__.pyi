@@ -1,6 +1,6 @@
 from accel_plugins.bundle import Bundle as Bundle
-from accel_plugins.checkpoint.config import ContinuousSavePolicy as ContinuousSavePolicy
 from accel_plugins.checkpoint.config import ProjectConfiguration as ProjectConfiguration
+from accel_plugins.checkpoint.save_policy import ContinuousSavePolicy as ContinuousSavePolicy
 from accel_plugins.context import Context as Context
 from accel_plugins.ddp.config import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -25,8 +25,8 @@ from accel_plugins.precision.config import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
 from accel_plugins.precision.config import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_plugins.precision.config import TERecipeKwargs as TERecipeKwargs
-from accel_plugins.strategy import Shards as Shards
-from accel_plugins.strategy import StepShards as StepShards
+from accel_plugins.shards import Shards as Shards
+from accel_plugins.shards import StepShards as StepShards
 from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.transform import Stage as Stage
 from accel_plugins.transform import Transform as Transform

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_plugins.manifest import Part
-from accel_plugins.parameters import parameter_names, rebind
 from accel_state.labels import PREPARED
 
 __all__ = ("Bundle", "ObjectsByKind", "part_kind")
@@ -115,6 +114,8 @@ class Bundle(ObjectsByKind):
 
         Taken before and after a strategy replaced parameters, two such tables tell which one became which.
         """
+        from accel_plugins.parameters import parameter_names
+
         return {
             parameter: f"{index}.{name}"
             for index, model in enumerate(self.models)
@@ -123,6 +124,8 @@ class Bundle(ObjectsByKind):
 
     def rebind(self, mapping: Mapping[Parameter, Parameter]) -> None:
         """Make the optimizers hold the new parameters instead of the old ones; their state moves with them."""
+        from accel_plugins.parameters import rebind
+
         rebind(self.optimizers, mapping)
 
     def rebind_by_name(self, before: Mapping[Parameter, str]) -> None:

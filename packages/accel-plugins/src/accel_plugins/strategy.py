@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,8 +22,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Part, Traits
-from accel_plugins.mesh import DATA_AXES, present_axes
-from accel_plugins.parameters import canonical_name, preserved_ties
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,34 +31,12 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
     from accel_plugins.precision.base import Closure
+    from accel_plugins.shards import Shards, StepShards
     from accel_plugins.transform import Transform
 
-__all__ = ("Shards", "StepShards", "Strategy")
+__all__ = ("Strategy",)
 
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Into how many slices each batch of the run is cut, and which slice is this process's."""
-
-    count: int
-    index: int
-
-
-@dataclass(frozen=True)
-class StepShards(Shards):
-    """Who shares the samples of one optimizer step, where that changes between two steps.
-
-    Args:
-        number: optimizer steps that the run has made before this one. Samples follow it: a step that is repeated has
-            the number it had, and its samples.
-        batches: batches of one process that every step has, whatever `count` is; processes that are missing are made
-            up for by more accumulation.
-    """
-
-    number: int
-    batches: int
 
 
 class Strategy:
@@ -108,6 +83,8 @@ class Strategy:
         Called by `prepare` for each model whose placement was left to us, before any transform. The optimizers hold the
         model's parameters already; where one is replaced it keeps its name, and the caller rebinds the optimizers.
         """
+        from accel_plugins.parameters import preserved_ties
+
         # `Module.to` makes a new parameter for each name on devices such as XLA's, also for each name of a tied one.
         with preserved_ties(model):
             return model.to(self.context.process.device)
@@ -146,9 +123,13 @@ class Strategy:
         axis for example, give the same index. Constant during a run; with `Traits.elastic` it is that of loaders which
         do not train, and `begin_step` that of those which do.
         """
+        from accel_plugins.shards import Shards
+
         mesh = self.context.mesh
         if mesh is None:
             return Shards(self.context.process.world_size, self.context.process.rank)
+        from accel_plugins.mesh import DATA_AXES, present_axes
+
         count, index = 1, 0
         for axis in present_axes(mesh, DATA_AXES):
             count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
@@ -335,6 +316,8 @@ class Strategy:
         Called on every process, by whoever looks at gradients; never on the way of training. None has one outside of
         `on_gradients` where an engine steps within `backward`.
         """
+        from accel_plugins.parameters import canonical_name
+
         return {
             canonical_name(name): _complete(parameter.grad)
             for name, parameter in self.unwrap(model).named_parameters()

@@ -1,3 +1,7 @@
+from accel_state.choices import ComputeEnvironment as ComputeEnvironment
+from accel_state.choices import CustomDtype as CustomDtype
+from accel_state.choices import DynamoBackend as DynamoBackend
+from accel_state.choices import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.console import tqdm as tqdm
 from accel_state.errors import AccelError as AccelError
 from accel_state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -5,13 +9,9 @@ from accel_state.gradient import GradientState as GradientState
 from accel_state.hang_report.call_log import Call as Call
 from accel_state.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.kwargs import KwargsHandler as KwargsHandler
-from accel_state.labels import ComputeEnvironment as ComputeEnvironment
-from accel_state.labels import CustomDtype as CustomDtype
 from accel_state.labels import DistributedType as DistributedType
-from accel_state.labels import DynamoBackend as DynamoBackend
 from accel_state.labels import PrecisionType as PrecisionType
 from accel_state.labels import RNGType as RNGType
-from accel_state.labels import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.logging import get_logger as get_logger
 from accel_state.memory import clear_device_cache as clear_device_cache

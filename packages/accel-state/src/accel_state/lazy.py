@@ -9,15 +9,12 @@ first looked up, `__all__` among them.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 __all__ = ("lazy_stub",)
-
-_STUB_LINE: Final = r"^from (\S+) import (?:(\w+) as \2|\*)(?: +#.*)?$"
 
 
 def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -37,7 +34,8 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
     def lines() -> list[tuple[str, str]]:
         """(module, name) of each line of the stub; the name is empty where all names of a package are taken over."""
         with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
-            return re.findall(_STUB_LINE, stub.read(), re.MULTILINE)
+            statements = [line.split() for line in stub if line.startswith("from ")]
+        return [(words[1], words[3].strip("*")) for words in statements]
 
     @cache
     def listed() -> list[tuple[str, str]]:

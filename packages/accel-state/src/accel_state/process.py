@@ -19,7 +19,6 @@ from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.start import start_process
-from accel_state.uncaught import install_hook
 
 __all__ = ("PartialState", "SharedState", "do_nothing", "split_inputs", "wait_for_everyone")
 
@@ -174,6 +173,8 @@ class PartialState:
                 # From here on it is known where this process is, and errors say where all are.
                 protocol_state(process.transport)
             if process.world_size > 1:
+                from accel_state.uncaught import install_hook
+
                 install_hook()
         elif cpu and existing.family is not family_of("cpu"):
             raise Conflict(

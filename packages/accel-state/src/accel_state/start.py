@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
@@ -17,11 +18,10 @@ from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
-from accel_state.processors import available_processors, numa_nodes
 from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
-from accel_state.transport.rendezvous import init_transport, topology_of_group
+from accel_state.transport.base import LocalTransport, Transport
 
 __all__ = ("bind", "start_process")
 
@@ -47,7 +47,12 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     launched = family.runtime_topology(read_topology())
     if launched.distributed:
         publish(launched.variables())
-    topology = launched if launched.distributed else topology_of_group(family.count) or launched
+    topology = launched
+    grouped = dist.is_available() and dist.is_initialized()
+    if grouped and not launched.distributed:
+        from accel_state.transport.rendezvous import topology_of_group
+
+        topology = topology_of_group(family.count)
     device = _device(settings, family, topology)
     family.configure(launched)
     if settings.cpu_affinity:
@@ -57,7 +62,15 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     with PROGRESS.during("waiting for others") if topology.world_size > 1 else nullcontext():
         if os.environ.get(STATUS_FOLDER):
             _write_first_status(os.environ[STATUS_FOLDER], topology.rank)
-        transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
+        transport: Transport
+        backend: str | None
+        addressed = topology.master_addr is not None and topology.master_port is not None and dist.is_available()
+        if topology.world_size > 1 or addressed or grouped:
+            from accel_state.transport.rendezvous import init_transport
+
+            transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
+        else:
+            transport, backend = LocalTransport(device), None
     return Process(
         topology=topology,
         device=device,
@@ -120,6 +133,8 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
             "This operating system cannot bind processes.",
             "Unset ACCELERATE_CPU_AFFINITY.",
         )
+    from accel_state.processors import available_processors, numa_nodes
+
     node = family.numa_node(index)
     wanted = available_processors() & (frozenset() if node is None else numa_nodes().get(node, frozenset()))
     if not wanted:

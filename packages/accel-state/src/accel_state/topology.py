@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
-from accel_state.network import DEFAULT_PORT
 from accel_state.settings.schema import Setting, int_at_least
 
 __all__ = (
@@ -38,6 +37,8 @@ def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str,
     """The address of the store, which MPI does not set: this machine, if all processes are on one node."""
 
     def derive(source: Mapping[str, str]) -> dict[str, str]:
+        from accel_state.network import DEFAULT_PORT
+
         one_node = source.get(world_size) == source.get(local_world_size)
         return {"MASTER_PORT": str(DEFAULT_PORT), **({"MASTER_ADDR": "127.0.0.1"} if one_node else {})}
 

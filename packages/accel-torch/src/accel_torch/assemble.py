@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_plugins import resolve
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ("ActiveBackend", "WatchesCollectives", "assemble", "transforms_of")
 
 
-@dataclass(eq=False)
 class ActiveBackend:
     """What does the work of a run; the strategy of `accel_state.current.Run`.
 
@@ -55,15 +53,11 @@ class ActiveBackend:
         closed: whether the strategy gave back what it opened.
     """
 
-    manifest: Manifest
-    strategy: Strategy
-    precision: Precision
-    backward_reads_model: bool = field(init=False)
-    closed: bool = field(default=False, init=False)
-    _training: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, init=False)
-
-    def __post_init__(self) -> None:
-        self.backward_reads_model = type(self.strategy).backward is not Strategy.backward
+    def __init__(self, manifest: Manifest, strategy: Strategy, precision: Precision) -> None:
+        self.manifest, self.strategy, self.precision = manifest, strategy, precision
+        self.backward_reads_model = type(strategy).backward is not Strategy.backward
+        self.closed = False
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def join(self, accelerator: object) -> None:
         """Note an Accelerator that trains with the strategy."""

@@ -10,7 +10,7 @@ from accel_plugins.prepared import PreparedObjects
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble, transforms_of
-from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
+from accel_torch.observers import RUN_OBSERVERS, reporting, watching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,7 @@ class AcceleratorMembers:
     _preemption: Preemption | None = None
     _uploader: Uploader | None = None
     _continuous: ContinuousSaver | None = None
+    _guards_first_steps: bool = True
 
     def _begin(self, options: Options) -> None:
         """Take part in the run of this process."""
@@ -72,7 +73,6 @@ class AcceleratorMembers:
         owned = self._backend.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
         self._prepared = PreparedObjects(scaler=None if self._backend.owns(Duty.PRECISION) else self._backend.precision)
-        self._accumulation.guard = guarding(self._options, self.gradient_state, self._backend, self._prepared)
         self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         if self._report is not None:

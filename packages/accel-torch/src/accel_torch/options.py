@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
-from accel_plugins.transforms import DYNAMO_VARIABLE
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+from accel_state.labels import PrecisionType, RNGType
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
-from accel_state.settings.run import PROJECT_DIR_VARIABLE, RunSettings
+from accel_state.settings.run import COMPILE_VARIABLE, PROJECT_DIR_VARIABLE, RunSettings
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchDynamoPlugin
+    from accel_state.choices import DynamoBackend
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
@@ -301,9 +301,10 @@ def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | N
             "Both set the same option.",
             "Give TorchDynamoPlugin(backend=...) only.",
         )
-    if plugin is None and backend is None and not os.environ.get(DYNAMO_VARIABLE, "").strip():
+    if plugin is None and backend is None and not os.environ.get(COMPILE_VARIABLE, "").strip():
         return None
     from accel_plugins.transforms.config import TorchDynamoPlugin
+    from accel_state.choices import DynamoBackend
 
     chosen = plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     return None if chosen.backend is DynamoBackend.NO else chosen

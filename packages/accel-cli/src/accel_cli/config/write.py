@@ -8,8 +8,9 @@ from typing import Any
 
 from accel_cli.config.file import ConfigEntry, modern, read_config, read_document, read_tables
 from accel_cli.config.resolved import label
+from accel_state.choices import ComputeEnvironment
 from accel_state.errors import SettingError
-from accel_state.labels import ComputeEnvironment, DistributedType
+from accel_state.labels import DistributedType
 from accel_state.settings.schema import settings_of
 
 __all__ = (

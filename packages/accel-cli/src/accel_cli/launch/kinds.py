@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.backends import backends, label_of, switches, why_unusable
 from accel_plugins.manifest import Axis
+from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
-from accel_state.labels import DistributedType, SageMakerDistributedType
+from accel_state.labels import DistributedType
 from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_class, settings_of
 
 __all__ = (

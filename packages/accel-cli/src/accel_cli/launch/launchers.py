@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, LaunchPlan, Program
+from accel_state.choices import ComputeEnvironment
 from accel_state.errors import PluginError, SettingError
-from accel_state.labels import ComputeEnvironment
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import closest, settings_of

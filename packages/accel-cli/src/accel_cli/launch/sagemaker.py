@@ -10,8 +10,8 @@ from typing import Any, Final
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, common_environment
 from accel_cli.launch.settings import SageMakerSettings
+from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import LaunchError, NotOffered, SettingError
-from accel_state.labels import SageMakerDistributedType
 from accel_state.settings.installed import Requirement
 
 __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in")

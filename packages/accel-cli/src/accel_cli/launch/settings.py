@@ -14,7 +14,8 @@ from accel_cli.config.resolved import REPEATED
 from accel_cli.launch.kinds import KindSettings
 from accel_plugins.precision.config import FP8Settings
 from accel_plugins.transforms.config import TorchDynamoPlugin
-from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
+from accel_state.labels import DistributedType
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,

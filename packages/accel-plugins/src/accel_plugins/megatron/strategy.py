@@ -29,7 +29,8 @@ from accel_plugins.megatron.objects import (
     MegatronLoader,
 )
 from accel_plugins.megatron.parallel import parallel_state
-from accel_plugins.strategy import Shards, Strategy
+from accel_plugins.shards import Shards
+from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
 

@@ -13,8 +13,8 @@ from accel_plugins.layers import COMPILED_IN_PLACE, extract_model_from_parallel,
 from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.config import TorchDynamoPlugin
+from accel_state.choices import DynamoBackend
 from accel_state.errors import NotOffered
-from accel_state.labels import DynamoBackend
 from accel_state.settings.schema import given_value
 
 if TYPE_CHECKING:

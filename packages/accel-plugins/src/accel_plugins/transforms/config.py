@@ -9,11 +9,11 @@ from dataclasses import InitVar, dataclass, fields
 from functools import partial
 from typing import Any, Final
 
-from accel_plugins.transforms import DYNAMO_VARIABLE
+from accel_state.choices import DynamoBackend
 from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import DynamoBackend
 from accel_state.settings.environ import read_setting
+from accel_state.settings.run import COMPILE_VARIABLE
 from accel_state.settings.schema import SWITCH, ObjectField, choice, given_value, object_fields, setting, settings_of
 
 __all__ = (
@@ -65,7 +65,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     backend: DynamoBackend = _dynamo(
         type=choice(*map(str, DynamoBackend), fold=str.upper),
-        variable=DYNAMO_VARIABLE,
+        variable=COMPILE_VARIABLE,
         question="Which dynamo backend would you like to use?",
         help="Compile models with this torch.compile backend.",
     )

@@ -52,6 +52,9 @@ class DeviceFamily(ABC):
     ring_attention: bool = False
     """Whether torch's context parallelism supports the attention kernels of this family."""
 
+    vendor: str | None = None
+    """The module without which no device of this family is present, such as "torch_npu"; None where torch drives it."""
+
     visible_variable: str | None = None
     """Environment variable that limits the devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
 

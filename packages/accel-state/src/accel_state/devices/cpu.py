@@ -10,7 +10,6 @@ import torch
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS
-from accel_state.processors import numa_nodes, physical_cores
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, Setting
@@ -44,6 +43,8 @@ class CPU(DeviceFamily):
     def configure(self, topology: Topology) -> None:
         """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS is set."""
         if topology.local_world_size > 1 and read_setting(_THREADS) is None:
+            from accel_state.processors import physical_cores
+
             torch.set_num_threads(max(1, physical_cores() // topology.local_world_size))
 
     def check_fork(self) -> None:
@@ -109,6 +110,8 @@ class CPU(DeviceFamily):
 
     def numa_node(self, index: int) -> int | None:
         """The NUMA node for process `index` of this machine; the processes are spread over all nodes."""
+        from accel_state.processors import numa_nodes
+
         nodes = sorted(numa_nodes())
         return nodes[index % len(nodes)] if nodes else None
 

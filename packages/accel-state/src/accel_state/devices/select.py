@@ -20,6 +20,7 @@ from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, 
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
 from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.installed import possibly_importable
 from accel_state.settings.run import ProcessSettings
 
 __all__ = (
@@ -151,7 +152,9 @@ def best_family() -> DeviceFamily:
             "run ignores its devices.",
             stacklevel=2,
         )
-    return next(family for family in families() if family.present())
+    known = families()
+    installed = possibly_importable(family.vendor for family in known if family.vendor is not None)
+    return next(family for family in known if family.vendor in {None, *installed} and family.present())
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:

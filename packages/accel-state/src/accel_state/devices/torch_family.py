@@ -65,6 +65,7 @@ class TorchFamily(DeviceFamily):
         self.rng_name = spec.name
         self.pins_memory = spec.pins_memory
         self.visible_variable = spec.visible_variable
+        self.vendor = spec.vendor
 
     def present(self) -> bool:
         if self.spec.vendor is not None and not _vendor_loaded(self.spec.vendor, self.name):

@@ -17,16 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from accel_state.hang_report.call_log import Location
+    from accel_state.hang_report.activity import Activity, Pace
 
 __all__ = (
     "PROGRESS",
     "STATUS_FOLDER",
-    "Activity",
-    "Pace",
     "TrainingProgress",
     "read_run_step",
     "read_samples",
@@ -38,34 +36,6 @@ STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
 
 _MOST_MOMENTS: Final = 32
 """Moments at which a new step was seen, from which the pace follows: 16 seconds, or as many steps."""
-
-
-class Activity(NamedTuple):
-    """What a process does instead of training.
-
-    Args:
-        name: such as "saving".
-        location: line of the user's code that began it.
-        seconds: how long it has taken so far.
-    """
-
-    name: str
-    location: Location
-    seconds: float
-
-
-class Pace(NamedTuple):
-    """How quickly a process trains.
-
-    Args:
-        steps: steps that its optimizer has made.
-        per_second: recent steps per second; 0 before two steps were seen.
-        seconds: since the last step was seen; 0 before the first one.
-    """
-
-    steps: int
-    per_second: float
-    seconds: float
 
 
 class TrainingProgress:
@@ -131,6 +101,7 @@ class TrainingProgress:
         activity = self._activity
         if activity is None:
             return None
+        from accel_state.hang_report.activity import Activity
         from accel_state.hang_report.call_log import locate
 
         name, code, line, begun = activity
@@ -138,6 +109,8 @@ class TrainingProgress:
 
     def pace(self) -> Pace:
         """How quickly the process trains, by the steps that earlier calls have seen."""
+        from accel_state.hang_report.activity import Pace
+
         now, steps = time.monotonic(), self.steps
         if not steps:
             return Pace(0, 0.0, 0.0)

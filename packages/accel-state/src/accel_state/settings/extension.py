@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from accel_state.settings.installed import names_in
+
 __all__ = ("Extension", "add_library", "extensions", "forget", "is_library")
 
 _PREFIX = "[accel."
@@ -84,18 +86,19 @@ def _scan(path: tuple[str, ...]) -> tuple[Extension, ...]:
 
 def _metadata(folder: str) -> Iterator[tuple[str, str]]:
     """Origin and text of each entry-point file in a folder that mentions one of our groups."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".dist-info", ".egg-info")))
-    except OSError:
-        return
-    for name in names:
+    for name in sorted(name for name in names_in(folder) or () if name.endswith((".dist-info", ".egg-info"))):
         try:
-            # Without buffers and decoding: most of some hundred files do not mention our groups.
-            with open(os.path.join(folder, name, "entry_points.txt"), "rb", buffering=0) as file:
-                content = file.read()
+            # Without file objects and decoding: most of some hundred files do not mention our groups.
+            file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            content = os.read(file, os.fstat(file).st_size)
             text = content.decode() if _PREFIX.encode() in content else ""
         except (OSError, UnicodeDecodeError):
             continue
+        finally:
+            os.close(file)
         if text:
             distribution, _, version = name.rsplit(".", 1)[0].rpartition("-")
             yield f"{distribution.replace('_', '-')} {version}", text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from accel_state.errors import Missing
 
-__all__ = ("Requirement", "importable", "installed_version", "look_again")
+__all__ = ("Requirement", "importable", "installed_version", "look_again", "names_in", "possibly_importable")
 
 
 @cache
@@ -34,10 +36,50 @@ def importable(module: str) -> bool:
     return _found(module)
 
 
+def possibly_importable(modules: Iterable[str]) -> set[str]:
+    """Those modules that `import` may find; the others are not installed.
+
+    One look at the names in the folders of `sys.path` takes a fraction of the time of a search for each module.
+
+    Example:
+        >>> possibly_importable(["json.decoder", "no_such_package"])
+        {'json.decoder'}
+    """
+    listings = [names_in(folder) for folder in sys.path]
+    known = {name.partition(".")[0] for names in listings if names is not None for name in names}
+    # Finders of other kinds, and archives on `sys.path`, are asked by `importable`.
+    finders = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "PathFinder"]
+    archives = None in listings
+
+    def may_be_found(top: str) -> bool:
+        if archives or top in sys.modules or top in known:
+            return True
+        return any(finder.find_spec(top, None) is not None for finder in finders)
+
+    return {module for module in modules if may_be_found(module.partition(".")[0])}
+
+
+def names_in(folder: str) -> frozenset[str] | None:
+    """Names of the files in a folder of `sys.path`; empty where there is no folder, None where it is an archive."""
+    place = folder or os.curdir
+    try:
+        return _listing(place, os.stat(place).st_mtime_ns)
+    except NotADirectoryError:
+        return None
+    except OSError:
+        return frozenset()
+
+
+@lru_cache(maxsize=256)
+def _listing(folder: str, changed: int) -> frozenset[str]:
+    return frozenset(os.listdir(folder))
+
+
 def look_again() -> None:
     """Search again at the next call, after an installation by the running process."""
     importlib.invalidate_caches()
     _found.cache_clear()
+    _listing.cache_clear()
 
 
 @cache

@@ -7,7 +7,18 @@ from typing import Final
 
 from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting, settings_class
 
-__all__ = ("PROJECT_DIR_VARIABLE", "MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "XLASettings")
+__all__ = (
+    "COMPILE_VARIABLE",
+    "PROJECT_DIR_VARIABLE",
+    "MeshSettings",
+    "OutputSettings",
+    "ProcessSettings",
+    "RunSettings",
+    "XLASettings",
+)
+
+COMPILE_VARIABLE: Final = "ACCELERATE_DYNAMO_BACKEND"
+"""Variable with the backend of `torch.compile`; where it is empty, nothing is compiled."""
 
 PROJECT_DIR_VARIABLE: Final = "ACCEL_PROJECT_DIR"
 """Variable with the folder of the run, for scripts that name none."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.topology import Topology
-from accel_state.transport.base import LocalTransport, Transport
+from accel_state.transport.base import Transport
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
@@ -59,8 +59,8 @@ def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
     return requested
 
 
-def topology_of_group(count_devices: Callable[[], int]) -> Topology | None:
-    """The place of this process in the default group of torch.distributed; None before there is one.
+def topology_of_group(count_devices: Callable[[], int]) -> Topology:
+    """The place of this process in the default group of torch.distributed, which the script has made.
 
     For a process whose launcher left no trace. This assumes that ranks follow each other on each machine.
 
@@ -68,8 +68,6 @@ def topology_of_group(count_devices: Callable[[], int]) -> Topology | None:
         count_devices: of this machine. With several, this assumes that as many processes are on each machine; with one
             or none, that all of them are. Counting may open a device, so it waits until the group is there.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     devices = count_devices()
     local_world_size = world_size if devices <= 1 else min(devices, world_size)
@@ -84,8 +82,8 @@ def init_transport(
     backend: str | None = None,
     init_method: str | None = None,
     timeout: timedelta | None = None,
-) -> tuple[Transport, str | None]:
-    """The transport of this process and the name of its torch.distributed backend (None when it runs alone).
+) -> tuple[Transport, str]:
+    """The transport of this process among others, and the name of its torch.distributed backend.
 
     A process group that the script initialised itself is used as it is, whatever its backend.
 
@@ -105,9 +103,6 @@ def init_transport(
     limit = timeout or family.timeout
     if dist.is_available() and dist.is_initialized():
         return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
-    no_address = topology.master_addr is None or topology.master_port is None
-    if topology.world_size == 1 and (no_address or not dist.is_available()):
-        return LocalTransport(device), None
     chosen = process_group_backend(family, backend)
     store = _init_store(topology, init_method, limit)
     try:

@@ -14,7 +14,7 @@ from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+from accel_state.labels import PrecisionType, RNGType
 from accel_torch.accelerator.attributes import AttributesMixin
 from accel_torch.accelerator.data import DataMixin
 from accel_torch.accelerator.mesh import MeshMixin
@@ -44,6 +44,7 @@ from accel_torch.options import (
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchDynamoPlugin, TorchTensorParallelPlugin
+    from accel_state.choices import DynamoBackend
     from accel_state.mesh import ParallelismConfig
 
 __all__ = ("Accelerator",)

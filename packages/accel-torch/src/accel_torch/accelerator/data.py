@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import accel_data
-import accel_ops
 from accel_state.labels import PREPARED
 from accel_torch.members import AcceleratorMembers
 
@@ -74,6 +73,8 @@ class DataMixin(AcceleratorMembers):
         Example:
             >>> norms = accelerator.gather(inputs.norm(dim=1))
         """
+        import accel_ops
+
         return accel_ops.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -104,6 +105,8 @@ class DataMixin(AcceleratorMembers):
         Example:
             >>> mean = accelerator.reduce(loss.detach(), "mean")
         """
+        import accel_ops
+
         return accel_ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -119,6 +122,8 @@ class DataMixin(AcceleratorMembers):
             >>> tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
             >>> everyones = accelerator.gather(tokens)
         """
+        import accel_ops
+
         return accel_ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     @property

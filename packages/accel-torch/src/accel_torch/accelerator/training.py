@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
 from accel_state.labels import DEVICE_MAP
-from accel_state.uncaught import explain_backend_error
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, no_sync_all
 from accel_torch.members import AcceleratorMembers
 from accel_torch.options import generator_names
-from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -215,6 +213,8 @@ class TrainingMixin(AcceleratorMembers):
             model = self._prepared.only_model() if self._backend.backward_reads_model else None
             self._backend.strategy.backward(self._accumulation.share(loss), model, **kwargs)
         except RuntimeError as error:
+            from accel_state.uncaught import explain_backend_error
+
             explain_backend_error(error)
             raise
 
@@ -233,6 +233,8 @@ class TrainingMixin(AcceleratorMembers):
             >>> model, optimizer = accelerator.prepare(model, Lomo(model, lr=1e-3))
             >>> accelerator.lomo_backward(loss_function(model(inputs), targets), learning_rate=1e-3)
         """
+        from accel_torch.step import fused_backward
+
         fused_backward(self, loss, learning_rate)
 
     @property
@@ -257,7 +259,6 @@ class TrainingMixin(AcceleratorMembers):
             ...     accelerator.backward(second)
             >>> optimizer.step()
         """
-        from accel_plugins.layers import strategy_model
         from accel_state import current
 
         backend: ActiveBackend = current.require_run().backend
@@ -312,6 +313,8 @@ class TrainingMixin(AcceleratorMembers):
             >>> if accelerator.sync_gradients:
             ...     accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
+        from accel_torch.step import clip_grad_norm
+
         return clip_grad_norm(self, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -322,6 +325,8 @@ class TrainingMixin(AcceleratorMembers):
             >>> if accelerator.sync_gradients:
             ...     accelerator.clip_grad_value_(model.parameters(), 0.5)
         """
+        from accel_torch.step import clip_grad_value
+
         clip_grad_value(self, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -332,6 +337,8 @@ class TrainingMixin(AcceleratorMembers):
             >>> accelerator.unscale_gradients()
             >>> largest = max(parameter.grad.abs().max() for parameter in model.parameters())
         """
+        from accel_torch.step import unscale_gradients
+
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         unscale_gradients(self, None if optimizer is None else given)
 

@@ -25,7 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from accel_plugins.layers import strategy_model
 from accel_plugins.parameters import canonical_name
-from accel_plugins.strategy import Shards, Strategy
+from accel_plugins.shards import Shards
+from accel_plugins.strategy import Strategy
 from accel_torch.check_parity.dropout import Dropout, without_recurrent_dropout
 from accel_torch.check_parity.notes import ParityTask, RunFacts, RunNotes, StepNotes, batch_file, joined, step_file
 from accel_torch.check_parity.tolerances import elements_per_row

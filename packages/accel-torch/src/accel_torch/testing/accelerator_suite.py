@@ -23,8 +23,8 @@ from accel_plugins.testing import BackendSuite
 from accel_plugins.testing.backend_suite import Run, needs
 from accel_plugins.testing.reference_loop import BATCH, Case, Plain, Session, Small, loss_of
 from accel_state import current
+from accel_state.choices import DynamoBackend
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import DynamoBackend
 from accel_state.settings.environ import to_environment
 from accel_state.settings.schema import settings_of
 from accel_torch import (

@@ -120,7 +120,7 @@ class _ScriptObserver(RunObserver):
         """Compare the plans before anything is prepared."""
         prepare = accelerator._prepare
         # It compares values.
-        accelerator._accumulation.guard = None
+        accelerator._guards_first_steps = False
 
         def prepare_after_plans(objects: Sequence[Any], *further: Any) -> Any:
             if self.fork is None and Bundle.of(objects).models:

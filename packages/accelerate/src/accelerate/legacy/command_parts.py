@@ -17,7 +17,7 @@ from accel_cli.launch.backends import backends
 from accel_cli.launch.devices import best_devices
 from accel_cli.launch.options import launch_classes
 from accel_cli.launch.settings import ASKED
-from accel_state.labels import ComputeEnvironment, DynamoBackend
+from accel_state.choices import ComputeEnvironment, DynamoBackend
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 from accelerate.legacy.commands import launch_command

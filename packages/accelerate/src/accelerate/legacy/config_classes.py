@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from accel_cli.config.file import default_path, modern, read_document, read_tables
 from accel_cli.config.write import write_config
+from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
 from accel_state.errors import SettingError
-from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel_state.labels import DistributedType
 from accel_state.settings.schema import closest
 
 __all__ = (

@@ -273,12 +273,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             GradScalerKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
         """,
         "accel_plugins.transforms.config": "TorchDynamoPlugin TorchTensorParallelPlugin",
+        "accel_state.choices": "ComputeEnvironment CustomDtype DynamoBackend SageMakerDistributedType",
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
-        "accel_state.labels": """
-            Backend BaseEnum ComputeEnvironment CustomDtype DistributedType DynamoBackend EnumWithContains
-            PrecisionType RNGType SageMakerDistributedType
-        """,
+        "accel_state.labels": "Backend BaseEnum DistributedType EnumWithContains PrecisionType RNGType",
         "accel_state.mesh": """
             DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
         """,

@@ -1,0 +1,72 @@
+"""How often a run saves by itself; plain data, without torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from accel_state.errors import SettingError
+
+__all__ = ("ContinuousSavePolicy",)
+
+_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class ContinuousSavePolicy:
+    """Save again and again while training goes on, as often as a share of the run's time allows.
+
+    Each save begins at the first boundary between two steps at which the one before is complete and the saves so far,
+    with one more like the last, slow the run down by at most `max_overhead`.
+
+    Args:
+        max_overhead: the share of the run's time that saving may cost, above 0 and at most 1.
+        keep_last: how many of the newest checkpoints stay.
+        keep_every: of the older ones, the first of each such period stays, in seconds or as "90s", "30min", "1h",
+            "1d"; None keeps none of them.
+
+    Raises:
+        SettingError: a value cannot be used.
+
+    Example:
+        >>> ContinuousSavePolicy(keep_every="30min").period
+        1800.0
+    """
+
+    max_overhead: float = 0.02
+    keep_last: int = 3
+    keep_every: str | float | None = "1h"
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_overhead": (0 < self.max_overhead <= 1, "a number above 0 and at most 1, such as 0.02 for 2 %"),
+            "keep_last": (type(self.keep_last) is int and self.keep_last >= 1, "an integer of at least 1"),
+            "keep_every": (
+                self.keep_every is None or _seconds(self.keep_every) > 0,
+                "a positive number of seconds, a period such as '30min' or '1h', or None",
+            ),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise SettingError(
+                    f"Cannot use ContinuousSavePolicy({name}={getattr(self, name)!r}).",
+                    f"The value must be {rule}.",
+                    "Leave it out for the default.",
+                )
+
+    @property
+    def period(self) -> float | None:
+        """`keep_every` in seconds."""
+        return None if self.keep_every is None else _seconds(self.keep_every)
+
+
+def _seconds(period: str | float) -> float:
+    """A period in seconds; 0 where it is none."""
+    if not isinstance(period, str):
+        return float(period)
+    found = re.fullmatch(rf"([0-9.]+) *({'|'.join(_UNITS)})", period.strip())
+    try:
+        return float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        return 0.0
