@@ -206,6 +206,15 @@ def test_a_buffer_is_named_before_the_outputs_that_it_changes() -> None:
     assert (first.what, first.parameter, second.what, second.module) == ("buffer", "body.scale", "output", "body")
 
 
+def test_a_layer_that_normalises_over_its_own_samples_is_told_from_other_buffers() -> None:
+    expected = notes(buffers={"norm.running_mean": torch.ones(2)})
+    (found, *_) = compared(
+        *(notes(buffers={"norm.running_mean": torch.full((2,), mean)}) for mean in (0.5, 1.5)), expected=expected
+    )
+    assert (found.what, found.parameter) == ("buffer", "norm.running_mean")
+    assert "SyncBatchNorm" in found.cause
+
+
 def test_processes_that_begin_differently_are_found_before_their_steps() -> None:
     other = notes()
     other[0].parameters = {"body.weight": WEIGHT + 1}
@@ -231,6 +240,27 @@ def test_samples_are_compared(ours: list[str], theirs: list[str], facts: dict[st
     expected = notes(samples=[(0, 0, ["a", "b"])])
     found = compared(notes(samples=[(0, 0, ours)]), notes(samples=[(0, 0, theirs)]), expected=expected, **facts)
     assert any(cause in one.cause for one in found), found
+
+
+def read(*steps: list[str]) -> list[StepNotes]:
+    """Notes of a process that read these samples, a batch a step."""
+    return [StepNotes(0), *(StepNotes(step, samples=[(0, 0, ids)]) for step, ids in enumerate(steps, 1))]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        # The data have four samples, twenty times each.
+        ([["a", "b"], ["a", "c"]], [["a", "d"], ["b", "c"]], False),
+        # Each process shuffles all data by its own seed.
+        ([["a", "b"], ["c", "d"]], [["c", "a"], ["b", "e"]], True),
+        # All processes read all data, with equal samples in it.
+        ([["a", "b"], ["a", "c"]], [["a", "b"], ["a", "c"]], True),
+    ],
+)
+def test_equal_samples_of_the_data_are_no_fault(first: list[list[str]], second: list[list[str]], shares: bool) -> None:
+    found = compare_runs(Notes([read(*first), read(*second)]), Notes([read(*first)]))
+    assert any("train on the same samples" in one.cause for one in found) is shares, found
 
 
 def test_processes_that_read_a_loader_which_was_not_prepared_read_the_same_samples() -> None:

@@ -202,6 +202,51 @@ def test_an_operation_that_needs_values_is_named_with_its_line() -> None:
     assert "is_estimating" in caught.value.remedy
 
 
+class Copying(Counting):
+    """Its forward leaves torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * float(x.numpy().mean())
+
+
+def copying() -> Any:
+    return Copying(), lambda model, batch: model(batch).sum(), torch.randn(8, 4)
+
+
+def test_a_read_of_values_outside_of_operations_is_named_with_its_line() -> None:
+    with pytest.raises(SettingError) as caught:
+        measure_plan(TrainingCase(copying), PLANS["single"])
+    assert "numpy()" in caught.value.obstacle
+    assert "return self.layer(x) * float(x.numpy().mean())" in caught.value.obstacle
+
+
+@pytest.mark.parametrize(
+    ("loss", "obstacle"),
+    [
+        (lambda model, batch: 3.0, "returned a float, not a tensor"),
+        (lambda model, batch: None, "returned a NoneType, not a tensor"),
+        (lambda model, batch: {"loss": model(batch).sum()}, "returned a dict, not a tensor"),
+        (lambda model, batch: model(batch), r"a tensor of shape \(8, 2\), not a scalar"),
+        (lambda model, batch: model(batch).detach().sum(), "depends on no parameter that is trained"),
+    ],
+)
+def test_a_loss_without_gradients_is_refused(loss: Any, obstacle: str) -> None:
+    case = TrainingCase(lambda: (nn.Linear(4, 2), loss, torch.randn(8, 4)))
+    with pytest.raises(SettingError, match=obstacle):
+        read_facts(case)
+    with pytest.raises(SettingError, match=obstacle):
+        measure_plan(case, PLANS["single"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_that_cannot_step_here_is_refused(optimizer: Any) -> None:
+    def build() -> Any:
+        return nn.Linear(4, 2), lambda model, batch: model(batch).sum(), torch.randn(8, 4)
+
+    with pytest.raises(SettingError, match=rf"(?s)optimizer {optimizer.__name__}.*Its step fails"):
+        measure_plan(TrainingCase(build, optimizer), PLANS["single"])
+
+
 def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
     found = measure_plan(TrainingCase(lambda: counting(fixed=True)), PLANS["single"])
     assert isinstance(found, RankMemory)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from accel_state.settings.installed import names_in
+from accel_state.settings.installed import folder_names
 
 __all__ = ("Extension", "add_library", "extensions", "forget", "is_library")
 
@@ -86,7 +86,7 @@ def _scan(path: tuple[str, ...]) -> tuple[Extension, ...]:
 
 def _metadata(folder: str) -> Iterator[tuple[str, str]]:
     """Origin and text of each entry-point file in a folder that mentions one of our groups."""
-    for name in sorted(name for name in names_in(folder) or () if name.endswith((".dist-info", ".egg-info"))):
+    for name in sorted(name for name in folder_names(folder) or () if name.endswith((".dist-info", ".egg-info"))):
         try:
             # Without file objects and decoding: most of some hundred files do not mention our groups.
             file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)

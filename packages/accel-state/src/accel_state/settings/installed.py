@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from accel_state.errors import Missing
 
-__all__ = ("Requirement", "importable", "installed_version", "look_again", "names_in", "possibly_importable")
+__all__ = ("Requirement", "folder_names", "importable", "installed_version", "look_again", "possibly_importable")
 
 
 @cache
@@ -45,7 +45,7 @@ def possibly_importable(modules: Iterable[str]) -> set[str]:
         >>> possibly_importable(["json.decoder", "no_such_package"])
         {'json.decoder'}
     """
-    listings = [names_in(folder) for folder in sys.path]
+    listings = [folder_names(folder) for folder in sys.path]
     known = {name.partition(".")[0] for names in listings if names is not None for name in names}
     # Finders of other kinds, and archives on `sys.path`, are asked by `importable`.
     finders = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "PathFinder"]
@@ -59,7 +59,7 @@ def possibly_importable(modules: Iterable[str]) -> set[str]:
     return {module for module in modules if may_be_found(module.partition(".")[0])}
 
 
-def names_in(folder: str) -> frozenset[str] | None:
+def folder_names(folder: str) -> frozenset[str] | None:
     """Names of the files in a folder of `sys.path`; empty where there is no folder, None where it is an archive."""
     place = folder or os.curdir
     try:

@@ -13,6 +13,7 @@ from accel_torch.check_parity.notes import RunFacts
 
 __all__ = (
     "Likeness",
+    "cause_of_buffer",
     "cause_of_gradient",
     "cause_of_norm",
     "cause_of_parameter",
@@ -183,6 +184,16 @@ def cause_of_parameter(
     if like.is_multiple:
         return "its update is scaled: learning rate, clipping or an optimizer state differs", like
     return "the optimizer steps with another state, or the parameter is changed after the step", like
+
+
+def cause_of_buffer(name: str) -> str:
+    """Why a buffer differs after forward; `name` is its name in the model."""
+    if name.rpartition(".")[2] in ("running_mean", "running_var"):
+        return (
+            "the layer normalises over the samples of each process alone, so that its outputs differ too: use "
+            "torch.nn.SyncBatchNorm, or a layer that normalises each sample by itself, such as GroupNorm"
+        )
+    return "each process computes it from its own samples, it is not sent to the others, or it is set back"
 
 
 def cause_of_start(found: Sequence[Tensor | None], expected: Tensor) -> str:

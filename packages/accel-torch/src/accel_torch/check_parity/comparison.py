@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -157,6 +158,8 @@ class _Comparison:
 
     def _shared_samples(self, step: int, slices: dict[int, tuple[int, list[list[str]]]]) -> Iterator[ParityFinding]:
         """Samples that two slices of the global batch both have, though no slice has one twice."""
+        if self._data_repeats:
+            return
         seen: dict[str, int] = {}
         for rank, batches in slices.values():
             ids = [one for batch in batches for one in batch]
@@ -170,6 +173,25 @@ class _Comparison:
                     yield ParityFinding(step, "samples", cause, detail=detail)
                     return
             seen |= dict.fromkeys(ids, rank)
+
+    @cached_property
+    def _data_repeats(self) -> bool:
+        """Whether the data have equal samples, so that slices may share some without a fault.
+
+        A process reads no sample twice in an epoch. Where one has equal samples, they are the data's own, unless all
+        processes read the same ones in every step.
+        """
+        read: list[list[Any]] = []
+        for facts in self._ranks:
+            notes = [self._plan.step(facts.rank, step) for step in range(1, self._plan.last_step + 1)]
+            read.append([one for note in notes if note is not None for one in note.samples])
+        if all(samples == read[0] for samples in read):
+            return False
+        for samples in read:
+            ids = [(loader, epoch, one) for loader, epoch, batch in samples for one in batch]
+            if len(set(ids)) < len(ids):
+                return True
+        return False
 
     def _outputs(self, step: int, expected: StepNotes, found: Sequence[StepNotes]) -> Iterator[ParityFinding]:
         """Modules whose outputs differ, by their sum and their sum of squares over all processes."""
@@ -319,8 +341,9 @@ class _Comparison:
                 wrong[name] = tensors
         if wrong:
             name = min(wrong, key=self._place)
-            cause = "each process computes it from its own samples, it is not sent to the others, or it is set back"
-            yield self._finding(step, "buffer", cause, name, others=[other for other in wrong if other != name])
+            yield self._finding(
+                step, "buffer", causes.cause_of_buffer(name), name, others=[other for other in wrong if other != name]
+            )
 
     def _finding(
         self,
@@ -379,7 +402,10 @@ def compare_masks(plan: RunNotes) -> list[ParityFinding]:
                     cause = "processes that hold the same activations drop different ones: seed them alike"
                     return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
                 if not replicated and one[1] == two[1]:
-                    cause = "processes with different samples drop the same elements: seed each of them differently"
+                    cause = (
+                        "processes with different samples drop the same elements: call set_seed(seed, "
+                        "device_specific=True) once the model is made, so that each process draws other masks"
+                    )
                     return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
     return []
 

@@ -52,6 +52,9 @@ _BLOCK: Final = 512
 _STATES: Final = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
 """What a backend that offloads keeps on the host between uses."""
 
+_NO_VALUES: Final = ("numpy() is not supported for tensor subclasses", "Cannot access data pointer of Tensor")
+"""What torch says where a function outside of its operations asks a tensor without values for them."""
+
 _LIBRARIES: Final = ("torch", "accelerate", "contextlib", "runpy")
 """Packages whose lines are not the user's, as those of this library are not."""
 
@@ -113,10 +116,10 @@ def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankM
             for number in range(micro_batches):
                 with trial.no_sync() if number + 1 < micro_batches else nullcontext():
                     with torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext():
-                        loss = loss_function(model, batch)
+                        loss = _checked(loss_function(model, batch))
                     loss.backward()  # type: ignore[no-untyped-call]
                 del loss
-            optimizer.step()
+            _step(optimizer)
             optimizer.zero_grad()
         return trial.memory()
 
@@ -134,8 +137,45 @@ def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
         model, loss_function, batch = case.build()
         model, batch = trial.prepare_model(model), trial.prepare_batch(batch)
         with counter:
-            loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
+            _checked(loss_function(model, batch)).backward()  # type: ignore[no-untyped-call]
     return model, batch, float(counter.get_total_flops())
+
+
+def _checked(loss: Any) -> Tensor:
+    """What a loss function returned.
+
+    Raises:
+        SettingError: no gradients can be computed from it.
+    """
+    if not isinstance(loss, Tensor):
+        obstacle = f"The loss function returned a {type(loss).__name__}, not a tensor."
+    elif loss.numel() != 1:
+        obstacle = f"The loss function returned a tensor of shape {tuple(loss.shape)}, not a scalar."
+    elif not loss.requires_grad:
+        obstacle = "The loss depends on no parameter that is trained: all are frozen, or it is detached from them."
+    else:
+        return loss
+    raise SettingError(
+        "Cannot estimate the memory of a step.",
+        obstacle,
+        "Let loss_function(model, batch) return the mean or the sum of what the model computes.",
+    )
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Make a step.
+
+    Raises:
+        SettingError: the optimizer needs more than dense gradients, a closure for example.
+    """
+    try:
+        optimizer.step()
+    except (TypeError, RuntimeError) as error:
+        raise SettingError(
+            f"Cannot estimate the memory of training with the optimizer {type(optimizer).__name__}.",
+            f"Its step fails: {error}",
+            "Name another one with --optimizer.",
+        ) from error
 
 
 class Trial:
@@ -341,7 +381,11 @@ def naming_values() -> Iterator[None]:
     """Turn what torch says of an operation that needs values into an error with its place in the user's code."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        named = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if not named and not any(text in str(error) for text in _NO_VALUES):
+            raise
+        operation = f"{error.func} makes a number or a shape of values" if named else f"Values are read ({error})"
         where = "code that is not in a file"
         for frame, line in traceback.walk_tb(error.__traceback__):
             package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
@@ -349,7 +393,7 @@ def naming_values() -> Iterator[None]:
                 where = f"{file}, line {line}: {linecache.getline(file, line).strip()}"
         raise SettingError(
             "Cannot estimate the memory of a model whose shapes or branches depend on values.",
-            f"{error.func} makes a number or a shape of values, in {where}",
+            f"{operation}, in {where}",
             "Give the shape where accel_torch.training_memory.is_estimating() is true: a fixed capacity instead "
             "of a count, and the branch that needs the most memory.",
         ) from error
