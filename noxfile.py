@@ -294,6 +294,7 @@ def peer_suite(session: nox.Session) -> None:
         session.skip("set ACCEL_PEER_SUITE to a folder with run.py, requirements.txt, tests/ and baseline-open.json")
     session.install("-q", "-c", str(CONSTRAINTS), "torch")
     session.install("-q", "-r", str(folder / "requirements.txt"), *editable(PACKAGES))
+    temporary = tempfile.gettempdir()
     out = Path(session.create_tmp())
     # What the tests import from the original is its `test_utils` alone.
     session.install("-q", "--no-deps", "--upgrade", "--target", str(out / "original"), ORIGINAL)
@@ -309,6 +310,8 @@ def peer_suite(session: nox.Session) -> None:
         *("--baseline", str(out / "baseline.json"), "--out", str(out / "outcomes.json")),
         *("--details", str(out / "details.json"), "--jobs", "2", *session.posargs),
         external=True,
+        # Its copies of the tests would read the settings of pytest of this repository in any folder below it.
+        env={"TMPDIR": temporary},
     )
 
 
