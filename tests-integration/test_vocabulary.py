@@ -131,8 +131,7 @@ REWORDED = (
     "packages/accelerate/src/**/*.py",
     "tools/*.py",
     "tools/reference/*.py",
-        "tools/bench/**/*.py",
-
+    "tools/bench/**/*.py",
 )
 """Files whose docstrings, comments, messages and prose are free of retired phrases, as patterns from the root."""
 

@@ -37,7 +37,7 @@ BLOCKS, WIDTH, ROWS, SAMPLES, BATCH = 40, 8, 4096, 1_000_000, 8
 WATCHED: Final = 4.0
 """Seconds for which a hang monitor is watched."""
 
-UNEXPLAINED: Final = "nobody knows why yet."
+UNEXPLAINED: Final = "the reason is not known yet."
 
 GROWS: Final = 1.5
 """A cost above this many times that of the smallest world grows, and needs a reason."""
@@ -57,7 +57,8 @@ class Quantity(NamedTuple):
     reason: str = ""
 
 
-PIECES: Final = "torch cuts each parameter into a piece for each rank; what plain torch takes is in the row below."
+PIECES: Final = "torch splits each parameter into a shard for each rank; the next row shows the cost in plain torch."
+PLAIN: Final = "the same in torch itself."
 
 STARTS: Final = Quantity("start: state and Accelerator", "CPU ms")
 MEETS: Final = Quantity("start: requests to the store", "requests")
@@ -67,14 +68,14 @@ PREPARES: Final = Quantity(
     "DistributedDataParallel compares the shapes of all ranks: alone it takes 0.9 ms for 2 ranks and 4.2 for 4,096.",
 )
 PREPARES_SHARDED: Final = Quantity("prepare, FSDP2", "CPU ms", PIECES)
-PREPARES_PLAIN: Final = Quantity("the same by fully_shard alone", "CPU ms", PIECES)
+PREPARES_PLAIN: Final = Quantity("the same by fully_shard alone", "CPU ms", PLAIN)
 STEPS: Final = Quantity("training step, FSDP2", "CPU ms", PIECES)
-STEPS_PLAIN: Final = Quantity("the same step by torch alone", "CPU ms", PIECES)
+STEPS_PLAIN: Final = Quantity("the same step by torch alone", "CPU ms", PLAIN)
 SCHEDULES: Final = Quantity(
     "scheduler step",
     "CPU us",
-    "A schedule moves on by as many steps as there are ranks. The cosine of torch is a recurrence, which is computed "
-    "step by step to give the same bits; 4,096 single steps of torch take about ten times as long.",
+    "a schedule advances by one step for each rank. The cosine of torch is a recurrence, which must be computed step "
+    "by step to give the same bits; 4,096 single steps of torch take about ten times as long.",
 )
 INDICES: Final = Quantity("epoch of indices", "CPU ms")
 SAVES: Final = Quantity("save: requests to the store", "requests")
@@ -274,10 +275,11 @@ def hang_report(world: int) -> dict[str, float]:
 # ---------------------------------------------------------------- the page
 HEAD: Final = """# Growth
 
-Written by `nox -s growth`. What one rank pays as the number of ranks grows: flat, falling, or with a reason below the
-table. Ranks are simulated: one process plays rank 1 of a world over torch's fake process group, which answers at once
-and sends nothing, and requests to the store of the run are counted with a thread for each rank, eight on each node.
-The model has 40 layers of 4,096 rows; an epoch has a million shuffled samples. Times are the least of several turns.
+`nox -s growth` writes this page. It shows the cost of one rank as the number of ranks grows, and the reason for each
+cost that grows. Ranks are simulated: one process is rank 1 of a world over torch's fake process group, which answers
+at once and sends nothing. Requests to the store of the run are counted with a thread for each rank, eight on each
+node. The model has 40 layers of 4,096 rows; an epoch has a million shuffled samples. Times are the minimum of several
+turns.
 
 ![Cost of one rank against the number of ranks, both axes logarithmic](_static/growth.svg)
 """
@@ -286,7 +288,7 @@ The model has 40 layers of 4,096 rows; an epoch has a million shuffled samples. 
 def document(facts: dict[str, Any]) -> str:
     """The page of what was measured."""
     head = " | ".join(f"{world:,}" for world in facts["worlds"])
-    lines = [HEAD, f"Measured on: {facts['machine']}.", "", f"| one rank pays | unit | {head} | growth |"]
+    lines = [HEAD, f"Measured on: {facts['machine']}.", "", f"| cost of one rank | unit | {head} | growth |"]
     lines.append("|---" * (len(facts["worlds"]) + 3) + "|")
     reasons = []
     for quantity in QUANTITIES:
@@ -296,7 +298,7 @@ def document(facts: dict[str, Any]) -> str:
         lines.append(f"| {quantity.name} | {quantity.unit} | {cells} | {growth:.2g} |")
         if growth > GROWS:
             reasons.append(f"- **{quantity.name}**: {quantity.reason or UNEXPLAINED}")
-    return "\n".join([*lines, "", "## What grows, and why", "", *(reasons or ["Nothing."]), ""])
+    return "\n".join([*lines, "", "## Reasons", "", *(reasons or ["Nothing."]), ""])
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:

@@ -26,15 +26,15 @@ HEAD: Final = """
 
 Written by `python tools/mutants.py write`. A *mutant* is the code with one small change: another comparison, `and`
 for `or`, a negated condition, a number one higher or lower, another arithmetic operator, `min` for `max`, `any` for
-`all`, a changed bool or bound of a slice, an argument, a statement or the value of a `return` left out.
+`all`, a changed bool or slice bound, or a removed argument, statement or return value.
 {drawn} of {possible}.
 Texts of messages, docstrings, annotations and log calls are not changed.
 
-Each mutant is tried with tests that execute the changed line and pass on the unchanged code, in real processes where
-the tests have some, until one fails. It is *killed* when a test fails, and *hung* when a test does not end within ten
-times its usual time and at least 20 seconds; both count as noticed. Tests marked `slow`, those that need a GPU or
-another library, and what tests do in new interpreters are left out. A survivor was tried with the cheapest of its tests
-alone, for some seconds up to a minute; "not tested" means that these do not notice it.
+Tests that execute the changed line and pass on the unchanged code run against each mutant until one fails. A mutant is
+*killed* when a test fails, and *hung* when a test takes more than ten times its usual time and at least 20 seconds;
+both count as noticed. Tests marked `slow`, tests that need a GPU or another library, and code that tests run in new
+interpreters are left out. Only the cheapest tests ran against each survivor, for some seconds up to a minute; "not
+tested" means that these do not notice it.
 
 """
 

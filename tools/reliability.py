@@ -39,27 +39,28 @@ Sweep = Callable[[Path, int], faults.Tally]
 
 HEAD: Final = """# What saving and waiting survive
 
-Written by `python tools/reliability.py`. Each row is one kind of fault, injected at every place where it can happen
-while a checkpoint is saved. *Survived* means that afterwards the newest good checkpoint was found (that of the save
-that was hit, or the one before it), every hash in it was right, a restart trained on with the losses of an undisturbed
-run bit for bit, no process hung, and nothing older was lost. A damaged checkpoint that is accepted counts as lost.
+`python tools/reliability.py` writes this part. Each row is one kind of fault, injected at every place where it can
+happen during a save of a checkpoint. *Survived* means that a restart then found the newest good checkpoint (of the
+interrupted save, or the one before it) with correct hashes and continued with the losses of an undisturbed run bit
+for bit, that no process hung, and that nothing older was lost. A damaged checkpoint that is accepted counts as lost.
 
-Faults strike at system calls: a forked child that saves is traced, and before its k-th file operation it is killed, or
-the call fails. A loss of power is played on a model of a disk that keeps what was flushed (contents with their file,
-names with their folder); of the rest it keeps nothing, the names alone, names and lengths with zeros for contents, or
-all. Where a row says "no rename-exchange", a filter of the kernel refuses to exchange two names, as NFS does.
-Containers are namespaces of the kernel. Rows that begin with "read" are of pickles made to attack the reader: there
-*survived* means that the file was read, or refused with a typed error, and that nothing was run, crashed, hung, or took
-memory beyond its bound. The harness is `accel_plugins.testing.faults`;
-[the guide](how-to/checkpoints.md) tells how to use it on a saver of your own.
+Faults happen at system calls: the harness traces a forked child that saves, and kills it before its k-th file
+operation or makes that operation fail. A loss of power is simulated on a model of a disk that keeps flushed data
+(contents with their file, names with their folder); of all other data it keeps nothing, the names only, names and
+lengths with zeros as contents, or everything. In rows with "no rename-exchange", a filter of the kernel refuses to
+exchange two names, as NFS does. Containers are namespaces of the kernel. Rows that begin with "read" are pickles that
+attack the reader: there *survived* means that the file was read, or refused with a typed error, without running code,
+crashing, hanging or exceeding its memory limit. The harness is `accel_plugins.testing.faults`; [the
+guide](how-to/checkpoints.md) shows how to use it on your own saving code.
 
-Writes through `.data` hit an asynchronous save before each tensor that it copies behind training, for good or taken
-back before the copy is complete. What was saved must then be of a single moment.
+Writes through `.data` happen before each tensor that an asynchronous save copies during training; they stay, or are
+reverted before the copy is complete. The saved state must then be that of a single moment.
 
-Rows that begin with "hang" are of processes that wait for another one in `gather`, `wait_for_everyone`, a backward
-under ddp and fsdp2, and `save_state`. There *survived* means that each of them ended within its deadline of 10 seconds
-and 5 more (in proportion more on a busy machine), that its output named the process that it waited for, and that no
-process and no launcher was left. Links are those of network namespaces, over a bridge that then loses all packets.
+In rows that begin with "hang", processes wait for another one in `gather`, `wait_for_everyone`, a backward under ddp
+and fsdp2, and `save_state`. There *survived* means that each waiting process ended within 5 seconds after its
+deadline of 10 seconds (proportionally later on a busy machine), that its output named the process that it waited for,
+and that no process and no launcher remained. Links connect network namespaces over a bridge that drops all packets
+when cut.
 
 """
 
