@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -56,15 +56,23 @@ def expected(length: int, epoch: int = 0) -> list[int]:
 
 
 def sequence(
-    length: int, phases: list[Phase], epoch: int = 0, workers: int = 0, **how: Any
+    length: int, phases: list[Phase], epoch: int = 0, workers: Sequence[int] = (), **how: Any
 ) -> tuple[list[int], list[int]]:
-    """The real samples of an epoch in their order, and those that were added, over runs of other sizes."""
+    """The real samples of an epoch in their order, and those that were added, over runs of other sizes.
+
+    Args:
+        length: samples of the epoch.
+        phases: the runs.
+        epoch: its number.
+        workers: of each run; none where it is left out.
+        how: options of the loaders.
+    """
     real: list[int] = []
     added: list[int] = []
     state: dict[str, Any] | None = None
-    for processes, batch_size, steps in phases:
+    for (processes, batch_size, steps), each in zip_longest(phases, workers[: len(phases)], fillvalue=0):
         loaders = [
-            loader_of(length, batch_size, epoch, workers, num_processes=processes, process_index=index, **how)
+            loader_of(length, batch_size, epoch, each, num_processes=processes, process_index=index, **how)
             for index in range(processes)
         ]
         for loader in loaders:
@@ -151,10 +159,20 @@ class TestOneProcessSimulatesAll:
         rest = (length - consumed(phases)) % (processes * batch_size)
         assert (real, added) == (expected(length)[: length - rest], [])
 
-    @pytest.mark.parametrize("processes", [1, 3])
-    def test_workers_do_not_change_the_order(self, processes: int) -> None:
-        phases: list[Phase] = [(2, 2, 3), (processes, 3, None)]
-        assert sequence(29, phases, workers=2, even_batches=False)[0] == expected(29)
+    # Each example starts up to 48 DataLoader workers.
+    @settings(deadline=None, max_examples=5)
+    @given(
+        st.integers(8, 60),
+        PHASES,
+        st.sampled_from([1, 2, 3, 5, 8]),
+        st.integers(1, 4),
+        st.lists(st.sampled_from([2, 0]), min_size=4, max_size=4),
+    )
+    def test_workers_do_not_change_the_order(
+        self, length: int, phases: list[Phase], processes: int, batch_size: int, workers: list[int]
+    ) -> None:
+        phases = [*whole(phases, length), (processes, batch_size, None)]
+        assert sequence(length, phases, workers=workers, even_batches=False) == (expected(length), [])
 
     def test_the_order_is_that_of_a_seedable_sampler(self) -> None:
         plain: DataLoader[Any] = DataLoader(range(20), batch_size=3, shuffle=True)  # type: ignore[arg-type]
@@ -256,10 +274,11 @@ def test_a_loader_without_a_global_order_is_refused_when_it_is_prepared(case: st
     "make",
     [
         lambda: DataLoader(DATA, batch_size=2, sampler=SequentialSampler(DATA)),  # type: ignore[arg-type]
+        lambda: DataLoader(DATA, batch_size=2, sampler=[3, 1, 7, 5, 0, 2, 6, 4]),  # type: ignore[arg-type]
         lambda: DataLoader(DATA, batch_size=2, sampler=ByEpoch()),  # type: ignore[arg-type]
         lambda: DataLoader(EpochStream(8), batch_size=2),
     ],
-    ids=["sequential", "sampler with epochs", "stream with epochs"],
+    ids=["sequential", "list", "sampler with epochs", "stream with epochs"],
 )
 def test_orders_of_the_epoch_alone_are_accepted(make: Callable[[], Any]) -> None:
     orders = []

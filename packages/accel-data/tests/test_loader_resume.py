@@ -95,6 +95,12 @@ PLAIN = {
         range(11), batch_sampler=Grouped(RandomSampler(range(11))), num_workers=workers
     ),
     "single": lambda workers: DataLoader(range(11), batch_size=None, num_workers=workers),
+    "a list": lambda workers: DataLoader(
+        range(11), batch_size=2, sampler=[3, 1, 10, 2, 7, 5, 4, 9, 0, 6, 8], num_workers=workers
+    ),
+    "a list of batches": lambda workers: DataLoader(
+        range(11), batch_sampler=[[3, 1], [10, 2], [7, 5], [4, 9], [0, 6]], num_workers=workers
+    ),
     "stream": lambda workers: DataLoader(Stream(11), batch_size=2, num_workers=workers),
     "drawing stream": lambda workers: DataLoader(ShuffledStream(11), batch_size=2),
 }
@@ -390,8 +396,11 @@ def test_a_stream_that_cannot_be_continued_is_refused_by_prepare(make: Any, obst
         lambda: DataLoader(range(11), batch_sampler=Grouped(Unseeded())),
     ],
 )
-def test_an_order_that_cannot_be_drawn_again_is_refused_by_the_first_save_inside_an_epoch(make: Any) -> None:
-    loader: Any = prepare_data_loader(make(), restore_position=True)
+def test_an_order_that_cannot_be_replayed_is_reported_by_prepare_and_refused_by_a_save_inside_an_epoch(
+    make: Any,
+) -> None:
+    with pytest.warns(UserWarning, match=r"cannot be saved \(restore_position=True\): .* Give the sampler a generator"):
+        loader: Any = prepare_data_loader(make(), restore_position=True)
     # Between epochs nothing has to be drawn again.
     saved = loader.state_dict()
     batches = iter(loader)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accel_data.order import SeedableRandomSampler
+from accel_data.order import SeedableRandomSampler, decided_by_epoch
 from accel_data.source import MapSource, Source
 from accel_data.stream_source import StreamSource
 from accel_ops.objects import gather_object
@@ -79,7 +79,7 @@ def _obstacle(loader: DataLoader[Any], source: Source, own_shard: bool) -> tuple
             "Its batch sampler gives whole batches, so what a step holds depends on the number of processes.",
             "Give the loader a sampler of single indices and a batch_size.",
         )
-    if type(sampler) in (SequentialSampler, SeedableRandomSampler):
+    if decided_by_epoch(sampler):
         return None
     if isinstance(sampler, RandomSampler) or not hasattr(sampler, "set_epoch"):
         return (

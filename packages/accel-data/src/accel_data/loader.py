@@ -21,7 +21,7 @@ from accel_data.sharding import BatchSamplerShard, Padding, batching_of, innermo
 from accel_data.source import MapSource, SelfContainedSource, Source
 from accel_data.stateful import knows_its_order
 from accel_data.stream_source import StreamSource
-from accel_data.worker_errors import WORKER_ERRORS
+from accel_data.workers import WORKER_ERRORS
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current

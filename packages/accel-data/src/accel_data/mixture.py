@@ -306,10 +306,11 @@ class MixtureDataset(_Weighted, Dataset[Any]):
     def set_weights(self, weights: Weights | None = None) -> int:
         """Let other weights hold from the first sample that no process has read yet; called on every process.
 
-        What loaders have read ahead comes before it, so that no sample is repeated or left out; a prepared loader
-        begins with a whole step. An epoch that ends with its sources keeps its length: there, the weights hold from the
-        next epoch on. They are added to the schedule, and saved with it; its later entries still come. DataLoader
-        workers of a loader that is not prepared learn of the weights when they start again.
+        What loaders have read ahead comes before it, so that no sample is repeated or left out. A prepared loader
+        begins with a whole step, or with a whole batch where the main process reads for all. An epoch that ends with
+        its sources keeps its length: there, the weights hold from the next epoch on. They are added to the schedule,
+        and saved with it; its later entries still come. DataLoader workers of a loader that is not prepared receive the
+        weights when they start again.
 
         Args:
             weights: those of the main process count; the others may leave them out.

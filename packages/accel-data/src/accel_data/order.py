@@ -37,6 +37,8 @@ __all__ = (
 
 _FIRST_CHUNK: Final = 16
 _CHUNK: Final = 1024
+_LISTS: Final = (list, tuple, range)
+"""Torch takes any iterable for a sampler."""
 _SMALL: Final = 100_000_000
 """Far below the size at which torch changes its shuffling algorithm."""
 
@@ -221,16 +223,21 @@ def can_replay(batch_sampler: Any, sampler: Any) -> bool:
         batch_sampler: a custom one, or None.
         sampler: the one that gives single indices, or None.
     """
-    if batch_sampler is not None and _controls_itself(batch_sampler):
+    if batch_sampler is not None and (_controls_itself(batch_sampler) or _is_fixed(batch_sampler)):
         return True
-    if batch_sampler is not None and type(sampler) is SequentialSampler:
+    if batch_sampler is not None and _is_fixed(sampler):
         return False
-    return sampler is not None and (type(sampler) in _STOCK or _controls_itself(sampler))
+    return sampler is not None and (type(sampler) in _STOCK or _controls_itself(sampler) or _is_fixed(sampler))
 
 
 def decided_by_epoch(sampler: Any) -> bool:
     """Whether the order of a sampler depends on its arguments and the number of the epoch alone."""
-    return type(sampler) in (SequentialSampler, SeedableRandomSampler)
+    return type(sampler) is SeedableRandomSampler or _is_fixed(sampler)
+
+
+def _is_fixed(sampler: Any) -> bool:
+    """Whether a sampler gives the same in every epoch."""
+    return type(sampler) is SequentialSampler or isinstance(sampler, _LISTS)
 
 
 def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = None) -> RNGState | None:
@@ -306,7 +313,7 @@ def _rng_of(sampler: Any, replay: RNGState | None) -> RNGState:
     generator = _generator(sampler)
     if isinstance(generator, torch.Generator):
         return restore_generator(generator, replay)
-    return _UNKNOWN
+    return RNGState("fixed") if isinstance(sampler, _LISTS) else _UNKNOWN
 
 
 def _seeded_generator(replay: RNGState | None) -> tuple[RNGState, torch.Generator]:

@@ -176,7 +176,7 @@ def prepare_data_loader(
     if own is not None:
         together = first_of_each(torch_device_mesh, world_size) if everyone else ()
         source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, shard))
-    if (restore_position or use_stateful_dataloader) and isinstance(dataloader.dataset, IterableDataset):
+    if restore_position or use_stateful_dataloader:
         option = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
         _check_resumable(dataloader.dataset, source, option)
     shared = generator if shard.shared and own is None and not dispatches else None
@@ -198,8 +198,20 @@ def prepare_data_loader(
 
 
 def _check_resumable(dataset: Any, source: Source, option: str) -> None:
-    """Refuse a stream that could not be continued after a load, before a run depends on it."""
+    """Refuse a stream that could not be continued after a load, before a run depends on it.
+
+    A data set with indices whose order cannot be replayed is only reported: it may be read for evaluations alone.
+    """
     obstacle = source.obstacle()
+    if not isinstance(dataset, IterableDataset):
+        if obstacle is not None:
+            warnings.warn(
+                f"The position inside an epoch of this loader cannot be saved ({option}): {obstacle} Give the sampler "
+                "a generator, or state_dict() and load_state_dict().",
+                UserWarning,
+                stacklevel=3,
+            )
+        return
     held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
     if held is not None and not source.continues_from_base:
         obstacle = f"The stream contains {held!r}, which can be read only once, so it cannot be read again."

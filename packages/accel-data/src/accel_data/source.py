@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, upcoming_rng
@@ -16,7 +15,7 @@ from accel_data.sample_ids import IndexIds, as_list
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
 from accel_data.stateful import has_state, is_stateful, steps_in
-from accel_data.worker_errors import raised_where_read
+from accel_data.workers import opened_with_workers
 from accel_ops.rng import restore, snapshot
 
 __all__ = (
@@ -652,17 +651,5 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 
 def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
-    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
-
-    Persistent DataLoader workers start in the first epoch of such a run, and torch draws a seed for them there. Where
-    a run that was resumed starts them later, their seed is drawn from a generator of its own.
-    """
-    if not loader.num_workers:
-        return iter(loader)
-    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
-        return raised_where_read(iter(loader))
-    loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
-    try:
-        return raised_where_read(iter(loader))
-    finally:
-        loader.generator = None
+    """Begin to read epoch number `epoch` through a loader."""
+    return opened_with_workers(loader, epoch) if loader.num_workers else iter(loader)

@@ -238,9 +238,14 @@ class StreamSource(Source):
 
     def obstacle(self) -> str | None:
         """See `Source`."""
-        if self.continues_from_base or self._generator is not None:
+        if self.continues_from_base:
             return None
-        return self.obstacle_to_counting()
+        obstacle = self.obstacle_to_counting()
+        if self._generator is None or obstacle is None:
+            return obstacle
+        if self.base.num_workers and self.base.persistent_workers:
+            return "Persistent DataLoader workers have copies of the stream's generator, whose states are not saved."
+        return None
 
     def obstacle_to_counting(self) -> str | None:
         """See `Source`."""

@@ -1,4 +1,4 @@
-"""Errors of DataLoader workers, raised where a loader reads and nowhere else.
+"""DataLoader workers: when an epoch needs new ones, what torch draws for them, and where their errors are raised.
 
 torch looks for workers that died in a handler of SIGCHLD, and raises from there, wherever the main thread is: also in
 the middle of a collective or of a save, in which the other processes would then wait for this one. Here the error waits
@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ("WORKER_ERRORS", "raised_where_read")
+import torch
+from torch.utils.data import DataLoader
+
+from accel_data.seeding import SeededSamples
+from accel_data.streams import IterableDatasetShard
+
+__all__ = ("WORKER_ERRORS", "keep_their_epoch", "opened_with_workers")
 
 WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """How torch's message begins when a DataLoader worker died or does not answer."""
@@ -69,12 +75,57 @@ class _DeferringHandler:
 _handler: Final = _DeferringHandler()
 
 
-def raised_where_read(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches of a loader whose workers were started just now.
+def opened_with_workers(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
+    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
+
+    Persistent DataLoader workers start in the first epoch of such a run, and torch draws a seed for them there. Where
+    a run that was resumed starts them later, their seed is drawn from a generator of its own. Workers that would go on
+    with the data of an earlier epoch are replaced in every epoch, with a seed drawn each time.
 
     Args:
-        batches: torch's iterator.
+        loader: has workers.
+        epoch: number of the epoch.
     """
+    persist = loader.persistent_workers
+    if persist and keep_their_epoch(loader.dataset):
+        persist, loader._iterator = False, None
+    if epoch == 0 or not persist or loader.generator is not None or loader._iterator is not None:
+        return _raised_where_read(iter(loader))
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
+    try:
+        return _raised_where_read(iter(loader))
+    finally:
+        loader.generator = None
+
+
+def keep_their_epoch(dataset: Any) -> bool:
+    """Whether running DataLoader workers do not learn the epoch of a data set, because each has a copy of it.
+
+    A data set may share its epoch with them, as those of Hugging Face do, in a tensor or a value of `multiprocessing`.
+
+    Args:
+        dataset: of the loader.
+    """
+    while isinstance(dataset, (IterableDatasetShard, SeededSamples)):
+        inner = dataset.dataset
+        if isinstance(dataset, IterableDatasetShard) and isinstance(getattr(inner, "generator", None), torch.Generator):
+            # The shard seeds it with the epoch.
+            return True
+        dataset = inner
+    # A mixture finds its samples in the process that has the workers.
+    if not hasattr(dataset, "set_epoch") or hasattr(dataset, "resolved"):
+        return False
+    return not any(map(_is_shared, getattr(dataset, "__dict__", {}).values()))
+
+
+def _is_shared(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_shared()
+    return type(value).__module__ == "multiprocessing.sharedctypes"
+
+
+def _raised_where_read(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of torch's iterator, whose workers were started by now."""
     if not _handler.install():
         return batches
     return _reading(batches)
