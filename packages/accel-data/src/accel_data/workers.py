@@ -120,7 +120,7 @@ def keep_their_epoch(dataset: Any) -> bool:
 
 def _is_shared(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.is_shared()
+        return bool(value.is_shared())  # type: ignore[no-untyped-call]
     return type(value).__module__ == "multiprocessing.sharedctypes"
 
 
