@@ -1,4 +1,4 @@
-"""The batches of one process out of those of a batch sampler, computed or walked."""
+"""The batches of one process out of those of a batch sampler, computed or enumerated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Subclass(SequentialSampler):
 
 
 class Counting(Subclass):
-    """Counts how far it was walked."""
+    """Counts the indices that were read."""
 
     given = 0
 
@@ -76,7 +76,7 @@ def dealt(
     split=st.booleans(),
     even=st.booleans(),
     drop_last=st.booleans(),
-    kind=st.sampled_from(["sequential", "random", "generator", "walked", "custom"]),
+    kind=st.sampled_from(["sequential", "random", "generator", "custom sampler", "custom"]),
 )
 def test_all_kinds_of_samplers_are_dealt_out_alike(
     length: int, processes: int, size: int, split: bool, even: bool, drop_last: bool, kind: str
@@ -90,7 +90,7 @@ def test_all_kinds_of_samplers_are_dealt_out_alike(
             "sequential": SequentialSampler(range(length)),
             "random": RandomSampler(range(length)),
             "generator": RandomSampler(range(length), generator=generator),
-            "walked": Subclass(range(length)),
+            "custom sampler": Subclass(range(length)),
             "custom": Subclass(range(length)),
         }[kind]
         stock = BatchSampler(single, size, drop_last)
@@ -166,9 +166,9 @@ def test_a_batch_sampler_that_says_nothing_of_its_last_batches_loses_none() -> N
     assert [list(BatchSamplerShard(own, 2, index)) for index in (0, 1)] == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
 
 
-def test_stock_samplers_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_samplers_are_not_enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
     def walk(self: object) -> Iterator[int]:
-        raise AssertionError("walked")
+        raise AssertionError("enumerated")
 
     for stock in (SequentialSampler, RandomSampler, SeedableRandomSampler):
         monkeypatch.setattr(stock, "__iter__", walk)
@@ -176,11 +176,11 @@ def test_stock_samplers_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(list(shard)) == 17
 
 
-def test_other_samplers_are_walked_no_further_than_needed() -> None:
-    walked = Counting(range(10_000))
-    first = next(iter(BatchSamplerShard(BatchSampler(walked, 2, False), 3, 1)))
+def test_custom_samplers_are_enumerated_no_further_than_needed() -> None:
+    sampler = Counting(range(10_000))
+    first = next(iter(BatchSamplerShard(BatchSampler(sampler, 2, False), 3, 1)))
     assert first == [2, 3]
-    assert walked.given <= 12
+    assert sampler.given <= 12
 
 
 def test_samplers_without_a_rule_of_their_own_give_all_they_have() -> None:

@@ -105,7 +105,7 @@ class Files(Stream):
         return part
 
 
-class Walked(Sampler[int]):
+class CustomSampler(Sampler[int]):
     """A sampler of somebody else's."""
 
     def __init__(self, length: int) -> None:
@@ -120,7 +120,7 @@ class Walked(Sampler[int]):
 
 
 class Custom(BatchSampler):
-    """A batch sampler of somebody else's."""
+    """A batch sampler that is not torch's."""
 
 
 DATA = {"indices": Samples, "stream": Stream, "files": Files}
@@ -129,7 +129,7 @@ SLICES = {"own": sliced}
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "data": ("indices", "stream", "files"),
-    "sampler": ("sequential", "shuffled", "generator", "walked", "custom"),
+    "sampler": ("sequential", "shuffled", "generator", "custom sampler", "custom"),
     "kind": ("tensor", "nested", "named", "text"),
     "length": (13, 16, 5),
     "batch_size": (4, None),
@@ -209,8 +209,8 @@ def plain_loader(case: Case, generator: torch.Generator | None = None) -> DataLo
         generator = torch.Generator().manual_seed(5) if generator is None else generator
     if case["sampler"] in ("shuffled", "generator"):
         how["sampler"] = RandomSampler(range(case["length"]), generator=generator)
-    elif case["sampler"] == "walked":
-        how["sampler"] = Walked(case["length"])
+    elif case["sampler"] == "custom sampler":
+        how["sampler"] = CustomSampler(case["length"])
     return DataLoader(data, **how)
 
 
@@ -365,14 +365,14 @@ def read_for_all(case: Case, processes: int) -> list[Steps]:
 
 
 def read_each(case: Case, processes: int) -> list[Steps]:
-    """What `read` finds on every process, each of which an audit of all of them foretold."""
+    """What `read` finds on every process; an audit of all of them has to find the same."""
     loaders = []
     for index in range(processes):
         torch.manual_seed(SEED)
         loaders.append(prepared(case, processes, index, num_processes=processes, process_index=index))
-    foretold = audit(*loaders)
+    audited = audit(*loaders)
     given = [read(case, loader, index) for index, loader in enumerate(loaders)]
-    check_audit(case, foretold, given)
+    check_audit(case, audited, given)
     return given
 
 

@@ -84,7 +84,7 @@ def test_a_generator_is_seeded_by_the_epoch_so_that_all_processes_read_the_same(
         assert list(shards[1]) == order[2:4] + order[6:8]
 
 
-def test_a_stream_with_epochs_is_told() -> None:
+def test_a_stream_receives_its_epoch() -> None:
     shard = IterableDatasetShard(Epochs(4), 2, False, 2, 1)
     shard.set_epoch(10)
     assert list(shard) == [12, 13]

@@ -145,7 +145,7 @@ def filled(kind: str, dispatch: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["indices", "stream"])
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_too_few_samples_are_repeated_where_that_was_asked_for(two: Processes, kind: str, dispatch: bool) -> None:
+def test_too_few_samples_are_repeated_with_even_batches(two: Processes, kind: str, dispatch: bool) -> None:
     assert two.run(filled, kind, dispatch) == [[[0]] if dispatch else [[0, 0]]] * 2
 
 
@@ -167,7 +167,7 @@ def wrong(kind: str, dispatch: bool) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", sorted(WRONG))
-def test_a_wrong_length_is_told_after_the_last_batch(two: Processes, kind: str) -> None:
+def test_a_wrong_length_is_an_error_after_the_last_batch(two: Processes, kind: str) -> None:
     steps = 2 if "few" in kind else 3 if "last" in kind else 4
     for dispatch in (False, True):
         if dispatch and "last" in kind:
@@ -321,7 +321,7 @@ def differing(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["batch_size", "split_batches", "drop_last", "skip_batches"])
-def test_processes_that_disagree_are_told_who(two: Processes, name: str) -> None:
+def test_an_error_names_the_processes_that_disagree(two: Processes, name: str) -> None:
     for text in two.run(differing, name):
         assert f"Process 0 has {name}=" in text
         assert f"process 1 has {name}=" in text

@@ -24,7 +24,7 @@ Pair = namedtuple("Pair", ["x", "name"])
 
 
 class Stream(IterableDataset[int]):
-    """Counts what it is asked for; fails at a sample if told to."""
+    """Counts the samples that were read; fails at sample `fails_at`."""
 
     asked = 0
 
@@ -162,7 +162,7 @@ def test_every_sample_once_in_the_order_of_one_process(two: Processes) -> None:
         assert first["kept"] == second["kept"]
 
 
-def test_the_last_step_is_filled_up_as_by_the_original(two: Processes) -> None:
+def test_the_last_step_is_padded_as_the_original_does(two: Processes) -> None:
     first, second = two.run(run_case, 13, True, False, False, False, 0)
     assert first["batches"] == [[0, 1, 2, 3], [8, 9, 10]]
     assert second["batches"] == [[4, 5, 6, 7], [11, 12, 0]]
@@ -457,6 +457,6 @@ def chosen() -> list[str]:
     ]
 
 
-def test_streams_are_dispatched_unless_told_otherwise(two: Processes) -> None:
+def test_streams_are_dispatched_by_default(two: Processes) -> None:
     shard, dispatcher = "DataLoaderShard", "DataLoaderDispatcher"
     assert two.run(chosen) == [[dispatcher, shard, shard, shard, dispatcher]] * 2

@@ -60,7 +60,7 @@ class Seeded(Unseeded):
 
 
 class Grouped(BatchSampler):
-    """A batch sampler of somebody else's: batches of 1 and 3 in turn."""
+    """A batch sampler that is not torch's: batches of 1 and 3 in turn."""
 
     def __init__(self, sampler: Sampler[int]) -> None:
         self.sampler = sampler
@@ -90,7 +90,7 @@ PLAIN = {
     "replacement": lambda workers: DataLoader(
         range(11), batch_size=2, sampler=RandomSampler(range(11), replacement=True), num_workers=workers
     ),
-    "walked": lambda workers: DataLoader(range(11), batch_size=2, sampler=Seeded(), num_workers=workers),
+    "custom sampler": lambda workers: DataLoader(range(11), batch_size=2, sampler=Seeded(), num_workers=workers),
     "custom batches": lambda workers: DataLoader(
         range(11), batch_sampler=Grouped(RandomSampler(range(11))), num_workers=workers
     ),
@@ -186,7 +186,7 @@ def test_skip_first_batches_after_a_restored_position_skips_nothing_more() -> No
     assert [batch.tolist() for batch in loader] == [batch for batch, _ in expected[1]]
 
 
-def test_whoever_did_not_ask_gets_the_epoch_from_its_beginning() -> None:
+def test_without_restore_position_an_epoch_begins_at_its_beginning() -> None:
     torch.manual_seed(0)
     loader = prepared("shuffled", 1)
     whole = [batch.tolist() for batch in loader]

@@ -45,7 +45,7 @@ class Files(IterableDataset[torch.Tensor]):
 
 
 class Custom(BatchSampler):
-    """A batch sampler of somebody else's."""
+    """A batch sampler that is not torch's."""
 
 
 def plain(kind: str) -> tuple[DataLoader[Any], dict[str, Any]]:

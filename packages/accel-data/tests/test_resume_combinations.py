@@ -27,7 +27,7 @@ STATEFUL = ("stateful",) if importlib.util.find_spec("torchdata") else ()
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Samples that are their index and, if told to, a random number."""
+    """Samples that are their index and, with `draws`, a random number."""
 
     def __init__(self, length: int, draws: bool) -> None:
         self.length = length
@@ -65,8 +65,8 @@ class Files(Stream):
         return part
 
 
-class Walked(Sampler[int]):
-    """A sampler of somebody else's, with a generator of its own."""
+class CustomSampler(Sampler[int]):
+    """A sampler with a generator of its own."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -80,12 +80,12 @@ class Walked(Sampler[int]):
 
 
 class Custom(BatchSampler):
-    """A batch sampler of somebody else's."""
+    """A batch sampler that is not torch's."""
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "data": ("indices", "stream", "files"),
-    "sampler": ("shuffled", "sequential", "generator", "walked", "custom"),
+    "sampler": ("shuffled", "sequential", "generator", "custom sampler", "custom"),
     "length": (13, 8),
     "batch_size": (2, None),
     "drop_last": (False, True),
@@ -119,7 +119,7 @@ def prepared(case: dict[str, Any], **place: Any) -> Any:
         how |= {"batch_size": size, "drop_last": case["drop_last"]}
         how |= {"shuffle": True} if case["sampler"] in ("shuffled", "generator") else {}
         how |= {"generator": torch.Generator().manual_seed(5)} if case["sampler"] == "generator" else {}
-        how |= {"sampler": Walked(length)} if case["sampler"] == "walked" else {}
+        how |= {"sampler": CustomSampler(length)} if case["sampler"] == "custom sampler" else {}
     names = ("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler", "seed_samples")
     options = {name: case[name] for name in names} | place
     ways = {"restore_position": case["way"] == "position", "use_stateful_dataloader": case["way"] == "stateful"}

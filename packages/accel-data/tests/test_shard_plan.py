@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from accel_data.sharding import ShardPlan
 
 
-def walked(plan: ShardPlan) -> list[list[list[int]]]:
+def enumerated(plan: ShardPlan) -> list[list[list[int]]]:
     """Batches of every process, made by dealing out the positions one after another."""
     order = list(range(plan.length))
     left = order[plan.start :]
@@ -46,7 +46,7 @@ def test_every_process_gets_what_dealing_out_would_give_it(
     length: int, batch_size: int, processes: int, even: bool, drop_last: bool, start: int
 ) -> None:
     plans = [ShardPlan(length, batch_size, processes, index, even, drop_last, start) for index in range(processes)]
-    expected = walked(plans[0])
+    expected = enumerated(plans[0])
     for plan, batches in zip(plans, expected, strict=True):
         assert [plan.positions(step) for step in range(len(plan))] == batches
 

@@ -16,15 +16,15 @@ from accel_data.dispatch import global_steps
 from accel_data.sharding import ShardPlan
 from accel_data.testing.streams import Stream
 
-KINDS = ("sequential", "random", "seedable", "replacement", "walked", "custom")
+KINDS = ("sequential", "random", "seedable", "replacement", "custom sampler", "custom")
 
 
-class Walked(SequentialSampler):
-    """A sampler that has to be walked."""
+class CustomSampler(SequentialSampler):
+    """A sampler that has to be enumerated."""
 
 
 class Custom(BatchSampler):
-    """A batch sampler that has to be walked."""
+    """A batch sampler that has to be enumerated."""
 
 
 def batches_of(kind: str, length: int, size: int, drop_last: bool) -> BatchSampler:
@@ -35,7 +35,7 @@ def batches_of(kind: str, length: int, size: int, drop_last: bool) -> BatchSampl
         "random": lambda: RandomSampler(data, generator=generator),
         "seedable": lambda: SeedableRandomSampler(data, data_seed=length),
         "replacement": lambda: RandomSampler(data, replacement=True, num_samples=length + 3, generator=generator),
-        "walked": lambda: Walked(data),
+        "custom sampler": lambda: CustomSampler(data),
         "custom": lambda: SequentialSampler(data),
     }[kind]()
     return (Custom if kind == "custom" else BatchSampler)(sampler, size, drop_last)

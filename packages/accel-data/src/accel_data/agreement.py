@@ -1,8 +1,8 @@
 """Processes with streams of their own, whose lengths are unknown, taking the same number of steps.
 
 At every step each process announces how many samples it has for the next one, and how many of them its own sampler did
-not add. A process whose stream has ended goes on with samples from its beginning, all of them marked as added, until
-the stream of every process has ended.
+not add. A process whose stream has ended repeats samples from the beginning, all of them marked as added, until the
+stream of every process has ended.
 """
 
 from __future__ import annotations

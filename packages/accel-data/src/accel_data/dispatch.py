@@ -261,7 +261,7 @@ class DispatchedSource(WrappedSource):
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[GlobalStep]:
         """See `Source`; the steps of all processes, for the main process only.
 
-        What fails, fails when the first step is read: the other processes learn of it there.
+        Errors are raised when the first step is read, since the other processes receive them there.
         """
         steps, first = self.inner.skipped()[0] if at is None else at.steps, None
         if steps and not self.drop_last:

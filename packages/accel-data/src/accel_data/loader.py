@@ -61,7 +61,7 @@ class DataLoaderStateMixin:
 
     Attributes:
         progress: its position.
-        gradient_state: learns when the loader enters and leaves iteration.
+        gradient_state: notified when the loader enters and leaves iteration.
     """
 
     progress: Progress
@@ -296,8 +296,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         return None
 
-    def _error(self, asked: str, obstacle: str, remedy: str) -> DataError:
-        return DataError(f"{self._name()}: {asked}", obstacle, remedy)
+    def _error(self, failed: str, obstacle: str, remedy: str) -> DataError:
+        return DataError(f"{self._name()}: {failed}", obstacle, remedy)
 
     def _name(self) -> str:
         process = current.process_or_none()

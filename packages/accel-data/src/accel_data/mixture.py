@@ -43,7 +43,7 @@ class SourceCount:
     Args:
         samples: how many it gave.
         epochs: how often it was read through, the running pass in part.
-        asked: the share that the weights ask for, of all samples so far.
+        asked: the share that the weights give it, of all samples so far.
         given: the share that it gave.
     """
 
@@ -224,7 +224,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return first
 
     def _measure(self) -> None:
-        """Learn where the epoch ends, and forget the orders of the one before."""
+        """Compute where the epoch ends, and forget the orders of the one before."""
         self._length = self._end(self._first) - self._first
         repeats = self.stop == "repeat"
         self._before = [0] * len(self._names) if repeats else self._order.counts(self._first)
@@ -333,8 +333,8 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         if process is None or process.world_size == 1:
             start, integers = read, self._integers(weights or {})
         else:
-            asked = "Cannot change the weights of a mixture."
-            barrier = StoreBarrier(process, "mixture", asked, _DEADLINE)
+            failed = "Cannot change the weights of a mixture."
+            barrier = StoreBarrier(process, "mixture", failed, _DEADLINE)
             with barrier.reporting():
                 own = self._integers(weights or {}) if process.rank == 0 else None
             start, integers = json.loads(barrier.wait("weights", json.dumps([read, own]), _announced, last=True))
@@ -454,7 +454,7 @@ def _size(name: str, source: Any) -> int:
 
 
 class ResolvedBatches(BatchSampler):
-    """Batches of positions in a mixture, as (source, index): DataLoader workers do not know of changed weights.
+    """Batches of positions in a mixture, as (source, index), since DataLoader workers do not receive changed weights.
 
     Args:
         batches: of positions.

@@ -376,7 +376,7 @@ def _agreed(seed: int, shard: Shard) -> int:
 def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
     for holder in (sampler, batch_sampler):
         generator = getattr(holder, "generator", None)
-        # A sampler that is seeded anew for each epoch needs nobody to make its generator equal.
+        # The generator of a sampler that is seeded for each epoch is equal everywhere already.
         if isinstance(generator, torch.Generator) and not isinstance(holder, SeedableRandomSampler):
             return generator
     return None

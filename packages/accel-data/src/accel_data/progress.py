@@ -148,7 +148,7 @@ class Progress:
 
     def position(self, rng_state: RNGState | None) -> Position:
         """Where the epoch stands now, with the random state behind its order."""
-        # The state after the last batch says that the epoch has ended only once the reader has asked for another.
+        # The state after the last batch says that the epoch has ended only once another one was requested.
         base = self.final_base or self.base
         return Position(self.epoch, self.steps, self.samples, rng_state, base if self.steps else None)
 

@@ -284,7 +284,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def pads(self) -> bool:
-        """Whether samples complete a short last step: a single process has nobody to be even with."""
+        """Whether samples complete a short last step: a single process never pads."""
         return self.even_batches and self.num_processes > 1
 
     @property
@@ -326,7 +326,7 @@ class BatchSamplerShard(BatchSampler):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # No frame of ours runs between two full batches, unless somebody keeps them.
+        # No frame of ours runs between two full batches, unless they are kept for a record.
         batches = chain.from_iterable(self._runs())
         return batches if self.drawn is None else self.drawn.keep(batches)
 

@@ -40,8 +40,8 @@ READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": 
 class Source:
     """Where a prepared loader gets its batches, and what is known of them.
 
-    Positions are counted in samples of the global order, or in steps when `counts_steps`. What a subclass leaves out
-    is the answer of a source of one process of which nothing is known.
+    Positions are counted in samples of the global order, or in steps when `counts_steps`. The defaults are those of a
+    source of one process of which nothing is known; a subclass overrides the rest.
 
     Attributes:
         base: the loader that reads the batches.
@@ -562,7 +562,7 @@ class SelfContainedSource(MapSource):
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
             return opened(self.base, self._epoch)
-        # Batches that are skipped are read all the same: torchdata counts what it reads.
+        # Skipped batches are read too, because torchdata counts what it reads.
         skipped = self.shard.skipped_steps if at is None else at.steps
         batches = opened(self.base, self._epoch)
         return islice(batches, skipped, None) if skipped else batches
@@ -612,7 +612,7 @@ def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[
 
 
 def length_of(source: Any) -> int | None:
-    """What `len` says, or None when it cannot be asked."""
+    """What `len` returns, or None where there is no length."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):

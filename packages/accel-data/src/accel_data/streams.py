@@ -101,7 +101,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def pads(self) -> bool:
-        """Whether samples complete a short last step: a single process has nobody to be even with."""
+        """Whether samples complete a short last step: a single process never pads."""
         return self.even_batches and self.num_processes > 1
 
     def plan(self, length: int = 0) -> ShardPlan:

@@ -99,7 +99,7 @@ def opened_with_workers(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
 
 
 def keep_their_epoch(dataset: Any) -> bool:
-    """Whether running DataLoader workers do not learn the epoch of a data set, because each has a copy of it.
+    """Whether DataLoader workers that run stay in the epoch of their start, because each has a copy of the data set.
 
     A data set may share its epoch with them, as those of Hugging Face do, in a tensor or a value of `multiprocessing`.
 
