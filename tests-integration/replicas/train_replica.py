@@ -1,6 +1,6 @@
 """What a replica of the tests runs: trains until the epoch that a file names, and notes the samples of each step.
 
-    train_replica.py FOLDER SAMPLES PAUSE [SAVE_EVERY DEVICE]
+    train_replica.py FOLDER SAMPLES PAUSE [SAVE_EVERY DEVICE DTYPE]
 
 With SAVE_EVERY above 0, each replica saves a checkpoint after so many steps and takes up its newest one when it starts.
 An attempt of a step is noted before its gradients leave in backward, so that nothing is missing of a replica that is
@@ -27,17 +27,17 @@ from accel_torch import Accelerator, ProjectConfiguration
 BATCH = 4
 
 
-def data(samples: int) -> TensorDataset:
+def data(samples: int, dtype: torch.dtype) -> TensorDataset:
     """(id, inputs, class) of each sample."""
     drawn = torch.Generator().manual_seed(3)
-    inputs = torch.randn(samples, 16, generator=drawn)
+    inputs = torch.randn(samples, 16, generator=drawn).to(dtype)
     return TensorDataset(torch.arange(samples), inputs, torch.randint(0, 4, (samples,), generator=drawn))
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What every run begins with."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).to(dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -49,7 +49,14 @@ def last_epoch(folder: Path) -> float:
         return float("inf")
 
 
-def main(folder: Path, samples: int, pause: float, save_every: int = 0, device: str = "cpu") -> None:
+def main(
+    folder: Path,
+    samples: int,
+    pause: float,
+    save_every: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Train."""
     torch.set_num_threads(1)
     if device == "simulated":
@@ -63,7 +70,7 @@ def main(folder: Path, samples: int, pause: float, save_every: int = 0, device: 
     accelerator = Accelerator(cpu=device == "cpu", project_config=project if save_every else None)
     name = f"{os.environ['REPLICA_GROUP_ID']}-{accelerator.process_index}"
     model, optimizer, loader = accelerator.prepare(
-        *model_and_optimizer(), DataLoader(data(samples), batch_size=BATCH, shuffle=True)
+        *model_and_optimizer(dtype), DataLoader(data(samples, dtype), batch_size=BATCH, shuffle=True)
     )
     if save_every:
         accelerator.load_state(missing_ok=True)
@@ -108,5 +115,5 @@ def main(folder: Path, samples: int, pause: float, save_every: int = 0, device: 
 
 if __name__ == "__main__":
     where, size, wait, *rest = sys.argv[1:]
-    every, kind = rest or ("0", "cpu")
-    main(Path(where), int(size), float(wait), int(every), kind)
+    every, kind, precision = rest or ("0", "cpu", "float32")
+    main(Path(where), int(size), float(wait), int(every), kind, getattr(torch, precision))

@@ -1,4 +1,4 @@
-"""What the tests of this package share: a lighthouse for all of them."""
+"""What the tests of this package share: lighthouses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,34 @@ from accel_state.settings.installed import importable
 collect_ignore_glob = [] if importable("accel_torchft") else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
-def lighthouse() -> Iterator[str]:
-    """The address of a lighthouse that waits for nobody."""
+def _start_lighthouse() -> tuple[subprocess.Popen[str], str]:
     argv = [sys.executable, "-m", "accel_torchft.lighthouse", "0.5", "0.1", "1"]
     environment = {**os.environ, "ACCEL_TORCHFT_HOST": "127.0.0.1", "RUST_LOG": "error"}
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     assert address.startswith("http://127.0.0.1:")
-    yield address
+    return process, address
+
+
+def _end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     process.wait()
+    assert process.stdout is not None
     process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def lighthouse() -> Iterator[str]:
+    """The address of a lighthouse that waits for nobody."""
+    process, address = _start_lighthouse()
+    yield address
+    _end(process)
+
+
+@pytest.fixture
+def own_lighthouse() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A lighthouse of one test, which may kill it, and its address."""
+    process, address = _start_lighthouse()
+    yield process, address
+    _end(process)

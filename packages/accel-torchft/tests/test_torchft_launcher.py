@@ -90,5 +90,8 @@ time.sleep(600)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARK_OF_THE_TEST", mark)
         code, output = launch(tmp_path, script, mark)
-    assert code == 1, output
-    assert re.search(r"The lighthouse was killed by signal 9.*no replica can begin another step", output)
+    assert code == 2, output
+    lines = output.splitlines()
+    where = lines.index("accel: Cannot continue a run of replicas without its lighthouse.")
+    assert re.match(r"  It was killed by signal 9.*no replica can begin another step", lines[where + 1])
+    assert "newest" in lines[where + 2]

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from accel_cli.launch.devices import visible
@@ -48,6 +48,10 @@ _TICK: Final = 0.2
 _LIGHTHOUSE_PATIENCE: Final = 120.0
 """Seconds in which the lighthouse has to print its address; importing torch takes most of them."""
 _OUTPUT_PATIENCE: Final = 2.0
+_AFTER_A_RESTART: Final = (
+    "This one had been started again: its loader gives no batches in epochs that the others have finished, and the "
+    "script must allow for that."
+)
 _FRUITLESS: Final = 3
 """A replica that dies so often in a row without making a step ends the run."""
 
@@ -173,7 +177,8 @@ class _Replica:
     relay: Relay | None = None
     fruitless: int = 0
     """How often in a row it died before it made a step."""
-    told_to_end: bool = field(default=False)
+    told_to_end: bool = False
+    restarted: bool = False
 
     @property
     def joined_at(self) -> float | None:
@@ -214,6 +219,8 @@ class _Run:
         self._deadline: float | None = None
         self._signalled: int | None = None
         self._code: int | None = None
+        self._error: LaunchError | None = None
+        """What ended the run, other than a replica."""
 
     def until_the_end(self, inbox: Inbox) -> int:
         """Start everything and stay until the last process has ended."""
@@ -230,6 +237,8 @@ class _Run:
         for replica in self._replicas:
             if replica.relay is not None:
                 replica.relay.finish(_OUTPUT_PATIENCE)
+        if self._error is not None:
+            raise self._error
         if self._signalled is not None and self._code is None:
             self._say(f"ended by {signal.Signals(self._signalled).name}.")
             return shell_code(-self._signalled)
@@ -319,7 +328,12 @@ class _Run:
         """End the run when the lighthouse has died: nobody could begin another step."""
         code = None if self._lighthouse is None else self._lighthouse.poll()
         if code is not None:
-            self._end(1, f"The lighthouse {ending(code)}: no replica can begin another step.")
+            self._end(1, f"The lighthouse {ending(code)}; the run ends.")
+            self._error = LaunchError(
+                "Cannot continue a run of replicas without its lighthouse.",
+                f"It {ending(code)}, and no replica can begin another step without it.",
+                "Start the run again; replicas that save checkpoints continue from the newest ones.",
+            )
 
     def _notice_replicas(self) -> None:
         ended = [replica for replica in self._replicas if replica.popen.poll() == 0]
@@ -344,16 +358,20 @@ class _Run:
         replica.fruitless = 0 if replica.joined_at is not None else replica.fruitless + 1
         died = ending(128 - code if code > 128 else code)
         if code != RESUME and code <= 128:
-            self._end(code, f"Replica {number} {died}, by an error of its own.")
+            why = f"Replica {number} {died}. The run ends, since an error of the script would meet all replicas."
+            self._end(code, f"{why} {_AFTER_A_RESTART if replica.restarted else ''}".rstrip())
         elif self._restarts >= self._config.restarts:
-            self._end(code, f"Replica {number} {died}, and the run has used its {self._config.restarts} restarts.")
+            self._end(code, f"Replica {number} {died}. The run ends: it has used its {self._config.restarts} restarts.")
         elif replica.fruitless >= _FRUITLESS:
-            self._end(code, f"Replica {number} {died}, {_FRUITLESS} times in a row before it made a step.")
+            often = f"it died {_FRUITLESS} times in a row before it made a step"
+            self._end(code, f"Replica {number} {died}. The run ends: {often}.")
         else:
             self._restarts += 1
             if replica.relay is not None:
                 replica.relay.finish(_OUTPUT_PATIENCE)
-            self._say(f"Replica {number} {died}; it is started again ({self._restarts} of {self._config.restarts}).")
+            restart = f"restart {self._restarts} of {self._config.restarts}"
+            self._say(f"Replica {number} {died}. It is started again ({restart}).")
+            replica.restarted = True
             replica.popen, replica.joined, replica.relay = self._start(number, again=True)
             replica.told_to_end = False
 

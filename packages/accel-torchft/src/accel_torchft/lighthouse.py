@@ -27,15 +27,16 @@ def main(heartbeat_timeout: float, join_timeout: float, min_replicas: int) -> No
     from accel_torchft.config import HOST_VARIABLE
 
     parent = os.getppid()
+    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     server = LighthouseServer(
-        bind="0.0.0.0:0",
+        # Who joins by a lighthouse can send states, which are pickles: one for this machine alone hears no other.
+        bind=f"{host if host.startswith('127.') else '0.0.0.0'}:0",
         min_replicas=min_replicas,
         join_timeout_ms=round(join_timeout * 1000),
         quorum_tick_ms=20,
         heartbeat_timeout_ms=round(heartbeat_timeout * 1000),
     )
     port = server.address().rstrip("/").rpartition(":")[2]
-    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     sys.stdout.write(f"http://{host}:{port}\n")
     sys.stdout.flush()
     ended = threading.Event()

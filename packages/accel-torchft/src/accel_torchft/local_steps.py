@@ -339,7 +339,7 @@ class LocalSGDStrategy(Averaging, OneProcess):
 
 
 class LocalSGDFSDP2Strategy(Averaging, FSDP2Strategy):
-    """The processes of a replica divide the model by FSDP 2."""
+    """The processes of a replica shard the model with FSDP 2."""
 
 
 class DiLoCoStrategy(Outer, OneProcess):
@@ -347,4 +347,4 @@ class DiLoCoStrategy(Outer, OneProcess):
 
 
 class DiLoCoFSDP2Strategy(Outer, FSDP2Strategy):
-    """The processes of a replica divide the model by FSDP 2."""
+    """The processes of a replica shard the model with FSDP 2."""

@@ -1,7 +1,7 @@
 """What the backends declare about themselves; read without torch and without torchft.
 
 There is one backend for each way in which replicas train together (`torchft`, `-local-sgd`, `-diloco`), with one
-process a replica or, with `-fsdp2`, a group that divides the model.
+process a replica or, with `-fsdp2`, a group that shards the model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _whole(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
     )
 
 
-def _divided(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
-    """A backend whose replicas are groups of processes that divide the model by FSDP 2."""
+def _sharded(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
+    """A backend whose replicas are groups of processes that shard the model with FSDP 2."""
     return Manifest(
         name=name,
         strategy=strategy,
@@ -70,13 +70,13 @@ def _divided(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
 TORCHFT: Final = _whole("torchft", "accel_torchft.strategy:TorchFTStrategy", frozenset())
 """Replicas average their gradients in every step."""
 
-TORCHFT_FSDP2: Final = _divided("torchft-fsdp2", "accel_torchft.strategy:TorchFTFSDP2Strategy", frozenset())
+TORCHFT_FSDP2: Final = _sharded("torchft-fsdp2", "accel_torchft.strategy:TorchFTFSDP2Strategy", frozenset())
 """Replicas of several processes average their gradients in every step."""
 
 TORCHFT_LOCAL_SGD: Final = _whole("torchft-local-sgd", "accel_torchft.local_steps:LocalSGDStrategy", _LOCAL)
 """Replicas average their weights every few steps."""
 
-TORCHFT_FSDP2_LOCAL_SGD: Final = _divided(
+TORCHFT_FSDP2_LOCAL_SGD: Final = _sharded(
     "torchft-fsdp2-local-sgd", "accel_torchft.local_steps:LocalSGDFSDP2Strategy", _LOCAL
 )
 """Replicas of several processes average their weights every few steps."""
@@ -84,7 +84,7 @@ TORCHFT_FSDP2_LOCAL_SGD: Final = _divided(
 TORCHFT_DILOCO: Final = _whole("torchft-diloco", "accel_torchft.local_steps:DiLoCoStrategy", _LOCAL)
 """Every few steps an outer optimizer makes a step with the mean of what the replicas changed."""
 
-TORCHFT_FSDP2_DILOCO: Final = _divided("torchft-fsdp2-diloco", "accel_torchft.local_steps:DiLoCoFSDP2Strategy", _LOCAL)
+TORCHFT_FSDP2_DILOCO: Final = _sharded("torchft-fsdp2-diloco", "accel_torchft.local_steps:DiLoCoFSDP2Strategy", _LOCAL)
 """Replicas of several processes, with an outer optimizer."""
 
 BACKENDS: Final = {

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupXCCL
 from torchft.checkpointing import HTTPTransport
+from torchft.process_group import ProcessGroup
 
 from accel_ops import broadcast_object_list, send_to_device
 from accel_state.current import Process
@@ -75,6 +76,10 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
     agreed on when the round of local steps began.
     """
 
+    def __init__(self, groups: ProcessGroup, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._groups = groups
+
     def start_quorum(self, *arguments: Any, **options: Any) -> None:
         """Nothing; see `agree`."""
 
@@ -84,7 +89,7 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
 
     def allreduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Sent:
         """Begin to reduce a tensor; one that gloo does not carry goes through the memory of the host."""
-        in_host = tensor.cpu() if isinstance(self._pg, ProcessGroupGloo) else tensor
+        in_host = tensor.cpu() if isinstance(self._groups, ProcessGroupGloo) else tensor
         sent: Sent = super().allreduce(in_host, *arguments, **options)
         if in_host is not tensor:
             sent.wait()
@@ -96,7 +101,7 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
         failed = self.errored()
         if failed is not None:
             # Members that wait for this one in the same exchange would notice only after the timeout.
-            self._pg.abort()
+            self._groups.abort()
         try:
             return bool(super().should_commit(timeout))
         except (RuntimeError, TimeoutError) as error:
@@ -110,6 +115,19 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
 
 class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not everywhere that types are checked
     """Sends the state of a replica to one that joins, from the memory of the host, whatever the device is."""
+
+    def __init__(self, timeout: timedelta, num_chunks: int, host: str) -> None:
+        self._host = host
+        super().__init__(timeout, num_chunks)
+        handler = getattr(getattr(self, "_server", None), "RequestHandlerClass", None)
+        if handler is not None:
+            # It would write a line to the user's terminal for each state that it sends.
+            handler.log_request = lambda request, code="-", size="-": None
+
+    def address(self) -> str:
+        """The address under which other replicas reach this one, which need not be the name of the machine."""
+        scheme, _, rest = super().address().partition("://")
+        return f"{scheme}://{self._host}:{rest.rpartition(':')[2]}"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         super().send_checkpoint(dst_ranks, step, send_to_device(state_dict, "cpu"), timeout)
@@ -149,7 +167,7 @@ class Quorum:
         lighthouse = lighthouse_of(config)
         try:
             self._manager = _ReplicaManager(
-                pg=self._groups,
+                self._groups,
                 state_dict=state_dict,
                 load_state_dict=load_state_dict,
                 min_replica_size=config.min_replicas,
@@ -166,7 +184,7 @@ class Quorum:
                 replica_id=f"replica_{config.replica_group_id or 0}",
                 hostname=host,
                 heartbeat_interval=timedelta(seconds=config.heartbeat_timeout / _BEATS),
-                checkpoint_transport=_StateTransport(timeout, num_chunks=0),
+                checkpoint_transport=_StateTransport(timeout, 0, host),
                 max_retries=_RETRIES,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
@@ -221,7 +239,7 @@ class Quorum:
         config = self._config
         return CollectiveError(
             f"Cannot begin step {self.step} of the run.",
-            f"The lighthouse {lighthouse_of(config)} brought no quorum of at least {config.min_replicas} replica(s) "
+            f"The lighthouse {lighthouse_of(config)} formed no quorum of at least {config.min_replicas} replica(s) "
             f"within {self._quorum_timeout:g} s: {_text(error)}",
             "Check that the lighthouse and the other replicas run, or raise --torchft_quorum_timeout.",
         )
@@ -278,6 +296,8 @@ def _quieten() -> None:
         engine.setLevel(logging.CRITICAL)
     # A state that was received is copied at once.
     warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+    # Where warnings are errors (`python -W error`), no step would count.
+    warnings.filterwarnings("ignore", "The 'warn' method is deprecated", DeprecationWarning, "torchft")
 
 
 def _text(error: Exception) -> str:

@@ -238,7 +238,7 @@ class TorchFTStrategy(Replicated, OneProcess):
 
 
 class TorchFTFSDP2Strategy(Replicated, FSDP2Strategy):
-    """The processes of a replica divide the model by FSDP 2.
+    """The processes of a replica shard the model with FSDP 2.
 
     Each process averages its shards of the gradients with the processes of its rank in the other replicas.
     """
