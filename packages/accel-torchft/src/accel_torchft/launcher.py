@@ -179,6 +179,8 @@ class _Replica:
     """How often in a row it died before it made a step."""
     told_to_end: bool = False
     restarted: bool = False
+    died_at: float | None = None
+    """When it died last, until it has joined the others again."""
 
     @property
     def joined_at(self) -> float | None:
@@ -340,6 +342,9 @@ class _Run:
         finished, left = bool(ended), min((replica.left_at or time.time() for replica in ended), default=0.0)
         for replica in self._replicas:
             code = replica.popen.poll()
+            if replica.died_at is not None and replica.joined_at is not None:
+                self._say(f"Replica {replica.number} trains again, {time.monotonic() - replica.died_at:.0f} s later.")
+                replica.died_at = None
             if code is None:
                 if finished and (replica.joined_at or left) >= left and not replica.told_to_end:
                     replica.told_to_end = True
@@ -371,7 +376,7 @@ class _Run:
                 replica.relay.finish(_OUTPUT_PATIENCE)
             restart = f"restart {self._restarts} of {self._config.restarts}"
             self._say(f"Replica {number} {died}. It is started again ({restart}).")
-            replica.restarted = True
+            replica.restarted, replica.died_at = True, time.monotonic()
             replica.popen, replica.joined, replica.relay = self._start(number, again=True)
             replica.told_to_end = False
 
