@@ -55,6 +55,14 @@ def _started(path: Path) -> float:
     return float(json.loads(first)["time"]) if first.endswith("}\n") else 0.0
 
 
+def _first_step_begun_after(moment: float, rows: list[dict[str, Any]]) -> float | None:
+    """When a process ended the first step that it began after a moment; None while there is none."""
+    begun = next((row["time"] for row in rows if "attempt" in row and row["time"] > moment), None)
+    if begun is None:
+        return None
+    return next((row["time"] for row in rows if "step" in row and row["time"] > begun), None)
+
+
 class Replicas:
     """A launched run of replicas, and what they have noted."""
 
@@ -105,7 +113,7 @@ class Replicas:
             time.sleep(0.1)
 
     def kill(self, replica: int) -> float:
-        """Kill the first process of a replica; seconds until all others have made a step."""
+        """Kill the first process of a replica; seconds until all others have made a step that they began afterwards."""
         before = len(self.newest(replica))
         others = [other for other in range(self.count) if other != replica]
         pid = self.newest(replica)[0]["ready"]
@@ -116,8 +124,7 @@ class Replicas:
         while len(after) < len(others):
             assert self.launch.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
-            steps = ([row["time"] for row in self.newest(other) if "step" in row] for other in others)
-            after = [found for times in steps if (found := min((at for at in times if at > killed), default=0.0))]
+            after = [at for other in others if (at := _first_step_begun_after(killed, self.newest(other)))]
             time.sleep(0.05)
         while self.newest(replica)[0]["ready"] == pid:
             assert self.launch.poll() is None, self.output.read_text()
