@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,9 +180,12 @@ def offers_of_others() -> list[int]:
     found = []
     with open("/dev/null", "rb") as device:
         read, write = os.pipe()
-        for file in (device.fileno(), read, 1 << 20):
+        # A device, a pipe, a file of another size, and none.
+        short = os.memfd_create("short")
+        for file in (device.fileno(), read, short, 1 << 20):
             offer = host_memory._Offer("here", os.getpid(), file, "00" * 16)
             found += [host_memory._opened(offer, "here"), host_memory._opened(offer, "there")]
+        os.close(short)
         os.close(read)
         os.close(write)
     return found
@@ -188,7 +193,7 @@ def offers_of_others() -> list[int]:
 
 def test_a_file_without_the_token_is_not_mapped() -> None:
     before = os.listdir("/proc/self/fd")
-    assert offers_of_others() == [-1] * 6
+    assert offers_of_others() == [-1] * 8
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -215,6 +220,99 @@ def test_a_process_that_cannot_map_the_memory_lets_all_send(two: Processes) -> N
     assert two.run(without_addresses) == [["all_gather"] * 2] * 2
 
 
+def without_memory() -> list[list[str]]:
+    state, seen = PartialState(cpu=True), []
+    rank, real = state.process_index, host_memory.os.posix_fallocate
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with recording() as records:
+        gather(torch.ones(MORE))
+        for size in (MORE, 4 * MORE, 4 * MORE):
+            records.clear()
+            # The memory of a larger call is missing in one process, until there is some again.
+            host_memory.os.posix_fallocate = fail if rank == 1 and len(seen) == 1 else real
+            try:
+                found = gather(torch.full((size,), float(rank)))
+                reduced = reduce(torch.full((size,), float(rank)), "sum")
+            finally:
+                host_memory.os.posix_fallocate = real
+            assert found.view(state.num_processes, -1).unique(dim=1).flatten().tolist() == [0.0, 1.0]
+            assert reduced.unique().tolist() == [1.0]
+            seen.append([record.operation for record in records])
+    return seen
+
+
+def test_tensors_are_sent_while_a_process_has_no_memory_for_them(two: Processes) -> None:
+    shared = ["all_gather"] * 2
+    assert two.run(without_memory) == [[shared, ["all_gather", "all_gather", "all_gather", "all_reduce"], shared]] * 2
+
+
+def in_a_thread_of_each_group() -> list[list[float]]:
+    """Two threads of each process use groups of the same processes, whose calls are on their way at once."""
+    state = PartialState(cpu=True)
+    groups = [torch.distributed.new_group(list(range(state.num_processes))) for _ in range(2)]
+    found: list[list[float]] = [[], []]
+
+    def work(number: int) -> None:
+        for call in range(10):
+            mine = torch.full((MORE + call,), float(10 * number + state.process_index + 100 * call))
+            found[number] += gather(mine, group=groups[number]).unique().tolist()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_with_groups_of_their_own_share_different_memory(two: Processes) -> None:
+    expected = [
+        [float(10 * number + rank + 100 * call) for call in range(10) for rank in range(2)] for number in range(2)
+    ]
+    assert two.run(in_a_thread_of_each_group) == [expected] * 2
+
+
+def conjugates() -> list[bool]:
+    rank = PartialState(cpu=True).process_index
+    values = torch.complex(torch.arange(MORE) * 1.0, torch.full((MORE,), rank + 1.0))
+    found = gather([values.conj(), values.conj().imag])
+    expected = torch.cat([torch.complex(values.real, torch.full((MORE,), -(other + 1.0))) for other in range(2)])
+    return [torch.equal(found[0], expected), torch.equal(found[1], expected.imag)]
+
+
+def test_conjugate_and_negative_views_arrive_as_their_values(two: Processes) -> None:
+    assert two.run(conjugates) == [[True, True]] * 2
+
+
+def after_an_interrupt() -> list[list[float]]:
+    """One process is interrupted while it reads; the calls after that one are whole."""
+    rank, found = PartialState(cpu=True).process_index, []
+    read = host_memory.HostMemory.read
+    for call in range(6):
+
+        def interrupted(memory: Any, whose: int, slot: int, like: Any) -> Any:
+            if whose != rank:
+                raise KeyboardInterrupt
+            return read(memory, whose, slot, like)
+
+        host_memory.HostMemory.read = interrupted if rank == 1 and call % 2 else read
+        try:
+            found.append(gather(torch.full((MORE,), float(10 * call + rank))).unique().tolist())
+        except KeyboardInterrupt:
+            found.append([])
+        finally:
+            host_memory.HostMemory.read = read
+    return found
+
+
+def test_an_interrupt_while_a_process_reads_spoils_no_later_call(two: Processes) -> None:
+    whole = [[10.0 * call, 10.0 * call + 1] for call in range(6)]
+    assert two.run(after_an_interrupt) == [whole, [row if call % 2 == 0 else [] for call, row in enumerate(whole)]]
+
+
 def descriptors() -> list[str]:
     PartialState(cpu=True)
     before = set(os.listdir("/proc/self/fd"))
@@ -223,5 +321,5 @@ def descriptors() -> list[str]:
     return [name for link in links if link.is_symlink() and "memfd" in (name := os.readlink(link))]
 
 
-def test_a_mapped_file_has_one_descriptor(two: Processes) -> None:
-    assert list(map(len, two.run(descriptors))) == [2, 2]
+def test_a_mapped_file_has_one_descriptor_and_that_of_the_process_one_more(two: Processes) -> None:
+    assert list(map(len, two.run(descriptors))) == [3, 3]

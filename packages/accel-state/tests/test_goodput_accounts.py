@@ -44,7 +44,7 @@ def test_an_account_adds_up_to_the_time_of_its_process(tmp_path):
     with account.on("saving"), account.on("waiting"):
         assert account.doing == SAVING
     assert account.doing == STEP
-    account.reached(7)
+    account.step = 7
     account.close()
     first, last = lines_of(tmp_path)
     assert (first["event"], last["event"], last["step"]) == ("start", "end", 7)
@@ -74,7 +74,7 @@ import os, signal, sys
 from accel_state.goodput.account import STEP, SAVING, TimeAccount
 account = TimeAccount(sys.argv[1], 3)
 account.enter(STEP)
-account.reached(5)
+account.step = 5
 account.enter(SAVING if len(sys.argv) < 3 else STEP)
 os.kill(os.getpid(), signal.SIGKILL)
 """

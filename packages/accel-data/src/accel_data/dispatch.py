@@ -156,6 +156,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, device, number = self.progress, self.device, 0
+        between, observer = self.between_batches, self.observer
         received: ReceivedBatch | object = first
         while isinstance(received, ReceivedBatch):
             number += 1
@@ -170,7 +171,13 @@ class DataLoaderDispatcher(PreparedLoader):
                 self._count_last(batch)
             if received.last and received.base is not None:
                 progress.final_base = self.source.base_state()
-            yield batch if device is None else send_to_device(batch, device, self._non_blocking)
+            if device is not None:
+                batch = send_to_device(batch, device, self._non_blocking)
+            if observer is not None:
+                observer.batch_given(batch)
+            yield batch
+            if between is not None:
+                between(False)
             received = NO_BATCH if received.last else self._next(batches)
         return number
 

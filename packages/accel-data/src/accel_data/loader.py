@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from operator import attrgetter
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -13,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batch_codec import samples_in
-from accel_data.hooks import DeviceTransfer, LoaderObserver, accompanied, transferred
+from accel_data.hooks import DeviceTransfer, LoaderObserver, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
@@ -67,10 +68,11 @@ class DataLoaderStateMixin:
     progress: Progress
     gradient_state: GradientState
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch given out last is the last one of the epoch."""
-        return self.progress.end_of_dataloader
+    # Gradient accumulation reads it at each micro-batch, which a function of C answers in less time.
+    end_of_dataloader = property(
+        attrgetter("progress.end_of_dataloader"),
+        doc="Whether the batch given out last is the last one of the epoch.",
+    )
 
     @property
     def remainder(self) -> int:
@@ -204,16 +206,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             info = self._begin_epoch(at)
             batches = self._open(at, replay)
-            first = self._next(batches)
+            first = self._first(batches, resumed)
             if before is not None:
                 # What the run draws at the beginning of an epoch it had drawn before it was saved.
                 restore(before)
-            if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
-                raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
-            steps = self._give_out(batches, first)
-            between, observer = self.between_batches, self.observer
-            alone = between is None and observer is None
-            given = yield from (steps if alone else accompanied(steps, between, observer))
+            observer = self.observer
+            if self.between_batches is not None:
+                self.between_batches(True)
+            try:
+                given = yield from self._give_out(batches, first)
+            finally:
+                if observer is not None:
+                    observer.epoch_ends()
             wrong = self._wrong_length(info, given)
             self.progress.finish()
             if wrong is not None:
@@ -225,8 +229,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.end()
 
+    def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
+        first = self._next(batches)
+        if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
+            raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
+        return first
+
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
-        """The batches for the loop, keeping `progress` up to date; returns how many they were."""
+        """The batches for the loop; returns how many they were.
+
+        Keeps `progress` up to date, calls `between_batches` after each batch, and shows each to the observer.
+        """
         raise NotImplementedError
 
     def _begin_epoch(self, at: Position | None) -> EpochInfo:
@@ -273,10 +286,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             return next(batches, NO_BATCH)
         except Exception as error:
-            explained = self._explained(error)
-            if explained is None:
-                raise
-            raise explained from error
+            self._raise_explained(error)
+
+    def _raise_explained(self, error: Exception) -> NoReturn:
+        explained = self._explained(error)
+        if explained is None:
+            raise error
+        raise explained from error
 
     def _explained(self, error: Exception) -> Exception | None:
         """An error of reading with the process and the loader in its message; None to leave it as it is."""
@@ -540,6 +556,7 @@ class DataLoaderShard(PreparedLoader):
         padded = source.padded
         device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
         is_host = device is not None and device.type == "cpu"
+        between, shown = self.between_batches, None if self.observer is None else self.observer.batch_given
         current, number = first, 0
         while current is not NO_BATCH:
             padding = source.padding(number) if padded else None
@@ -557,17 +574,18 @@ class DataLoaderShard(PreparedLoader):
             try:
                 current = next(batches, NO_BATCH)
             except Exception as error:
-                explained = self._explained(error)
-                if explained is None:
-                    raise
-                raise explained from error
+                self._raise_explained(error)
             number += 1
             progress.steps += 1
             progress.base = base
             progress.padding = padding
             if current is NO_BATCH:
                 self._note_end(batch, padding)
+            if shown is not None:
+                shown(batch)
             yield batch
+            if between is not None:
+                between(False)
         return number
 
     def _note_end(self, last: Any, padding: Padding | None) -> None:

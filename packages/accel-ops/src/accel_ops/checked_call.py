@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from accel_ops.groups import Group, members_of
-from accel_ops.host_memory import HostMemory, host_memory, is_negotiated, negotiate
+from accel_ops.host_memory import NO_SLOT, HostMemory, host_memory, is_negotiated, negotiate
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
@@ -435,7 +435,10 @@ class CheckedCall(HeaderCall):
         # All know the bytes of the small leaves by the plan, so the header has a place for the slot.
         self._exchange_headers(plan.fingerprint, plan.description, slot)
         if memory is not None:
-            self._memory, self._large, self._slots = memory, large, self._state.header.lengths()
+            slots = self._state.header.lengths()
+            # Every process sees the same slots, and so sends or reads as the others do.
+            if NO_SLOT not in slots:
+                self._memory, self._large, self._slots = memory, large, slots
         return parts
 
     @property

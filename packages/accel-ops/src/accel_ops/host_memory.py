@@ -6,6 +6,9 @@ afterwards: two copies in memory take a fraction of the time of a socket, and ne
 
 The file has two slots, used in turn; the header says which. A process writes to a slot again only in the second call
 after, when the headers of the call between have arrived. The others sent those after they had read.
+
+A process takes memory from the system before it writes, since a page that the system cannot give would end it by SIGBUS
+(where it does not overcommit memory). Without memory the header says so, and the tensors of the call are sent.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import mmap
 import os
 import socket
+import stat
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +30,10 @@ from accel_ops.packing import as_bytes
 from accel_state.protocol import ProtocolState
 from accel_state.transport.base import Transport
 
-__all__ = ("HostMemory", "host_memory", "is_negotiated", "negotiate")
+__all__ = ("NO_SLOT", "HostMemory", "host_memory", "is_negotiated", "negotiate")
+
+NO_SLOT: Final = 2
+"""Of a process that has no memory for its tensors."""
 
 _CAPACITY: Final = 64 * 1024 * 1024
 """Bytes of a slot. Memory is taken when it is first written to."""
@@ -59,23 +66,44 @@ class HostMemory:
     Args:
         rank: this process, among those of the transport.
         files: descriptors of the files of all processes, by rank.
+
+    Raises:
+        OSError: the system has no room for them.
     """
 
-    __slots__ = ("_memories", "_rank", "_slot")
+    __slots__ = ("__weakref__", "_file", "_memories", "_rank", "_slot", "_taken")
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._rank = rank
         self._slot = 0
+        # Bytes of each slot that this process has taken from the system.
+        self._taken = [0] * _SLOTS
+        self._file = os.dup(files[rank])
+        weakref.finalize(self, os.close, self._file)
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self._memories = [torch.frombuffer(mmap.mmap(file, _FILE_BYTES), dtype=torch.uint8) for file in files]
 
     def write(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Copy contiguous tensors to where the others can read them, and return the slot."""
-        self._slot = (self._slot + 1) % _SLOTS
+        """Copy contiguous tensors to where the others can read them, and return the slot, or `NO_SLOT`."""
+        slot = (self._slot + 1) % _SLOTS
+        if not self._take(slot, sum(_aligned(tensor.nbytes) for tensor in tensors)):
+            return NO_SLOT
+        self._slot = slot
         for tensor, memory in zip(tensors, self.read(self._rank, self._slot, tensors), strict=True):
             memory.copy_(as_bytes(tensor))
         return self._slot
+
+    def _take(self, slot: int, nbytes: int) -> bool:
+        """Whether the system has given memory for the first bytes of a slot."""
+        taken = self._taken[slot]
+        if nbytes > taken:
+            try:
+                os.posix_fallocate(self._file, slot * _CAPACITY + taken, nbytes - taken)
+            except OSError:
+                return False
+            self._taken[slot] = nbytes
+        return True
 
     def read(self, rank: int, slot: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a process wrote to a slot, as bytes; `like` are tensors of the same sizes."""
@@ -113,12 +141,11 @@ def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Call
         all_gather_bytes: brings bytes of every process to all, by rank.
     """
     files: list[int] = []
-    own, token = _own_file(transport), os.urandom(_TOKEN_BYTES)
+    token = os.urandom(_TOKEN_BYTES)
+    own = _own_file(transport, token)
     memory = None
     try:
         offer = _Offer(socket.gethostname(), os.getpid(), own, token.hex())
-        if own >= 0:
-            os.pwrite(own, token, 0)
         offers = all_gather_bytes(json.dumps(offer).encode() if own >= 0 else b"")
         if all(offers):
             files = [_opened(_Offer(*json.loads(text)), offer.host) for text in offers]
@@ -133,15 +160,18 @@ def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Call
                 os.close(file)
 
 
-def _own_file(transport: Transport) -> int:
-    """A descriptor of a new file; -1 if there is none."""
+def _own_file(transport: Transport, token: bytes) -> int:
+    """A descriptor of a new file that begins with the token; -1 if there is none."""
     # A simulated world has no store, and no other processes.
     if sys.platform != "linux" or transport.store() is None:
         return -1
     with suppress(OSError):
         file = os.memfd_create("accel")
-        os.ftruncate(file, _FILE_BYTES)
-        return file
+        with suppress(OSError):
+            os.ftruncate(file, _FILE_BYTES)
+            os.pwrite(file, token, 0)
+            return file
+        os.close(file)
     return -1
 
 
@@ -150,6 +180,10 @@ def _opened(offer: _Offer, host: str) -> int:
     if offer.host != host:
         return -1
     with suppress(OSError):
+        found = os.stat(offer.path)
+        # Opening may do something to what is not a file, such as a device.
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _FILE_BYTES:
+            return -1
         file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         with suppress(OSError):
             # A process of another container may have the same number.

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.layers import strategy_model
+from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady, SettingError
 
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_data.elastic import MicroBatchShare
-    from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
     from accel_torch.misuse import MisuseGuard
     from accel_torch.weighting import LossReduction, TokenWeighting
 
-__all__ = ("Accumulation", "MicroBatch", "WeightedMicroBatch")
+__all__ = ("Accumulation", "MicroBatch")
 
 
 class Accumulation:
@@ -35,13 +35,17 @@ class Accumulation:
         weighting: the weights of the window, once a micro-batch had one.
         guard: watches the first steps for misuse; None once it has seen them.
         factor: what the loss of the current micro-batch is multiplied by, where it has a weight.
+        first: whether the current micro-batch is the first of its window.
+        elastic: whether the members of the run may change.
+        can_hold_back: whether the strategy does something so that gradients are not synchronised.
     """
 
     __slots__ = (
         "_counted_by_strategy",
-        "_elastic",
-        "_first",
+        "can_hold_back",
+        "elastic",
         "factor",
+        "first",
         "gradient",
         "guard",
         "step",
@@ -53,31 +57,16 @@ class Accumulation:
         self.gradient = gradient
         self.strategy = strategy
         self.step = 0
+        self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
         self._counted_by_strategy = counted_by_strategy
-        self._elastic = strategy.traits.elastic
-        self._first = True
+        self.elastic = strategy.traits.elastic
+        self.first = True
         self.guard: MisuseGuard | None = None
         self.weighting: TokenWeighting | None = None
         self.factor: float | None = None
 
-    def advance(self) -> None:
-        """Enter the next micro-batch and decide whether its gradients are synchronised."""
-        gradient = self.gradient
-        self._first = gradient.sync_gradients
-        share = self._elastic_share() if self._elastic else None
-        if share is not None:
-            share.accumulated = True
-            gradient.sync_gradients = share.last
-        elif (plugin := gradient.plugin).sync_with_dataloader and gradient.end_of_dataloader:
-            self.step = 0
-            gradient.sync_gradients = True
-        else:
-            self.step += 1
-            gradient.sync_gradients = self.step % (plugin.num_steps or 1) == 0
-        if self.guard is not None:
-            self._note_micro_batch(self.guard)
-
-    def _note_micro_batch(self, guard: MisuseGuard) -> None:
+    def let_guard_note(self, guard: MisuseGuard) -> None:
+        """Let the guard see that a micro-batch begins; forget it once it has seen enough."""
         if guard.active:
             guard.micro_batch_begins()
         else:
@@ -87,7 +76,7 @@ class Accumulation:
         """The part of the window's loss that the loss of this micro-batch is; the same where the strategy divides."""
         if self.guard is not None:
             self.guard.backward_ran = True
-        if self._elastic and (elastic := self._elastic_share()) is not None:
+        if self.elastic and (elastic := self.elastic_share()) is not None:
             if not elastic.accumulated:
                 raise NotReady(
                     "Cannot compute gradients of a step whose members may change.",
@@ -100,7 +89,7 @@ class Accumulation:
         steps = self.gradient.plugin.num_steps or 1
         return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
-    def _elastic_share(self) -> MicroBatchShare | None:
+    def elastic_share(self) -> MicroBatchShare | None:
         """The part of the optimizer step that the newest batch is; for runs whose members may change.
 
         Raises:
@@ -121,7 +110,7 @@ class Accumulation:
 
     def note_step(self) -> None:
         """Note that the loop tried to step an optimizer, where the members of the run may change."""
-        share = self._elastic_share()
+        share = self.elastic_share()
         if share is not None:
             share.stepped = True
 
@@ -138,7 +127,7 @@ class Accumulation:
                 "The backend of this run accumulates itself, and divides by the number of micro-batches.",
                 "Remove the weight, or use another backend.",
             )
-        if self._elastic:
+        if self.elastic:
             raise NotOffered(
                 "Cannot weight micro-batches with accumulate(model, weight=...).",
                 "The members of this run may change, so micro-batches are weighted by their samples.",
@@ -153,7 +142,7 @@ class Accumulation:
         if self.weighting is None:
             from accel_torch.weighting import TokenWeighting
 
-            self._refuse_mixing(not self._first)
+            self._refuse_mixing(not self.first)
             self.weighting = TokenWeighting(current.process())
         self.factor = self.weighting.enter(weight, loss_reduction, last=self.gradient.sync_gradients)
 
@@ -178,62 +167,55 @@ class Accumulation:
 
 
 class MicroBatch:
-    """The block of one micro-batch; made anew for each, so that blocks may be nested."""
+    """The block of one micro-batch; made anew for each, so that blocks may be nested.
 
-    __slots__ = ("_accumulation", "_held", "_models")
+    Attributes:
+        accumulation: the position that the block moves on.
+        models: those whose gradients are not synchronised before the last micro-batch of a window.
+        weight: of the micro-batch; None where it has none.
+        loss_reduction: whether a loss that has a weight is the mean over its tokens or their sum.
+    """
 
-    def __init__(self, accumulation: Accumulation, models: tuple[Module, ...]) -> None:
-        self._accumulation = accumulation
-        self._models = models
-        self._held: AbstractContextManager[object] | None = None
+    # Whoever makes a block sets them: a constructor would be one more call in each step.
+    accumulation: Accumulation
+    models: tuple[Module, ...]
+    weight: float | Tensor | None = None
+    loss_reduction: LossReduction = "mean"
+    _held: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        accumulation = self._accumulation
-        accumulation.advance()
-        if accumulation.weighting is not None:
+        """Enter the next micro-batch and decide whether its gradients are synchronised."""
+        # A step pays for each call, so that this one does what could be several.
+        accumulation = self.accumulation
+        gradient = accumulation.gradient
+        plugin, loaders = gradient.plugin, gradient.loaders
+        accumulation.first = gradient.sync_gradients
+        if accumulation.elastic and (share := accumulation.elastic_share()) is not None:
+            share.accumulated = True
+            gradient.sync_gradients = synchronised = share.last
+        elif loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
+            accumulation.step = 0
+            gradient.sync_gradients = synchronised = True
+        else:
+            accumulation.step = step = accumulation.step + 1
+            gradient.sync_gradients = synchronised = step % (plugin.num_steps or 1) == 0
+        if accumulation.guard is not None:
+            accumulation.let_guard_note(accumulation.guard)
+        if self.weight is not None:
+            accumulation.weigh(self.weight, self.loss_reduction)
+        elif accumulation.weighting is not None:
             accumulation.do_not_weigh()
-        if not accumulation.gradient.sync_gradients:
-            self._enter_no_sync()
-
-    def _enter_no_sync(self) -> None:
-        accumulation = self._accumulation
-        if not accumulation.gradient.plugin.sync_each_batch:
-            self._held = no_sync_all(accumulation.strategy, self._models)
+        if not synchronised and accumulation.can_hold_back and not plugin.sync_each_batch:
+            self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.weight is not None:
+            self.accumulation.factor = None
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
-
-
-class WeightedMicroBatch(MicroBatch):
-    """The block of one micro-batch that has a weight."""
-
-    __slots__ = ("_loss_reduction", "_weight")
-
-    def __init__(
-        self,
-        accumulation: Accumulation,
-        models: tuple[Module, ...],
-        weight: float | Tensor,
-        loss_reduction: LossReduction,
-    ) -> None:
-        super().__init__(accumulation, models)
-        self._weight, self._loss_reduction = weight, loss_reduction
-
-    def __enter__(self) -> None:
-        self._accumulation.advance()
-        self._accumulation.weigh(self._weight, self._loss_reduction)
-        if not self._accumulation.gradient.sync_gradients:
-            self._enter_no_sync()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._accumulation.factor = None
-        super().__exit__(kind, error, trace)
 
 
 def no_sync_all(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:

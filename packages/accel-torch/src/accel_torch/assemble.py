@@ -50,12 +50,15 @@ class ActiveBackend:
     Attributes:
         backward_reads_model: whether the strategy's own `backward` gets the model that the loss belongs to; looking for
             the model costs a part of each step.
+        plain_backward: whether that of the loss is all there is to do, so that nothing of ours has to be called.
         closed: whether the strategy gave back what it opened.
     """
 
     def __init__(self, manifest: Manifest, strategy: Strategy, precision: Precision) -> None:
         self.manifest, self.strategy, self.precision = manifest, strategy, precision
         self.backward_reads_model = type(strategy).backward is not Strategy.backward
+        scales = type(precision).backward_scale is not Precision.backward_scale
+        self.plain_backward = not self.backward_reads_model and not scales
         self.closed = False
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()
 

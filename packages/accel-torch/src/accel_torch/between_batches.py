@@ -31,9 +31,13 @@ class BetweenBatches:
         accelerator: the Accelerator.
         ending: ends the run here if it was asked to end.
         saving: saves here if it is time.
+
+    Attributes:
+        accelerator: the Accelerator, as long as it lives.
+        works: whether a call does something even where the Accelerator has no saver: it saves or ends the run.
     """
 
-    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps")
+    __slots__ = ("_all_steps", "_ending", "_saving", "_seen", "_steps", "accelerator", "works")
 
     def __init__(
         self,
@@ -42,20 +46,13 @@ class BetweenBatches:
         saving: Callable[[], None] | None = None,
     ) -> None:
         # The Accelerator keeps the loader, which keeps this.
-        self._accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
+        self.accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
+        self.works = ending is not None or saving is not None
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether a call does nothing: nobody saves between batches or ends the run there."""
-        if self._saving is not None or self._ending is not None:
-            return False
-        accelerator = self._accelerator()
-        return accelerator is None or accelerator._saver is None
-
     def __call__(self, first: bool) -> None:
-        accelerator = self._accelerator()
+        accelerator = self.accelerator()
         saver = None if accelerator is None else accelerator._saver
         if accelerator is not None and saver is not None:
             seen = saver.boundaries

@@ -71,7 +71,7 @@ class GoodputRecorder(RunObserver):
 
     def _close(self) -> None:
         if self._account is not None and os.getpid() == self._pid:
-            self._account.reached(PROGRESS.run_step)
+            self._account.step = PROGRESS.run_step
             self._account.close()
 
     def _after_step_without_loader(self, *_: Any) -> None:
@@ -130,21 +130,21 @@ class _TimedLoader:
             self.first = None
 
     def _between(self, first: bool) -> None:
-        account = self._account
+        account, before = self._account, self._before
         # What the time since the last batch was spent on.
         if not first:
-            steps, before = PROGRESS.steps, self._steps
-            if steps == before and self._gradient.sync_gradients:
+            steps, begun = PROGRESS.steps, self._steps
+            if steps == begun and self._gradient.sync_gradients:
                 account.doing = EVALUATION
-            elif before == 0:
+            elif begun == 0:
                 account.doing = FIRST_STEP
             else:
-                step = PROGRESS.loaded + steps
-                account.reached(step)
+                account.step = step = PROGRESS.loaded + steps
                 account.doing = STEP if step > account.before else RECOMPUTED
-        if not self._before.idle:
+        accelerator = before.accelerator()
+        if before.works or (accelerator is not None and accelerator._saver is not None):
             account.enter(SAVING)
-            self._before(first)
+            before(first)
         account.enter(DATA)
 
     def batch_given(self, batch: Any) -> None:

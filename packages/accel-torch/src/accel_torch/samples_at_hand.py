@@ -12,6 +12,8 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, filterfalse
+from operator import itemgetter
 from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
@@ -23,6 +25,9 @@ __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
 _KEPT: Final = 256
 """Batches whose ids are kept: those that DataLoader workers read ahead, and the last ones that were trained on."""
 
+_BATCH: Final = itemgetter(1)
+"""The batch of one that has a number."""
+
 
 class DrawnBatches:
     """The last batches of indices that a shard drew in an epoch.
@@ -33,27 +38,37 @@ class DrawnBatches:
     """
 
     def __init__(self, begins: Callable[[], None], write: Callable[[str], None] | None = None) -> None:
-        self._batches: deque[Sequence[Any]] = deque(maxlen=_KEPT)
+        self._batches: deque[tuple[int, Sequence[Any]]] = deque(maxlen=_KEPT)
         self._begins, self._write = begins, write
-        self._count = 0
 
     def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """See `Drawn`; the epoch begins when its first batch is read."""
-        kept, write = self._batches, self._write
+        return chain.from_iterable(self._kept(batches))
+
+    def _kept(self, batches: Iterator[list[int]]) -> Iterator[Iterator[list[int]]]:
+        kept = self._batches
         kept.clear()
-        self._count = 0
         self._begins()
-        for batch in batches:
-            self._count += 1
-            kept.append(batch)
-            if write is not None:
-                write(json.dumps([str(sample) for last in (*kept,)[-2:] for sample in last]))
-            yield batch
+        numbered = enumerate(batches)
+        if self._write is None:
+            # Iterators of C alone: `append` returns None, so that each batch is kept and passed on.
+            yield map(_BATCH, filterfalse(kept.append, numbered))
+        else:
+            yield self._written(numbered, self._write)
+
+    def _written(self, numbered: Iterator[tuple[int, list[int]]], write: Callable[[str], None]) -> Iterator[list[int]]:
+        kept = self._batches
+        for one in numbered:
+            kept.append(one)
+            write(json.dumps([str(sample) for _, last in (*kept,)[-2:] for sample in last]))
+            yield one[1]
 
     def batch(self, number: int) -> Sequence[Any]:
         """The batch of a number from 0 in this epoch; empty where it is not kept."""
-        index = number - (self._count - len(self._batches))
-        return self._batches[index] if 0 <= index < len(self._batches) else ()
+        if not self._batches:
+            return ()
+        index = number - self._batches[0][0]
+        return self._batches[index][1] if 0 <= index < len(self._batches) else ()
 
 
 class SampleRecorder(RunObserver):

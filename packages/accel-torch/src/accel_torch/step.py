@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins import strategy as base
 from accel_plugins.manifest import Ability, Duty
+from accel_plugins.precision.base import Precision
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import NotOffered, SettingError
 
@@ -34,6 +35,7 @@ class OptimizerStepper:
         "_finalizes",
         "_has_after_step",
         "_model",
+        "_plain",
         "_prepared",
         "_step",
         "_strategy",
@@ -47,7 +49,9 @@ class OptimizerStepper:
         self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
         self._finalizes = type(strategy).finalize_gradients is not base.Strategy.finalize_gradients
         as_it_is = type(strategy).step is base.Strategy.step
-        self._step = strategy.context.precision.step if as_it_is else strategy.step
+        precision = strategy.context.precision
+        self._step = precision.step if as_it_is else strategy.step
+        self._plain = as_it_is and type(precision).step is Precision.step
         self._elastic = strategy.traits.elastic
         self._model: weakref.ref[Module] | None = None
 
@@ -57,7 +61,11 @@ class OptimizerStepper:
             complete(self._strategy, self._accumulation, optimizer)
         if self._elastic:
             self._accumulation.note_step()
-        stepped = self._step(optimizer, closure)
+        if self._plain and closure is None:
+            optimizer.step()
+            stepped = True
+        else:
+            stepped = self._step(optimizer, closure)
         if stepped and self._has_after_step:
             self._strategy.after_step(self._model_of(optimizer), optimizer)
         return stepped

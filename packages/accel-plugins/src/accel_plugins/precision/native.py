@@ -42,15 +42,18 @@ class Region:
         dtype: what eligible operations compute in.
         enabled: False switches autocast off inside.
         cache_enabled: keep cast weights until the outermost region is left; None leaves it to torch.
+
+    Attributes:
+        free: contexts of torch that nobody has entered now; making one takes longer than entering it.
     """
 
-    __slots__ = ("_arguments", "_entered", "_free")
+    __slots__ = ("_arguments", "_entered", "free")
 
     def __init__(
         self, device_type: str, dtype: torch.dtype, enabled: bool = True, cache_enabled: bool | None = None
     ) -> None:
         self._arguments = (device_type, dtype, enabled, cache_enabled)
-        self._free: list[torch.autocast] = []
+        self.free: list[torch.autocast] = []
         self._entered = _Entered()
 
     def fresh(self) -> torch.autocast:
@@ -59,7 +62,7 @@ class Region:
 
     def __enter__(self) -> None:
         try:
-            instance = self._free.pop()
+            instance = self.free.pop()
         except IndexError:
             instance = self.fresh()
         instance.__enter__()  # type: ignore[no-untyped-call]
@@ -70,7 +73,7 @@ class Region:
     ) -> None:
         instance = self._entered.stack.pop()
         instance.__exit__(kind, error, trace)
-        self._free.append(instance)
+        self.free.append(instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Region, self._arguments)
@@ -102,16 +105,23 @@ def restore_forward(model: Module) -> Module:
 
 
 def _forward_inside(region: Region) -> Any:
-    compiling = torch.compiler.is_compiling
+    # Where nothing is compiled it answers with one call, and `is_compiling` with two.
+    traced, free = torch.compiler.is_dynamo_compiling, region.free
 
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         original: Any = self._original_forward
-        if compiling():
+        if traced():
             # Dynamo traces torch's own context, and not our bookkeeping around it.
             with region.fresh():
                 return convert_to_fp32(original(*args, **kwargs))
-        with region:
+        # What entering the region does, without its calls.
+        try:
+            instance = free.pop()
+        except IndexError:
+            instance = region.fresh()
+        with instance:
             output = original(*args, **kwargs)
+        free.append(instance)
         if type(output) is Tensor:
             return output.float() if output.dtype in _NARROW else output
         return convert_to_fp32(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
@@ -107,10 +108,11 @@ class AcceleratedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step at complete gradients was skipped, because they overflowed for example."""
-        return self._is_overflow
+    # Schedulers read it at each step, which a function of C answers in less time.
+    step_was_skipped = property(
+        attrgetter("_is_overflow"),
+        doc="Whether the last step at complete gradients was skipped, because they overflowed for example.",
+    )
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Backward and step in one, of an optimizer that steps in backward."""
@@ -120,9 +122,18 @@ class AcceleratedOptimizer(Optimizer):
         """Step when gradients are synchronised; with a closure, return what it returned first."""
         if not self.gradient_state.sync_gradients:
             return None
+        if closure is not None:
+            return self._step_with(closure)
+        self._is_overflow = not self._step(self.optimizer, None)
+        # As `_count_step`, without its call.
+        self._steps = steps = self._steps + 1
+        if steps > PROGRESS.steps:
+            PROGRESS.steps = PROGRESS.shared[1] = steps
+        return None
+
+    def _step_with(self, closure: Closure) -> Any:
         losses: list[Any] = []
-        recording = None if closure is None else _recording(closure, losses)
-        self._is_overflow = not self._step(self.optimizer, recording)
+        self._is_overflow = not self._step(self.optimizer, _recording(closure, losses))
         self._count_step()
         return losses[0] if losses else None
 

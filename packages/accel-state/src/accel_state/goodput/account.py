@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import struct
@@ -135,9 +136,10 @@ class TimeAccount:
 
     Attributes:
         doing: what the time is charged to now, an index of `CATEGORIES`.
+        step: steps that the run has made; recorded with the next change of what is done.
     """
 
-    __slots__ = ("_cells", "_due", "_lines", "_offset", "_thread", "before", "began", "doing", "since")
+    __slots__ = ("_cells", "_due", "_lines", "_offset", "_thread", "before", "began", "doing", "since", "step")
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, attempt: int = 0) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -149,7 +151,7 @@ class TimeAccount:
         self._thread = threading.get_ident()
         self._cells: Any = _mapped(live)
         self.since = perf_counter()
-        self.doing = START_UP
+        self.doing, self.step = START_UP, 0
         cells = self._cells
         cells[0], cells[3], cells[4] = self.began, 0.0, self.before
         cells[_HEAD + START_UP] = time.time() - self.began
@@ -158,27 +160,24 @@ class TimeAccount:
         self._due = self.since + _MOST_OFTEN
 
     def enter(self, category: int) -> None:
-        """What passes from now on is charged to another category."""
+        """What passes from now on is charged to another category; a line is written where one is due."""
         now = perf_counter()
         cells = self._cells
         cells[_HEAD + self.doing] += now - self.since
-        cells[2] = now + self._offset
         cells[1] = self.doing = category
+        cells[2], cells[3] = now + self._offset, self.step
         self.since = now
+        if now > self._due:
+            self._write("so far")
 
     def charge(self, category: int, then: int) -> None:
         """Charge what passed since the last change to a category, and what follows to another one."""
         self.doing = category
         self.enter(then)
 
-    def reached(self, step: int) -> None:
-        """Record the steps that the run has made, and write a line where one is due."""
-        self._cells[3] = step
-        if self.since > self._due:
-            self._write("so far")
-
     def close(self) -> None:
         """Write the last line; what follows is the end of the process."""
+        self._due = math.inf
         self.enter(DOWN)
         self._write("end")
 

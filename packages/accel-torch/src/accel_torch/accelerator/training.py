@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
 from accel_state.labels import DEVICE_MAP
-from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, no_sync_all
+from accel_torch.accumulation import MicroBatch, no_sync_all
 from accel_torch.members import AcceleratorMembers
 from accel_torch.options import generator_names
 
@@ -191,9 +191,11 @@ class TrainingMixin(AcceleratorMembers):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        if weight is None:
-            return MicroBatch(self._accumulation, models)
-        return WeightedMicroBatch(self._accumulation, models, weight, loss_reduction)
+        block = MicroBatch()
+        block.accumulation, block.models = self._accumulation, models
+        if weight is not None:
+            block.weight, block.loss_reduction = weight, loss_reduction
+        return block
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients; call it instead of `loss.backward()`.
@@ -210,8 +212,12 @@ class TrainingMixin(AcceleratorMembers):
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
         try:
-            model = self._prepared.only_model() if self._backend.backward_reads_model else None
-            self._backend.strategy.backward(self._accumulation.share(loss), model, **kwargs)
+            backend, share = self._backend, self._accumulation.share(loss)
+            if backend.plain_backward:
+                share.backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                model = self._prepared.only_model() if backend.backward_reads_model else None
+                backend.strategy.backward(share, model, **kwargs)
         except RuntimeError as error:
             from accel_state.uncaught import explain_backend_error
 
