@@ -309,6 +309,31 @@ def test_tolerances_grow_with_the_terms_and_the_rounding_of_each() -> None:
     assert 0.01 < many.relative(torch.float32, "a") < 0.1
 
 
+@pytest.mark.parametrize(
+    ("precision", "rows", "factor", "differs"),
+    [
+        ("bf16", 2, 1.4, False),
+        ("no", 2, 1.4, True),
+        ("bf16", 30, 1.4, True),
+        ("bf16", 2, 3.0, True),
+        ("bf16", 2, float("nan"), True),
+    ],
+)
+def test_single_units_of_mixed_precision_may_have_another_sign(
+    precision: str, rows: int, factor: float, differs: bool
+) -> None:
+    expected = torch.linspace(1, 2, 120).reshape(30, 4)
+    changed = expected.clone()
+    changed[:rows] *= factor
+    start = StepNotes(0, parameters={"body.weight": torch.zeros(30, 4)})
+    steps = [
+        StepNotes(1, gradients={"body.weight": one}, losses=[2.0], parameters={"body.weight": -0.1 * one})
+        for one in (expected, changed)
+    ]
+    found = compare_runs(Notes([[start, steps[1]]] * 2, precision=precision), Notes([[start, steps[0]]]))
+    assert bool(found) is differs, found
+
+
 def test_an_update_may_differ_as_much_as_its_gradient_does() -> None:
     before, gradient = torch.zeros(3), torch.tensor([1.0, 1e-3, 1e-9])
     after = torch.tensor([-0.1, -0.1, 0.1])

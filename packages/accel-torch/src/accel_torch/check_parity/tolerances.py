@@ -55,6 +55,11 @@ class Tolerance:
             low = self._low
         return SAFETY * eps * (1 + math.sqrt(max(terms, 1.0))) + SAFETY / 2 * low
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether forward and backward compute in 16 bits."""
+        return self._low > 0
+
     def of_gradients(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
         """The largest difference of each gradient, in its own unit."""
         largest = {name: _largest(gradient) for name, gradient in gradients.items()}

@@ -382,10 +382,12 @@ def naming_values() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
-        named = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if not named and not any(text in str(error) for text in _NO_VALUES):
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            operation = f"{error.func} makes a number or a shape of values"
+        elif any(text in str(error) for text in _NO_VALUES):
+            operation = f"Values are read ({error})"
+        else:
             raise
-        operation = f"{error.func} makes a number or a shape of values" if named else f"Values are read ({error})"
         where = "code that is not in a file"
         for frame, line in traceback.walk_tb(error.__traceback__):
             package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
