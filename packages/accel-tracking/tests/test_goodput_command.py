@@ -39,7 +39,7 @@ def run(*arguments):
 def test_the_table(project, capsys):
     assert run(project) == 0
     headline, stacked, heads, *rows = capsys.readouterr().out.splitlines()
-    assert headline.endswith("2 processes ran for 100.0 s, 0 restarts; 40.0% of the time were steps that count")
+    assert headline.endswith("2 processes ran for 100.0 s, 0 restarts; goodput 40.0%")
     assert set(stacked) == set("s#w?")
     assert heads.split() == ["seconds", "share", "rank", "0", "rank", "1"]
     table = {" ".join(row.split()[1:-4]): row.split()[-4:] for row in rows}

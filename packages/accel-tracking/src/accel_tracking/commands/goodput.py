@@ -107,7 +107,7 @@ def goodput_text(summary: GoodputSummary, width: int = 80, colored: bool = False
     lines = [
         printable(
             f"{summary.folder}: {count} process{'es' if count > 1 else ''} {state} {summary.wall:.1f} s, {restarts}; "
-            f"{summary.goodput:.1%} of the time were steps that count"
+            f"goodput {summary.goodput:.1%}"
         ),
         bar(summary, width, colored),
     ]
