@@ -24,10 +24,11 @@ OLDEST_TORCH, NEWEST_TORCH = min(TORCHES, key=Version), max(TORCHES, key=Version
 
 
 def row(name: str) -> str:
-    """The row of the table of supported versions that begins with a name."""
+    """The row that begins with a name in the table of supported versions, the first of the page."""
     text = (ROOT / "docs/reference/support.md").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
-    return found
+    found = re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
+    assert found
+    return found[1]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -62,7 +62,7 @@ def records_of(name: str, shares: bool = False) -> list[tuple[str, int]]:
     PartialState(cpu=True)
     own_file = host_memory._own_file
     if not shares:
-        host_memory._own_file = lambda transport: -1
+        host_memory._own_file = lambda transport, token: -1
     try:
         with recording() as records:
             gather(large(1))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from accel_state import PartialState, processors, start
-from accel_state.devices import cpu
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered
 from accel_state.testing.processes import Processes
@@ -70,13 +69,13 @@ def test_this_machine_has_as_many_cores_as_processors_or_fewer() -> None:
 def bound() -> list[int]:
     allowed = sorted(os.sched_getaffinity(0))
     nodes = {index: frozenset({processor}) for index, processor in enumerate(allowed[:2])}
-    kept = start.numa_nodes, cpu.numa_nodes
-    vars(start)["numa_nodes"] = vars(cpu)["numa_nodes"] = lambda: nodes
+    kept = processors.numa_nodes
+    vars(processors)["numa_nodes"] = lambda: nodes
     try:
         PartialState(cpu=True)
         return [allowed.index(processor) for processor in os.sched_getaffinity(0)]
     finally:
-        vars(start)["numa_nodes"], vars(cpu)["numa_nodes"] = kept
+        vars(processors)["numa_nodes"] = kept
 
 
 @can_bind
@@ -91,7 +90,7 @@ def test_an_unknown_node_is_told_of_and_leaves_the_process_unbound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = os.sched_getaffinity(0)
-    monkeypatch.setattr(start, "numa_nodes", dict)
+    monkeypatch.setattr(processors, "numa_nodes", dict)
     start.bind(CPU(), 0)
     assert os.sched_getaffinity(0) == before
     assert "stays unbound" in caplog.text

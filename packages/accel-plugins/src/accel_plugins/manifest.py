@@ -151,8 +151,7 @@ _REFUSALS: Final = {
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}
 
 
-# Two are equal where they are the same object, so that no comparison has to be made at each import.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Manifest:
     """The declaration of one backend.
 
