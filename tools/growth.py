@@ -82,7 +82,12 @@ SCHEDULES: Final = Quantity(
     "by step to give the same bits; 4,096 single steps of torch take about ten times as long.",
 )
 INDICES: Final = Quantity("epoch of indices", "CPU ms")
-SAVES_TIME: Final = Quantity("save: work of a rank without files", "CPU ms")
+SAVES_TIME: Final = Quantity(
+    "save: work of a rank without files",
+    "CPU ms",
+    "its requests, in the next row, do not grow. The simulated ranks are threads of one interpreter, and the switches "
+    "between thousands of them count here.",
+)
 SAVES: Final = Quantity("save: requests to the store", "requests")
 SAVES_FIRST: Final = Quantity("save: requests of rank 0, for each rank", "requests")
 HANGS: Final = Quantity("hang report, a second", "CPU ms")

@@ -220,7 +220,7 @@ def restarts(name: str, limit: float | None, options: tuple[str, ...]) -> Case:
 
 
 CASES: Final = (
-    *imports("import and Accelerator()", making("accel_torch"), making("accelerate"), 0.5),
+    *imports("import and Accelerator()", making("accel_torch"), making("accelerate"), 0.45),
     *imports("eight old names and Accelerator()", EIGHT, EIGHT, 0.9),
     *import_of("accel_state"),
     *import_of("accel_ops"),
