@@ -117,7 +117,7 @@ def test_without_output_the_picture_is_beside_the_run(run_file: Path, capsys: py
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
     call("show", run_file)
     assert run_file.with_suffix(".png").exists()
-    assert "drawn in" in capsys.readouterr().out
+    assert "Picture written to" in capsys.readouterr().out
 
 
 def test_other_suffixes_empty_runs_and_missing_folders_are_refused(

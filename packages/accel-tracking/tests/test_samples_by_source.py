@@ -63,5 +63,5 @@ def test_counts_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_a_run_without_counts_is_refused(tmp_path: Path, table: tuple[str, Any, Any]) -> None:
     run_with(tmp_path, [table])
-    with pytest.raises(SettingError, match=r"(?s)'digits'.*no such table.*MixtureDataset"):
+    with pytest.raises(SettingError, match=r"(?s)'digits'.*contains no table.*MixtureDataset"):
         call(tmp_path)

@@ -1,8 +1,8 @@
-"""The interface of a tracker, which stores the metrics of a run somewhere, and the base of trackers for a library.
+"""The tracker interface (a tracker stores the metrics of a run), and a base class for trackers that use a library.
 
 An `Accelerator` constructs its trackers before the run begins (no vendor library is imported), starts them when it
-begins, passes them the configuration and the metrics, and finishes them. To add one, subclass `GeneralTracker`, or
-`LibraryTracker` where a library stores the metrics. Pass an instance to `log_with=`, or register the class by name:
+begins, passes them the configuration and the metrics, and finishes them. To add a tracker, subclass `GeneralTracker`,
+or `LibraryTracker` if a library stores the metrics. Pass an instance to `log_with=`, or register the class by name:
 `register_tracker_class`, or the entry-point group `accel.trackers` of your package.
 """
 
@@ -23,15 +23,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0: by its state if there is one, else by its launcher's variables."""
+    """Whether this process is rank 0, from its state if there is one, else from the launcher's variables."""
     process = current.process_or_none()
     return (read_topology() if process is None else process).rank == 0
 
 
 def on_main_process(function: F) -> F:
-    """Decorator of a tracker's method: only the main process runs it, the others return None.
+    """Decorator for a tracker method: only the main process runs it, and other processes return None.
 
-    With `main_process_only = False` every process runs it. Each call checks the rank anew, because a tracker may exist
+    With `main_process_only = False` every process runs it. Each call checks the rank again, because a tracker may exist
     before the process group does.
     """
 
@@ -45,14 +45,14 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """Base of every tracker; with `_blank=True`, a tracker that accepts every call and stores nothing.
+    """Base class of every tracker; with `_blank=True`, a tracker that accepts every call and stores nothing.
 
-    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides those of `start`,
-    `store_init_configuration`, `log`, `log_images`, `log_table` and `finish` that it supports. Its constructor takes
-    the run's name first, and `logging_dir` second when it requires one.
+    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides the methods that
+    it supports: `start`, `store_init_configuration`, `log`, `log_images`, `log_table`, `finish`. Its constructor takes
+    the run's name first, and `logging_dir` second if the class requires one.
 
     Raises:
-        NotOffered: a subclass lacks one of the three.
+        NotOffered: a subclass lacks one of these three attributes.
 
     Example:
         class PrintTracker(GeneralTracker):
@@ -69,16 +69,16 @@ class GeneralTracker:
     """
 
     name: str
-    """Name that selects it in `log_with=`."""
+    """Name that selects the tracker in `log_with=`."""
 
     requires_logging_directory: bool
-    """Whether it needs a folder to write into."""
+    """Whether the tracker writes into a folder."""
 
     main_process_only: bool = True
-    """Whether methods decorated with `on_main_process` run on the main process alone."""
+    """Whether methods decorated with `on_main_process` run only on the main process."""
 
     requirement: ClassVar[Requirement | None] = None
-    """The package it needs, or None."""
+    """The package that the tracker requires, or None."""
 
     def __init__(self, _blank: bool = False) -> None:
         self._blank = _blank
@@ -103,8 +103,8 @@ class GeneralTracker:
 
         Args:
             values: name to number, text, or a mapping of these; numbers may be tensors.
-            step: step of the metrics; with None the tracker counts.
-            kwargs: for the library's own function.
+            step: step of the metrics; if None, the tracker uses its own counter.
+            kwargs: arguments for the library's own function.
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -112,8 +112,8 @@ class GeneralTracker:
 
         Args:
             values: name to a batch of arrays, in the layout that the library expects, or of image objects.
-            step: step of the images; with None the tracker counts.
-            kwargs: for the library's own function.
+            step: step of the images; if None, the tracker uses its own counter.
+            kwargs: arguments for the library's own function.
 
         Raises:
             NotOffered: the tracker does not support images.
@@ -136,8 +136,8 @@ class GeneralTracker:
             columns: names of the columns, with `data`.
             data: rows, each with one value per column.
             dataframe: a pandas DataFrame instead of `columns` and `data`.
-            step: step of the table; with None the tracker counts.
-            kwargs: for the library's own function.
+            step: step of the table; if None, the tracker uses its own counter.
+            kwargs: arguments for the library's own function.
 
         Raises:
             NotOffered: the tracker does not support tables.
@@ -145,7 +145,7 @@ class GeneralTracker:
         self._refuse("tables")
 
     def finish(self) -> None:
-        """Finish the run: everything logged is stored when this returns."""
+        """Finish the run: when this returns, everything that was logged is stored."""
 
     def _refuse(self, what: str) -> None:
         if not self._blank:
@@ -162,11 +162,11 @@ Tracker = GeneralTracker
 class LibraryTracker(GeneralTracker):
     """Base of a tracker that passes everything to a library; a subclass defines `open`, and the methods it supports.
 
-    A subclass sets `name`, `requirement` and, where it needs a folder, `requires_logging_directory`.
+    A subclass sets `name`, `requirement` and, if it writes into a folder, `requires_logging_directory`.
 
     Args:
-        run_name: name of the run, or of the project that holds it.
-        kwargs: for the library's function that opens a run.
+        run_name: name of the run, or of the project that contains it.
+        kwargs: arguments for the library's function that opens a run.
 
     Example:
         class ExampleTracker(LibraryTracker):
@@ -202,7 +202,7 @@ class LibraryTracker(GeneralTracker):
 
     def open(self) -> Any:
         """Import the library, open the run, and return the library's object for it."""
-        raise NotImplementedError("a subclass of LibraryTracker opens the run of its library")
+        raise NotImplementedError("a subclass of LibraryTracker must define `open`")
 
     @on_main_process
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""All trackers of a run as one: a `TrackerGroup` passes each call to every tracker, and none can stop the training."""
+"""A `TrackerGroup` passes each call to every tracker of a run; a tracker that fails does not stop the training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class TrackerGroup:
     """The trackers of a run.
 
-    The first error of a tracker is a warning, later ones are counted, and `finish` reports the count; with
-    `strict=True` each error propagates at once.
+    The first error of a tracker becomes a warning. Later errors are counted, and `finish` reports the count. With
+    `strict=True` every error propagates at once.
 
     Args:
         trackers: instances, in the order of the calls.
@@ -45,13 +45,13 @@ class TrackerGroup:
         """Construct the trackers that `log_with=` names on the main process, and none on other processes.
 
         If it names none and `logging_dir` is set, the tracker "jsonl" stores the run there, so that every run can be
-        read back.
+        read later.
 
         Args:
             log_with: see `filter_trackers`.
             project_name: each tracker receives it as the name of the run.
             logging_dir: folder for trackers that need one.
-            init_kwargs: further arguments of the constructors, by tracker name.
+            init_kwargs: further arguments for the constructors, by tracker name.
             strict: let errors of trackers propagate.
 
         Raises:
@@ -82,10 +82,11 @@ class TrackerGroup:
         return len(self.trackers)
 
     def start(self, config: Mapping[str, Any] | None = None) -> None:
-        """Start every tracker and pass it the hyperparameters; the run goes on without a tracker that fails to start.
+        """Start every tracker and pass it the hyperparameters; the run continues without a tracker that fails to start.
 
         Raises:
-            AccelError: strict or not, an error of these packages, such as a library that is not installed.
+            AccelError: an error of the accel packages, such as a library that is not installed, even if `strict` is
+                false.
         """
         started = []
         for tracker in self.trackers:
@@ -111,8 +112,8 @@ class TrackerGroup:
 
         Args:
             values: name to number, text, or a mapping of these; numbers may be tensors.
-            step: step of the metrics; with None each tracker counts.
-            log_kwargs: further arguments for trackers, by their names.
+            step: step of the metrics; if None, each tracker uses its own counter.
+            log_kwargs: further arguments for each tracker, by its name.
         """
         options = log_kwargs or {}
         # Not through `_call_each`, because `log` runs at every step and a closure costs time.
@@ -132,8 +133,8 @@ class TrackerGroup:
 
         Args:
             values: name to a batch of images; see `GeneralTracker.log_images`.
-            step: step of the images; with None each tracker counts.
-            log_kwargs: further arguments for trackers, by their names.
+            step: step of the images; if None, each tracker uses its own counter.
+            log_kwargs: further arguments for each tracker, by its name.
         """
         options = log_kwargs or {}
         self._call_each(
@@ -156,8 +157,8 @@ class TrackerGroup:
             columns: names of the columns, with `data`.
             data: rows, each with one value per column.
             dataframe: a pandas DataFrame instead of `columns` and `data`.
-            step: step of the table; with None each tracker counts.
-            log_kwargs: further arguments for trackers, by their names.
+            step: step of the table; if None, each tracker uses its own counter.
+            log_kwargs: further arguments for each tracker, by its name.
         """
         options = log_kwargs or {}
 
@@ -167,12 +168,12 @@ class TrackerGroup:
         self._call_each("log_table", send)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of a name, or the library's own object with `unwrap=True`.
+        """The tracker with this name, or the library's own object with `unwrap=True`.
 
-        Other processes than the main one receive a tracker that stores nothing, so that the same calls work there.
+        Processes other than the main one receive a tracker that stores nothing, so that the same calls work there.
 
         Raises:
-            SettingError: the run has no tracker of that name.
+            SettingError: the run has no tracker with this name.
         """
         for tracker in self.trackers:
             if tracker.name == name:

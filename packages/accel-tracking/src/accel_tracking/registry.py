@@ -1,6 +1,6 @@
-"""Trackers by name: classes that a script registers, and those of installed packages' entry points `accel.trackers`.
+"""Finds trackers by name: classes that a script registers, and entry points `accel.trackers` of installed packages.
 
-The trackers of this package come through entry points as well.
+The trackers of this package are entry points as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _unregistered: set[str] = set()
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Register a tracker class under its `name`; it replaces another class of that name. Works as a decorator.
+    """Register a tracker class under its `name`; it replaces another class with that name. Works as a decorator.
 
     Raises:
         SettingError: the class is not a `GeneralTracker`, or lacks `name` or `requires_logging_directory`.

@@ -41,7 +41,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 class _Scalar:
-    """A scalar as torch and numpy have it, without either."""
+    """A scalar with the interface of torch and numpy scalars, without either library."""
 
     size = 1
 
@@ -65,15 +65,15 @@ class TrackerSuite:
     """Separator between the names of nested metrics in the files of the library."""
 
     def make(self, folder: Path) -> GeneralTracker:
-        """A tracker before `start` that writes into `folder` only."""
+        """Construct a tracker that writes only into `folder`; do not start it."""
         raise NotImplementedError("define how to construct the tracker")
 
     def read(self, folder: Path, tracker: Any) -> Curves:
-        """The curves of a finished tracker, read from its files."""
+        """Read the curves of a finished tracker from its files."""
         raise NotImplementedError("define how to read the run")
 
     def read_config(self, folder: Path, tracker: Any) -> Mapping[str, Any] | None:
-        """The hyperparameters of a finished run; None when the library's files cannot be read."""
+        """Read the hyperparameters of a finished run; None if the library's files cannot be read."""
         return None
 
     @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ class TrackerSuite:
         requirement = self.tracker_class.requirement
         if requirement is not None and requirement.obstacle() is not None:
             pytest.skip(f"{requirement.obstacle()} {requirement.remedy()}")
-        # Some libraries write beside the script, and must not write into the repository.
+        # Some libraries write into the working directory, which must not be the repository.
         monkeypatch.chdir(tmp_path)
 
     def test_an_entry_point_has_its_name(self) -> None:

@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
 
 
 def scalars_as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same mapping with each tensor or array of one element as a Python number, at any depth.
+    """Convert each tensor or array of one element to a Python number, at any depth.
 
     Other values are unchanged: a tracker handles its own objects, such as images, and larger arrays.
     """
@@ -59,7 +59,7 @@ def _number(value: Any) -> Any:
 
 
 def flatten_keys(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Nested mappings as one mapping, with joined keys.
+    """Flatten nested mappings into one mapping with joined keys.
 
     Example:
         >>> flatten_keys({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})

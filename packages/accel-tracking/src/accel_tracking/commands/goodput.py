@@ -38,13 +38,13 @@ def show_goodput(run: str, as_json: bool = False, output: Path | None = None) ->
     """Print where the time of a run went, and return the exit code.
 
     Args:
-        run: its folder.
-        as_json: one line of JSON.
-        output: picture to write too; its name ends with .svg.
+        run: the run's folder.
+        as_json: print one line of JSON.
+        output: picture to write as well; its name ends with .svg.
 
     Raises:
-        NotFound: the folder does not exist, or has no accounts.
-        SettingError: none of their lines can be read, or the picture is of another kind.
+        NotFound: the folder does not exist, or contains no time accounts.
+        SettingError: none of the accounts' lines can be read, or `output` has another suffix.
     """
     if output is not None and output.suffix != ".svg":
         raise SettingError(
@@ -61,7 +61,7 @@ def show_goodput(run: str, as_json: bool = False, output: Path | None = None) ->
     if output is not None:
         output.write_text(draw_goodput(summary), encoding="utf-8")
         if not as_json:
-            print(f"drawn in {output}")  # noqa: T201
+            print(f"Picture written to {output}")  # noqa: T201
     return 0
 
 
@@ -97,8 +97,8 @@ def goodput_text(summary: GoodputSummary, width: int = 80, colored: bool = False
     """A headline, a stacked bar and a table.
 
     Args:
-        summary: of the run.
-        width: columns of the terminal.
+        summary: the run's summary.
+        width: number of columns of the terminal.
         colored: whether the terminal shows colours; otherwise each category has a letter.
     """
     count = len(summary.ranks)
@@ -120,19 +120,19 @@ def goodput_text(summary: GoodputSummary, width: int = 80, colored: bool = False
         each = "".join(f"{one:>10.1f}" for one in own) if ranks else ""
         lines.append(f"{mark}  {name:<{names}}{seconds:>10.1f}{share:>8.1%}{each}")
     if summary.damaged:
-        lines.append(f"{summary.damaged} damaged line{'s were' if summary.damaged > 1 else ' was'} left out.")
+        lines.append(f"{summary.damaged} damaged line{'s were' if summary.damaged > 1 else ' was'} skipped.")
     return "\n".join(lines)
 
 
 def _rows(summary: GoodputSummary) -> Iterator[tuple[str, float, Sequence[float]]]:
-    """Categories with the seconds of an average process and of each."""
+    """Each category with its seconds: the mean over the processes, and each process."""
     for name, seconds in summary.seconds.items():
         yield name, seconds, [one.seconds[name] for one in summary.ranks]
     yield _UNATTRIBUTED, summary.unattributed, [one.unattributed for one in summary.ranks]
 
 
 def bar(summary: GoodputSummary, width: int, colored: bool) -> str:
-    """All categories beside each other, in proportion."""
+    """A bar of all categories, in proportion to their seconds."""
     shares = [(name, seconds) for name, seconds, _ in _rows(summary)]
     total = sum(seconds for _, seconds in shares) or 1.0
     text, passed, drawn = "", 0.0, 0
@@ -156,7 +156,7 @@ _LINE: Final = 24
 
 
 def draw_goodput(summary: GoodputSummary) -> str:
-    """A picture in SVG: a stacked bar of the average process and one of each, with the categories below."""
+    """An SVG picture: a stacked bar for the mean over the processes and for each process, and a legend."""
     rows = list(_rows(summary))
     bars = [("average", [seconds for _, seconds, _ in rows])]
     if 1 < len(summary.ranks) <= 64:

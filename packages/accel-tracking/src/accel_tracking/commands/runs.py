@@ -1,5 +1,5 @@
 """`accel runs`: `list` names the runs of this machine and of a folder, `show` draws the curves of a run that the
-tracker "jsonl" stored, `samples` counts the samples of each source of a mixture, `status` shows its processes, and
+tracker "jsonl" stored, `samples` counts the samples from each source of a mixture, `status` shows its processes, and
 `goodput` shows where its time went.
 
 All actions identify a run by its folder, or by the process id of its launcher while it runs.
@@ -29,14 +29,18 @@ class Runs:
         listed = actions.add_parser(
             "list",
             help="list the runs of this machine and those stored in a folder",
-            description="List the runs that `accel launch` of this user started here, and those stored in a folder.",
+            description="List the runs that this user started here with `accel launch`, and those stored in a folder.",
         )
         listed.add_argument(
-            "path", metavar="FOLDER", nargs="?", default=".", help="Folder of stored runs; by default the current one."
+            "path",
+            metavar="FOLDER",
+            nargs="?",
+            default=".",
+            help="Folder of stored runs; by default the current folder.",
         )
         listed.add_argument("--json", action="store_true", help="Print one line of JSON per run.")
         show = actions.add_parser("show", help="show one run", description="Show the curves of one run.")
-        show.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest curves; or a .jsonl file.")
+        show.add_argument("path", metavar="RUN", help=f"{_RUN}; or a .jsonl file. A folder selects its newest run.")
         show.add_argument(
             "--output",
             type=Path,
@@ -47,8 +51,8 @@ class Runs:
             "status",
             help="show the state of each process of a run",
             description=(
-                "Show each process of a run: its state and source line, steps per second and memory. It works for "
-                "runs that `accel launch` of the same user started, also while they hang. The script needs no change."
+                "Show each process of a run: its state and source line, steps per second and memory. Works for "
+                "runs that the same user started with `accel launch`, even while they hang. The script needs no change."
             ),
         )
         status.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; by default all runs of this machine.")
@@ -65,20 +69,20 @@ class Runs:
             help="show how a run spent its time",
             description=(
                 "Show where the time of a run went, over all its restarts: start-up, data, steps, evaluation, "
-                "checkpoints, recomputed work, waiting and down time. The run was started with `accel launch "
-                "--project_dir`, or kept the account by Accelerator(goodput=True)."
+                "checkpoints, recomputed work, waiting and down time. The run must use `accel launch "
+                "--project_dir` or Accelerator(goodput=True), which record these times."
             ),
         )
         goodput.add_argument("run", metavar="RUN", help=f"{_RUN}.")
         goodput.add_argument("--json", action="store_true", help="Print one line of JSON.")
-        goodput.add_argument("--output", type=Path, help="Picture to write too (.svg).")
+        goodput.add_argument("--output", type=Path, help="Also write a picture to this file (.svg).")
 
         samples = actions.add_parser(
             "samples",
-            help="show how many samples each source of a mixture gave",
+            help="show the number of samples from each source of a mixture",
             description="Show how many samples each source gave, its epochs, and its share: as asked and as given.",
         )
-        samples.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest samples; or a .jsonl file.")
+        samples.add_argument("path", metavar="RUN", help=f"{_RUN}; or a .jsonl file. A folder selects its newest run.")
         samples.add_argument("--json", action="store_true", help="Print one line of JSON.")
 
     def run(self, arguments: Namespace) -> int:
@@ -115,7 +119,7 @@ def _show(arguments: Namespace) -> int:
     if draw and not arguments.text:
         output = arguments.output or run.path.with_suffix(".png")
         plot_run(run, output)
-        print(f"drawn in {output}")  # noqa: T201
+        print(f"Picture written to {output}")  # noqa: T201
     return 0
 
 

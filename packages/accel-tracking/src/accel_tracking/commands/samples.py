@@ -1,4 +1,4 @@
-"""`accel runs samples`: what each source of a mixture gave to a run, from the run's JSON lines."""
+"""`accel runs samples`: the samples that a run read from each source of a mixture, from the run's JSON lines."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COLUMNS: Final = ("loader", "source", "samples", "epochs", "asked", "given")
 
 
 def describe_samples(path: str, as_json: bool) -> str:
-    """How many samples each source gave until the newest log of a run.
+    """Print the number of samples from each source up to the last log of a run.
 
     Args:
         path: the .jsonl file of the run, or a folder.
-        as_json: one line of JSON, in place of a table.
+        as_json: print one line of JSON instead of a table.
 
     Raises:
-        SettingError: there is no run, or no mixture was read in it.
+        SettingError: there is no run, or it read no mixture.
     """
     run = read_run(path)
     step, rows = _newest(run)
@@ -47,13 +47,13 @@ def _newest(run: RunRecord) -> tuple[float | None, list[list[Any]]]:
             return record.step, rows
     raise SettingError(
         f"Cannot show the samples by source of the run {run.name!r}.",
-        f"Its file {str(run.path)!r} has no such table.",
+        f"Its file {str(run.path)!r} contains no table of samples by source.",
         "Read a MixtureDataset through a prepared loader, and call accelerator.log().",
     )
 
 
 def _lines(rows: Iterable[Sequence[Any]]) -> list[str]:
-    """The rows as text in columns; numbers to the right."""
+    """The rows as text in columns; numbers are right-aligned."""
     cells = [COLUMNS, *([_text(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""`accel runs status [RUN]`: what every process of a run does now, as a table, as JSON, or again and again."""
+"""`accel runs status [RUN]`: what every process of a run does now, as a table, as JSON, or repeatedly."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PAUSE: Final = 1.0
 _CLEAR: Final = "\x1b[H\x1b[2J"
 _HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory", "device memory")
 _LASTS: Final = 2.0
-"""Seconds in one state after which the table shows for how long."""
+"""Seconds in one state after which the table shows its duration."""
 
 
 def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> int:
-    """Print where the processes are, and return the exit code: 1 where there is no such run.
+    """Print where the processes are, and return the exit code: 1 if there is no such run.
 
     Args:
-        run: the run that the user named; every run of this user on this machine when None.
-        watch: print it every second, until the run ends.
+        run: the run that the user named; if None, every run of this user on this machine.
+        watch: print the status every second until the run ends.
         as_json: print one JSON object for each run.
         stacks: add the Python stack of every process of this machine.
     """
@@ -62,7 +62,7 @@ def _chosen(run: str | None) -> Sequence[LaunchedRun]:
     if not runs:
         raise NotFound(
             "Cannot show the runs of this machine.",
-            "this user has no run of `accel launch` on this machine now",
+            "no run that this user started with `accel launch` is running on this machine",
             "start one, or repeat the command on the machine of its launcher",
         )
     return runs

@@ -18,7 +18,7 @@ _HEADS = ("run", "state", "started", "steps", "where")
 
 
 def list_runs(folder: str, as_json: bool = False) -> str:
-    """The runs as a table, the newest first, or one JSON object a line.
+    """Return the runs as a table, the newest first, or as one JSON object per line.
 
     Args:
         folder: searched for files of the tracker "jsonl", in all folders below it.
@@ -36,7 +36,7 @@ def list_runs(folder: str, as_json: bool = False) -> str:
     if as_json:
         return "\n".join(json.dumps(run) for run in found)
     if not found:
-        return f"No run of this user is running here, and {folder} stores none."
+        return f"No run of this user is running here, and {folder} contains none."
     rows = [_HEADS, *(tuple(printable(_text(run[head])) for head in _HEADS) for run in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

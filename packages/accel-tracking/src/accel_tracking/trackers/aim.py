@@ -19,7 +19,7 @@ class AimTracker(LibraryTracker):
     Args:
         run_name: name of the run.
         logging_dir: folder of the repository.
-        kwargs: for `aim.Run`.
+        kwargs: arguments for `aim.Run`.
     """
 
     name = "aim"
@@ -68,7 +68,7 @@ class AimTracker(LibraryTracker):
             values: name to image or pair.
             step: step of the images.
             kwargs: `aim_image` for `aim.Image`, `track` for `Run.track`.
-            image_options: also for `aim.Image`.
+            image_options: further arguments for `aim.Image`.
         """
         import aim
 

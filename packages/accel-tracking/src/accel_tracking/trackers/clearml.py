@@ -19,18 +19,18 @@ _SPLITS = ("eval", "test", "train")
 
 @dataclass(frozen=True)
 class ClearMLSettings:
-    """Settings of the task that the environment may define."""
+    """Settings of the task, from environment variables."""
 
     project: str | None = setting(None, type=TEXT, variable="CLEARML_PROJECT", help="Project of the ClearML task.")
     task: str | None = setting(None, type=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
 
 
 class ClearMLTracker(LibraryTracker):
-    """Stores a run as a task of ClearML; it uses a task that is already open, and leaves that open.
+    """Stores a run as a task of ClearML; a task that is already open is used, and stays open.
 
     Args:
         run_name: name of the task, and of its project unless `kwargs` or $CLEARML_PROJECT name one.
-        kwargs: for `clearml.Task.init`.
+        kwargs: arguments for `clearml.Task.init`.
     """
 
     name = "clearml"
@@ -65,7 +65,7 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report numbers as scalars (without a step as single values), everything else as text."""
+        """Report numbers as scalars (as single values if there is no step), and everything else as text."""
         logger = self.task.get_logger()
         for name, value in flatten_keys(scalars_as_numbers(values)).items():
             if not is_number(value):

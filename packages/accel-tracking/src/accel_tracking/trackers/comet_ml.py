@@ -17,7 +17,7 @@ class CometMLTracker(LibraryTracker):
 
     Args:
         run_name: name of the project.
-        kwargs: for `comet_ml.start`, such as `online=False`.
+        kwargs: arguments for `comet_ml.start`, such as `online=False`.
     """
 
     name = "comet_ml"

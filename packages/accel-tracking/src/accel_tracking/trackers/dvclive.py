@@ -17,8 +17,8 @@ class DVCLiveTracker(LibraryTracker):
 
     Args:
         run_name: unused, because DVCLive names runs itself.
-        live: your own `Live`; constructed from `kwargs` when None.
-        kwargs: for `dvclive.Live`, such as `dir`.
+        live: your own `Live`; if None, one is constructed from `kwargs`.
+        kwargs: arguments for `dvclive.Live`, such as `dir`.
     """
 
     name = "dvclive"

@@ -57,11 +57,11 @@ def _without_special(value: Any) -> Any:
 
 
 class RunFile:
-    """A new file for lines; a write that the disk refuses leaves the file as it was before.
+    """A new file of lines; a write that fails does not change the file.
 
     Args:
-        path: must not exist.
-        flush_every: number of lines that it collects before it writes them. With 1, a killed process loses no line.
+        path: path of the file, which must not exist yet.
+        flush_every: number of lines to collect before each write. With 1, a killed process loses no line.
     """
 
     def __init__(self, path: Path, flush_every: int = 1) -> None:
@@ -75,7 +75,7 @@ class RunFile:
         """Add a line without its newline; `flush` writes all collected lines now.
 
         Raises:
-            OSError: the disk refused the write. The collected lines are lost, and the file is as it was before.
+            OSError: the write failed. The collected lines are lost, and the file is unchanged.
         """
         self._pending.append(line)
         if flush or len(self._pending) >= self._flush_every:
@@ -113,7 +113,7 @@ class JSONLinesTracker(GeneralTracker):
     Args:
         run_name: name of the run, and of its folder (`_` replaces characters that a path cannot contain).
         logging_dir: parent of that folder.
-        flush_every: number of lines that it collects before it writes them. With 1, a crash loses no line; more suit
+        flush_every: number of lines to collect before each write. With 1, a crash loses no line; larger values suit
             slow network file systems.
 
     Example:
@@ -132,7 +132,7 @@ class JSONLinesTracker(GeneralTracker):
         if flush_every < 1:
             raise SettingError(
                 f"Cannot construct the tracker 'jsonl' with flush_every={flush_every}.",
-                "It is the number of lines in one write, at least 1.",
+                "It is the number of lines per write, which must be at least 1.",
                 "Set flush_every to 1 or more.",
             )
         self.run_name = run_name
@@ -172,7 +172,7 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Store the hyperparameters in the first line, and those of a later call in another line."""
+        """Store the hyperparameters in the first line, and the hyperparameters of a later call in another line."""
         head = self._head or {"run": self.run_name, "format": FORMAT, "time": round(time.time(), 3)}
         self.tracker.add(encode({**head, "config": plain(values)}), flush=True)
         self._head = None
@@ -269,7 +269,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
     """Read a run from its file, or the newest run in or below a folder.
 
     Raises:
-        SettingError: the path holds no run, or one of another format.
+        SettingError: there is no run at the path, or it has another format.
     """
     file = _newest(Path(path))
     try:

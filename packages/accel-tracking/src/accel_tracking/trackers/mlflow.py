@@ -21,14 +21,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MLflowSettings:
-    """Settings of the run that the environment may define; they override the arguments of the tracker."""
+    """Settings of the run from environment variables; they override the arguments of the tracker."""
 
     experiment_name: str | None = setting(None, type=TEXT, variable="MLFLOW_EXPERIMENT_NAME", help="Experiment.")
     run_id: str | None = setting(None, type=TEXT, variable="MLFLOW_RUN_ID", help="Run to continue.")
     tags: dict[str, str] | None = setting(  # noqa: RUF009 - makes a field
         None, type=JSON, variable="MLFLOW_TAGS", help="Tags of the run, as a JSON object."
     )
-    nested_run: bool | None = setting(None, type=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Run inside the open one.")
+    nested_run: bool | None = setting(
+        None, type=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Nest the run inside the open run."
+    )
 
 
 class MLflowTracker(LibraryTracker):
@@ -39,7 +41,7 @@ class MLflowTracker(LibraryTracker):
         logging_dir: folder for the artifacts of a new experiment.
         run_id: run to continue.
         tags: tags of the run.
-        nested_run: whether it runs inside the open run.
+        nested_run: whether to nest the run inside the open run.
         run_name: name of the run.
         description: description of the run.
     """
@@ -94,7 +96,7 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Store the hyperparameters as the run's parameters; a warning names each that is too long for MLflow."""
+        """Store the hyperparameters as the run's parameters; log a warning for each that is too long for MLflow."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 

@@ -17,7 +17,7 @@ class SwanLabTracker(LibraryTracker):
 
     Args:
         run_name: name of the project.
-        kwargs: for `swanlab.init`, such as `mode` or `name`.
+        kwargs: arguments for `swanlab.init`, such as `mode` or `name`.
     """
 
     name = "swanlab"

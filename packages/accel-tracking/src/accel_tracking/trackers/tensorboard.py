@@ -1,4 +1,4 @@
-"""TensorBoard: event files in a folder, written by torch's `SummaryWriter` or that of tensorboardX."""
+"""TensorBoard: event files in a folder, written by the `SummaryWriter` of torch or tensorboardX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENSORBOARD_X = Requirement("tensorboardX")
 
 
 class _EitherWriter(Requirement):
-    """Torch's writer, which needs tensorboard, or tensorboardX: one of the two suffices."""
+    """Either torch's writer, which requires tensorboard, or the writer of tensorboardX."""
 
     def obstacle(self) -> str | None:
         obstacle = super().obstacle()
@@ -33,7 +33,7 @@ class TensorBoardTracker(LibraryTracker):
     Args:
         run_name: name of the run and of its folder.
         logging_dir: parent of that folder.
-        kwargs: for `SummaryWriter`.
+        kwargs: arguments for `SummaryWriter`.
     """
 
     name = "tensorboard"

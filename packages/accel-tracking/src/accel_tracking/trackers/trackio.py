@@ -17,7 +17,7 @@ class TrackioTracker(LibraryTracker):
 
     Args:
         run_name: name of the project.
-        kwargs: for `trackio.init`, such as `name` or `space_id`.
+        kwargs: arguments for `trackio.init`, such as `name` or `space_id`.
     """
 
     name = "trackio"

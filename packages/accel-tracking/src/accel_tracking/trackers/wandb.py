@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline as its own settings and variables define."""
+"""Weights & Biases, online or offline according to its own settings and variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WandBTracker(LibraryTracker):
 
     Args:
         run_name: name of the project.
-        kwargs: for `wandb.init`, such as `name`, `mode` or `dir`.
+        kwargs: arguments for `wandb.init`, such as `name`, `mode` or `dir`.
     """
 
     name = "wandb"
