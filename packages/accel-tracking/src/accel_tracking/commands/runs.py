@@ -80,7 +80,7 @@ class Runs:
         samples = actions.add_parser(
             "samples",
             help="show the number of samples from each source of a mixture",
-            description="Show how many samples each source gave, its epochs, and its share: as asked and as given.",
+            description="Show how many samples each source gave, its epochs, and its requested and actual share.",
         )
         samples.add_argument("path", metavar="RUN", help=f"{_RUN}; or a .jsonl file. A folder selects its newest run.")
         samples.add_argument("--json", action="store_true", help="Print one line of JSON.")
