@@ -135,7 +135,7 @@ def test_a_broken_backend_stays_listed_with_its_traceback_and_breaks_nobody_else
     assert "Traceback" in found["broken"].failure
     assert "no_such_module_here" in str(found["broken"].obstacle)
     assert choose("single").name == "single"
-    with pytest.warns(UserWarning, match="'broken'.*was not considered"):
+    with pytest.warns(UserWarning, match="'broken'.*was ignored"):
         assert choose().name == "single"
     with pytest.raises(PluginError, match="no_such_module_here"):
         choose("broken")
@@ -147,10 +147,10 @@ def test_a_broken_backend_stays_listed_with_its_traceback_and_breaks_nobody_else
         (
             "protocol=9",
             "MANIFEST",
-            "written for version 9 of the backend interface; this release works with versions 1 to 2",
+            "supports version 9 of the backend interface; this release supports versions 1 to 2",
         ),
-        ("protocol=(3, 9)", "MANIFEST", "written for versions 3 to 9"),
-        ("protocol=0", "MANIFEST", "written for version 0"),
+        ("protocol=(3, 9)", "MANIFEST", "supports versions 3 to 9"),
+        ("protocol=0", "MANIFEST", "supports version 0"),
         ("", "Settings", "not an accel_plugins.Manifest"),
     ],
 )

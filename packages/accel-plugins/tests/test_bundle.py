@@ -70,7 +70,7 @@ def test_anything_else_comes_back_as_it_is_with_a_warning(given: object, caplog:
     assert (first, last) == (model, None)
     assert second is given
     (record,) = caplog.records
-    assert "argument 2 as it is" in record.getMessage()
+    assert "argument 2 unchanged" in record.getMessage()
     assert type(given).__name__ in record.getMessage()
 
 

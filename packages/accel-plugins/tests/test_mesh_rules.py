@@ -61,11 +61,11 @@ def test_a_table_without_doubles_whose_exclusions_do_not_contradict_it() -> None
         (DDP, {"dp_shard_size": 2}, "not dp_shard", "fsdp_plugin="),
         (DDP, {"tp_size": 2}, "not tp", "Choose another backend"),
         (SINGLE, {"cp_size": 2}, "supports no axis", "Choose another backend"),
-        (FSDP2, {"dp_replicate_size": 2}, "no axis says over how many processes", "dp_shard_size above 1"),
+        (FSDP2, {"dp_replicate_size": 2}, "no axis specifies over how many", "dp_shard_size above 1"),
         (FSDP2, {"tp_size": 2, "cp_size": 2}, "plain tensors", "Set one of"),
         (FSDP2, {"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, "heads of attention", "Set one of"),
-        (FSDP2, {"sp_size": 2}, "leaves the sequence to an engine", "sp_backend='torch'"),
-        (DDP, {"sp_size": 2}, "leaves the sequence to an engine", "deepspeed_plugin"),
+        (FSDP2, {"sp_size": 2}, "requires an engine that shards the sequence", "sp_backend='torch'"),
+        (DDP, {"sp_size": 2}, "requires an engine that shards the sequence", "deepspeed_plugin"),
     ],
 )
 def test_mesh_rules_refuse_axes_that_a_backend_lacks(

@@ -159,7 +159,7 @@ def test_the_model_that_was_prepared_by_one_backend_is_refused_by_another(strate
     assert maker_of(nn.Linear(1, 1)) is None
 
     order.check_bundle(MANIFEST, strategy, [], Bundle.of([model]))
-    with pytest.raises(Conflict, match="'wrapping' prepared it before") as caught:
+    with pytest.raises(Conflict, match="'wrapping' prepared it earlier") as caught:
         order.check_bundle(SINGLE, Strategy(strategy.context), [], Bundle.of([model]))
     assert caught.value.remedy
 

@@ -200,7 +200,7 @@ def test_a_model_that_another_backend_prepared_is_refused(backend: Any) -> None:
     model, _ = prepared(Accelerator(cpu=True, backend="recording"))
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, backend="single")
-    with pytest.raises(Conflict, match="'recording' prepared it before"):
+    with pytest.raises(Conflict, match="'recording' prepared it earlier"):
         accelerator.prepare(model)
 
 

@@ -92,7 +92,7 @@ def with_shards() -> str:
 
 
 def test_shards_cannot_be_averaged(two: Processes) -> None:
-    assert "another shard of the parameters" in two.run(with_shards)[0]
+    assert "a different shard of them" in two.run(with_shards)[0]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True])

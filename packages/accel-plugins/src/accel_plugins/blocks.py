@@ -1,4 +1,4 @@
-"""The blocks of a model: the submodules that are compiled, recomputed or sharded as one."""
+"""The blocks of a model: the submodules that are compiled, recomputed or sharded as units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_repeated_blocks(module: Module) -> bool:
 
 
 def has_repeated_blocks(module: Module) -> bool:
-    """Whether there is a list of blocks of one class anywhere in a module."""
+    """Whether a module contains a list of blocks of one class, at any depth."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -36,10 +36,10 @@ def repeated_blocks(model: Module) -> list[Module]:
 
 
 def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
-    """The submodules whose class has one of the names, the innermost first.
+    """The submodules with one of these class names, innermost first.
 
     Raises:
-        SettingError: a name is that of no class in the model.
+        SettingError: the model has no class of that name.
     """
     asked = list(names)
     present = {type(part).__name__ for part in model.modules()}
@@ -48,12 +48,12 @@ def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
             near = closest(name, present)
             raise SettingError(
                 f"Cannot find blocks of the class {name!r}.",
-                f"{type(model).__name__} has none; its classes are {', '.join(sorted(present))}.",
-                f"Did you mean {near!r}?" if near else "Name one of these.",
+                f"{type(model).__name__} does not contain it; its classes are {', '.join(sorted(present))}.",
+                f"Did you mean {near!r}?" if near else "Use one of these.",
             )
     return [part for part in reversed(list(model.modules())) if type(part).__name__ in asked]
 
 
 def get_module_class_from_name(module: Module, name: str) -> type[Module] | None:
-    """The class called `name` among those of a module and its parts, or None."""
+    """The class named `name` among those of a module and its submodules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

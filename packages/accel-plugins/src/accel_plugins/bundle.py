@@ -1,4 +1,4 @@
-"""What `prepare` was given, sorted by kind, with the order of the caller remembered."""
+"""The arguments of one `prepare` call, sorted by kind; they are returned in the caller's order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _logger: Final = logging.getLogger(__name__)
 
 
 def part_kind(given: object) -> Part | None:
-    """The kind of an object, or None when it is none that `prepare` handles.
+    """The kind of an object, or None when `prepare` does not handle it.
 
-    A scheduler that is not torch's own counts as one when it can step and has a state. A placeholder for an
-    object that an engine makes has the kind of that object in its class attribute `placeholder_for`.
+    An object that is not a torch scheduler is treated as one if it has the methods `step` and `load_state_dict`. A
+    placeholder for an object that an engine creates has that object's kind in the class attribute `placeholder_for`.
     """
     placeholder_for: Part | None = getattr(type(given), "placeholder_for", None)
     if isinstance(placeholder_for, Part):
@@ -61,11 +61,11 @@ class ObjectsByKind:
 
 
 class Bundle(ObjectsByKind):
-    """Objects of one `prepare` call by kind; a strategy replaces the items of the lists by what it makes of them.
+    """The objects of one `prepare` call by kind; a strategy replaces the items of the lists by wrapped ones.
 
     Attributes:
-        models, optimizers, schedulers, loaders: what has to be prepared, each in the order given.
-        unchanged: objects that went through `prepare` before, or are of no kind; they come back as they are.
+        models, optimizers, schedulers, loaders: the objects to prepare, in the caller's order.
+        unchanged: objects that are returned unchanged: prepared earlier, or of another kind.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Bundle(ObjectsByKind):
     def of(cls, objects: Iterable[Any]) -> Bundle:
         """Sort objects by kind.
 
-        What is neither model, optimizer, scheduler nor loader is kept as it is, with a warning unless it is None.
+        Objects of other kinds remain unchanged; a warning names them, except None.
         """
         bundle = cls()
         for index, given in enumerate(objects):
@@ -94,8 +94,8 @@ class Bundle(ObjectsByKind):
         kind = part_kind(given)
         if kind is None:
             _logger.warning(
-                "prepare() returns argument %d as it is, %s %s: it is neither a model, nor an optimizer, nor a"
-                " learning-rate scheduler, nor a DataLoader. What it may hold of these is not prepared.",
+                "prepare() returns argument %d unchanged (%s %s): it is not a model, an optimizer, a learning-rate "
+                "scheduler or a DataLoader. Such objects inside it are not prepared.",
                 index + 1,
                 type(given).__name__,
                 _short(given),
@@ -103,16 +103,16 @@ class Bundle(ObjectsByKind):
         return kind
 
     def in_given_order(self) -> tuple[Any, ...]:
-        """What the lists hold now, in the order of the caller."""
+        """The current items of the lists, in the caller's order."""
         return tuple(self._list_of(kind)[position] for kind, position in self._places)
 
     def _list_of(self, kind: Part | None) -> list[Any]:
         return self.unchanged if kind is None else self.of_kind(kind)
 
     def parameter_names(self) -> dict[Parameter, str]:
-        """Name of every parameter of the models: "<index of the model>.<name in the user's model>".
+        """The name of each parameter of the models: "<index of the model>.<name in the user's model>".
 
-        Taken before and after a strategy replaced parameters, two such tables tell which one became which.
+        Two such tables, from before and after a strategy replaced parameters, map old parameters to new ones.
         """
         from accel_plugins.parameters import parameter_names
 
@@ -123,19 +123,19 @@ class Bundle(ObjectsByKind):
         }
 
     def rebind(self, mapping: Mapping[Parameter, Parameter]) -> None:
-        """Make the optimizers hold the new parameters instead of the old ones; their state moves with them."""
+        """Replace old parameters by new ones in the optimizers; the optimizer state moves to the new ones."""
         from accel_plugins.parameters import rebind
 
         rebind(self.optimizers, mapping)
 
     def rebind_by_name(self, before: Mapping[Parameter, str]) -> None:
-        """`rebind` to the parameters that now carry the names in `before`, a table made by `parameter_names`."""
+        """Call `rebind` for the parameters that now have the names in `before`, a result of `parameter_names`."""
         now = {name: parameter for parameter, name in self.parameter_names().items()}
         self.rebind({old: now[name] for old, name in before.items() if name in now and now[name] is not old})
 
 
 def vars_of(given: object) -> Mapping[str, Any]:
-    """Instance attributes of an object, empty for one that has no room for any."""
+    """Instance attributes of an object; empty for one without `__dict__`."""
     return getattr(given, "__dict__", {})
 
 

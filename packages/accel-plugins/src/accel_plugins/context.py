@@ -1,4 +1,4 @@
-"""What a strategy or a transform may know of the run it takes part in; it is never given the Accelerator."""
+"""What a strategy or a transform can read about its run; it never receives the Accelerator."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Context(NamedTuple):
     """The context of a strategy, read-only.
 
     Args:
-        process: who this process is, its device and its way to the others.
-        gradient: whether gradients are synchronised at this step.
-        precision: how forward and backward are computed.
+        process: this process: its rank, device and transport.
+        gradient: the gradient state: whether gradients are synchronised at this step.
+        precision: the precision in which forward and backward are computed.
         mesh: the devices of the run by axis, or None without axes.
         parallelism_config: the axes of the run, including those that an engine manages outside of the mesh.
-        manifest: what the backend declares about itself; None for a strategy that was made by hand.
+        manifest: the backend's manifest; None for a strategy that user code created directly.
     """
 
     process: Process

@@ -1,8 +1,8 @@
-"""The layers around a user's model: what `prepare` put there, and how they come off.
+"""The layers around a user's model: which ones `prepare` added, and how to remove them.
 
-`prepare` notes the model that the strategy made, the model inside it, and every layer that a transform put around it.
-Two questions are answered here alone: which model in these layers the strategy made, since a strategy is asked about no
-other one (`strategy_model`), and which model the user gave (`extract_model_from_parallel`).
+`prepare` records the model that the strategy returned, the model inside it, and every layer that a transform added.
+Only this module finds the strategy's model in these layers (`strategy_model`), which is the one that a strategy's
+methods accept, and the user's model (`extract_model_from_parallel`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = (
 )
 
 COMPILED_IN_PLACE: Final = "_compiled_by_prepare"
-"""On a block that `prepare` compiled without a wrapper."""
+"""Attribute of a block that `prepare` compiled without a wrapper."""
 
 
 class Unwraps(Protocol):
-    """What is asked of a strategy here."""
+    """The method of a strategy that this module calls."""
 
     def unwrap(self, model: Module) -> Module:
-        """What its `setup` wrapped."""
+        """The model that its `setup` wrapped."""
 
 
 class _Layer(NamedTuple):
-    """What is known of a module.
+    """What `prepare` recorded about a module.
 
     Args:
-        inner: the model inside it, or None where it is not around another one.
-        maker: name of the backend whose strategy made it, or None for the layer of a transform.
+        inner: the model inside it, or None where it does not wrap another one.
+        maker: name of the backend whose strategy returned it, or None for the layer of a transform.
     """
 
     inner: weakref.ref[Module] | None
@@ -53,20 +53,20 @@ _layers: Final[weakref.WeakKeyDictionary[Module, _Layer]] = weakref.WeakKeyDicti
 
 
 def note_made(backend: str, strategy: Unwraps, models: Iterable[Module]) -> None:
-    """Note models that the `setup` of a backend's strategy returned."""
+    """Record the models that the `setup` of a backend's strategy returned."""
     for model in models:
         inner = strategy.unwrap(model)
         _layers[model] = _Layer(None if inner is model else weakref.ref(inner), backend)
 
 
 def note_layer(layer: Module, model: Module) -> None:
-    """Note what a transform put around a model that a strategy made; nothing where it is the model itself."""
+    """Record the layer that a transform added around a strategy's model; no effect when it is the model itself."""
     if layer is not model:
         _layers[layer] = _Layer(weakref.ref(model), None)
 
 
 def strategy_model(model: Module) -> Module:
-    """The model that a strategy made, in all layers around it; a model that no strategy made stays as it is.
+    """The strategy's model inside all layers around it; a model without one is returned unchanged.
 
     Example:
         >>> with strategy.no_sync(strategy_model(model)):
@@ -82,14 +82,14 @@ def strategy_model(model: Module) -> Module:
 
 
 def maker_of(model: Module) -> str | None:
-    """Name of the backend that made a model, whatever is around it; None for a model that none made."""
+    """Name of the backend whose strategy returned a model, whatever layers are around it; None without one."""
     layer = _layers.get(strategy_model(model))
     return None if layer is None else layer.maker
 
 
 def is_compiled_module(module: Module) -> bool:
     """Whether a module is the result of `torch.compile`."""
-    # Nothing is compiled before the compiler is imported, and importing it takes seconds.
+    # Without an import of the compiler nothing can be compiled, and the import takes seconds.
     return "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
@@ -102,13 +102,13 @@ def _inside(model: Module, keep_regions: bool = True) -> Module | None:
     layer = _layers.get(model)
     if layer is not None:
         return None if layer.inner is None else layer.inner()
-    # A module with compiled regions shares everything with the one it was made from.
+    # A module with compiled regions shares everything with the original module.
     origin: Module | None = None if keep_regions else vars(model).get("_orig_mod")
     return _inside_wrapper_of_torch(model) if origin is None else origin
 
 
 def _inside_wrapper_of_torch(model: Any) -> Module | None:
-    """The model inside a wrapper that the script, or torch inside another wrapper, put around it."""
+    """The model inside a wrapper that the script, or torch inside another wrapper, added."""
     wrappers: Any = (DataParallel, DistributedDataParallel)
     if "torch.distributed.fsdp" in sys.modules:
         wrappers = (*wrappers, sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
@@ -119,16 +119,16 @@ def _inside_wrapper_of_torch(model: Any) -> Module | None:
 def extract_model_from_parallel(
     model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Module:
-    """The user's model inside a prepared one, which is the very object that went into `prepare`.
+    """The user's model inside a prepared one: the same object that `prepare` received.
 
-    The prepared one goes on working. What was changed inside of the model, and not around it, is the same for both: the
-    forward and compiled blocks. Where they are restored, the prepared model has them no longer either.
+    The prepared model still works. Changes inside the model (its forward and compiled blocks) are common to both: if
+    they are restored here, the prepared model loses them too.
 
     Args:
-        model: what `prepare` returned, or any other module.
-        keep_fp32_wrapper: leave the autocasting forward on; False restores the forward the model had.
-        keep_torch_compile: leave what `prepare` compiled, the model or its blocks, compiled.
-        recursive: also look for wrappers inside the model and take them out.
+        model: a model that `prepare` returned, or any other module.
+        keep_fp32_wrapper: keep the autocasting forward; False restores the original forward.
+        keep_torch_compile: keep the model, or its blocks, compiled if `prepare` compiled them.
+        recursive: also remove wrappers inside the model.
     """
     compiled: Module | None = None
     while True:
@@ -140,7 +140,7 @@ def extract_model_from_parallel(
     if recursive:
         _peel_children(model)
     if not keep_fp32_wrapper:
-        # What autocasts is imported by runs in a lower precision.
+        # Only runs in a lower precision import the module of autocast.
         from accel_plugins.precision.native import restore_forward
 
         restore_forward(model)
@@ -150,7 +150,7 @@ def extract_model_from_parallel(
 
 
 def _restore_blocks(model: Module) -> None:
-    """Take the compiled calls off the blocks that `prepare` gave one; those that the user compiled stay."""
+    """Restore the blocks that `prepare` compiled; blocks that the user compiled remain compiled."""
     for part in model.modules():
         if vars(part).pop(COMPILED_IN_PLACE, False):
             part._compiled_call_impl = None
@@ -167,7 +167,7 @@ def _peel_children(model: Module) -> None:
 
 
 def _compiled_like(compiled: Any, model: Module) -> Module:
-    """`model` compiled the way `compiled` is; `compiled` itself when it is around that model already."""
+    """`model`, compiled with the options of `compiled`; `compiled` itself when it already wraps that model."""
     if compiled._orig_mod is model:
         return compiled  # type: ignore[no-any-return]
     again: Module = type(compiled)(model, compiled.dynamo_ctx)

@@ -1,7 +1,7 @@
-"""What a backend declares about itself: plain data, read without importing torch or the backend.
+"""The manifest of a backend: plain data that is read without importing torch or the backend.
 
-The entry-point group `accel.backends` leads to objects of `Manifest`. Everything others must know about a backend
-is here, so nobody has to ask for its name.
+Entry points of the group `accel.backends` name `Manifest` objects. A manifest declares all that other code must know
+about a backend, so no code compares backend names.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from accel_state.settings.schema import Setting
 __all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase", "Traits")
 
 PROTOCOL: Final = 2
-"""Version of the backend interface that this release speaks."""
+"""Version of the backend interface that this release implements."""
 
 OLDEST_PROTOCOL: Final = 1
-"""The version before, which an adapter translates for one release."""
+"""The previous version, which an adapter supports for one release."""
 
 _NAME_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 class Duty(str, Enum):
-    """A job that a strategy does by itself, so that nobody else must."""
+    """A job that a strategy does itself, so that the Accelerator does not."""
 
     ACCUMULATION = "accumulation"
     PRECISION = "precision"
@@ -38,7 +38,7 @@ class Duty(str, Enum):
 
 
 class Part(str, Enum):
-    """A kind of object that `prepare` takes and a checkpoint holds."""
+    """A kind of object that `prepare` accepts and a checkpoint contains."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -57,21 +57,21 @@ class Axis(str, Enum):
 
 
 class Job(str, Enum):
-    """A change of the model whose order relative to the strategy's own wrapping differs between strategies."""
+    """A change of the model that some strategies need before, and others after, they wrap the model."""
 
     AUTOCAST = "autocast"
     COMPILE = "compile"
 
 
 class Phase(str, Enum):
-    """Whether something happens before or after the strategy wraps the model."""
+    """Before or after the strategy wraps the model."""
 
     BEFORE = "before"
     AFTER = "after"
 
 
 class Ability(str, Enum):
-    """Something that most strategies can do; one that cannot says so, and its tests are skipped."""
+    """Something that most strategies can do. A manifest lists the missing ones; the kit skips their tests."""
 
     NO_SYNC = "no_sync"
     CLIP_VALUE = "clip_value"
@@ -80,41 +80,42 @@ class Ability(str, Enum):
     STATE_DICT = "state_dict"
     EXACT_RESUME = "exact_resume"
     SYNCHRONOUS = "synchronous"
-    """Every optimizer step leaves the same weights on all processes, those of one process with the global batch.
+    """After every optimizer step all processes have the same weights: those of one process with the global batch.
 
-    Strategies of local steps, such as local SGD and DiLoCo, lack it: their processes differ between two averages.
+    Strategies of local steps, such as local SGD and DiLoCo, lack it: their weights differ between two averages.
     """
 
     SEVERAL_MODELS = "several_models"
     FP16 = "fp16"
     LOCAL_PASSES = "local_passes"
-    """Forward and backward under `no_sync` have no collectives, so that one process may stop in the middle of them.
+    """Forward and backward under `no_sync` call no collectives, so that one process may stop in the middle.
 
-    The first forward may still make buffers equal, before it computes anything.
+    The first forward may still broadcast buffers before it computes anything.
     """
 
 
 class Traits(NamedTuple):
-    """How a strategy synchronises and saves, where others have to know it.
+    """How a strategy synchronises and saves, as far as other code must know it.
 
     Args:
-        save_order: kinds of objects that `Strategy.save` is called for, in this order.
-        load_order: kinds of objects that `Strategy.load` is called for, in this order.
-        collective_save: every process must call `save`; otherwise only those that write files do. When it is set, save
-            hooks of the user do not see the weights: what one process takes away the others would miss.
-        supports_async_save: a collective `save` may run in another thread while training goes on. Its collectives need
-            a process group of their own.
-        save_options: further arguments that `save` takes for models, by the names under which `save_state` receives
-            them.
-        can_checkpoint_partial_grads: parameters hold the gradients of an unfinished accumulation window, so that a
-            checkpoint can hold them.
-        per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in fewer bits.
+        save_order: the kinds of objects for which `Strategy.save` is called, in this order.
+        load_order: the kinds of objects for which `Strategy.load` is called, in this order.
+        collective_save: every process must call `save`; otherwise only those that write files call it. If set, save
+            hooks of the user do not receive the weights, because a hook that removes weights on one process would
+            remove them for all.
+        supports_async_save: a collective `save` may run in another thread during training. Its collectives need a
+            separate process group.
+        save_options: names of further arguments that `save` accepts for models; `save_state` accepts the same names.
+        can_checkpoint_partial_grads: the gradients of an unfinished accumulation window are in `parameter.grad`, so
+            that a checkpoint can contain them.
+        per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in a smaller
+            dtype.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
-        compiles_blocks: `torch.compile` compiles the blocks that a model repeats before the strategy wraps it, unless
-            the settings say otherwise; else it compiles whole models.
-        elastic: the number of processes may change between two optimizer steps. Loaders that train then ask
-            `Strategy.begin_step` for the members of each step.
+        compiles_blocks: by default, `torch.compile` compiles the model's repeated blocks before the strategy wraps it;
+            False compiles whole models.
+        elastic: the number of processes may change between two optimizer steps. Training loaders then call
+            `Strategy.begin_step` before each step.
     """
 
     save_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
@@ -132,7 +133,7 @@ class Traits(NamedTuple):
 _REFUSALS: Final = {
     Ability.AVERAGE: (
         "Cannot average parameters over the processes (LocalSGD)",
-        "This backend keeps the parameters equal itself, or each process has another shard of the parameters.",
+        "This backend itself keeps the parameters equal, or each process has a different shard of them.",
         "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
     ),
     Ability.CLIP_VALUE: (
@@ -146,7 +147,7 @@ _REFUSALS: Final = {
         "Use even_batches=True, or the backend 'ddp'.",
     ),
 }
-"""What an error says of an ability that a backend lacks: what failed, what stands in the way, what to do."""
+"""The error for an ability that a backend lacks: what failed, why, what to do."""
 
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}
 
@@ -156,34 +157,38 @@ class Manifest:
     """The declaration of one backend.
 
     Args:
-        name: what users choose it by: lower-case letters, digits, `-` and `_`, at most 48.
-        strategy: "module:class" of the `Strategy`; imported when the backend is chosen.
-        config: "module:class" of its settings class, which never imports torch; empty when it has none.
-        label: what users read as `distributed_type`; None asks the device family.
-        present: "module:function" that is given the process and answers whether its circumstances call for this
-            backend; None if only an option selects it.
+        name: the name by which users choose it: at most 48 lower-case letters, digits, `-` and `_`; the first is a
+            letter.
+        strategy: the `Strategy` subclass as "module:class"; imported when the backend is chosen.
+        config: the settings class as "module:class", in a module that never imports torch; empty when there is none.
+        label: the value of `distributed_type` that users read; None: the device family's value.
+        present: a function as "module:function" that receives the process and returns whether the run needs this
+            backend; None if users select it explicitly.
         requires: packages that must be installed.
-        owns: what the strategy does by itself.
-        together: what `prepare` must be given in one call.
-        axes: mesh axes it can live with.
-        phases: where jobs go whose order differs from the usual one (autocast before, compile after).
-        lacks: what it cannot do.
+        owns: the jobs that the strategy does itself.
+        together: the kinds of objects that users must pass to `prepare` in one call.
+        axes: the mesh axes that it supports.
+        phases: the phase of each job that differs from the default (autocast before, compile after).
+        lacks: the abilities that it does not have.
         traits: how its strategy synchronises and saves.
-        settings: arguments for its settings class where nobody gives the settings, such as the version it is for.
-        families: names of the device families that it drives; empty for every one. A launch on the CPU refuses the
-            switch of a backend that has others only.
-        switch: setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share it.
-            Its variable passes it to the processes. At most one such setting is on.
-        parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
-        memory_plans: "module:class" of the `MemoryPlans` by which `accel estimate-memory --training` lists the backend;
-            empty where its memory is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` is data parallelism.
-        priority: of the backends that are present, the one with the highest is taken.
-        tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
-        protocol: version of this interface it was written for, or (oldest, newest) when it works with several. What
-            declares none was written for version 1. Write a number: `PROTOCOL` is another one in the next release.
+        settings: arguments for its settings class when the user passes no settings object, such as the version.
+        families: names of the device families that it supports; empty means all. A launch on the CPU refuses `switch`
+            of a backend without "cpu".
+        switch: the setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share
+            it. Its environment variable passes it to the processes. At most one such setting may be on.
+        parameter: the argument of the Accelerator that accepts its settings, such as "fsdp_plugin".
+        memory_plans: a `MemoryPlans` class as "module:class", with which `accel estimate-memory --training` estimates
+            the backend's memory; empty if it is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` describes
+            data parallelism.
+        priority: among the backends whose `present` returns True, the highest priority wins.
+        tier: 1: trained in tests on a CPU; 2: trained in tests where a GPU is available; 3: contract tests only; None:
+            unknown.
+        protocol: the version of this interface that it implements, or (oldest, newest) if it works with several.
+            Without one, version 1 is assumed. Write a number, because the value of `PROTOCOL` changes in later
+            releases.
 
     Raises:
-        PluginError: a name, a target or a range of versions is malformed.
+        PluginError: the name, a "module:object" reference or the range of versions is malformed.
     """
 
     name: str
@@ -211,8 +216,8 @@ class Manifest:
         if not _is_name(self.name):
             raise PluginError(
                 f"Cannot use the backend name {self.name!r}.",
-                "A name has lower-case letters, digits, '-' and '_', starts with a letter and is at most 48 long.",
-                "Rename it in its Manifest.",
+                "A name consists of at most 48 lower-case letters, digits, '-' and '_', and starts with a letter.",
+                "Correct `name` in its Manifest.",
             )
         targets = {
             "strategy": self.strategy,
@@ -232,31 +237,31 @@ class Manifest:
         if oldest > newest:
             raise PluginError(
                 f"Cannot use protocol={self.protocol!r} in the Manifest of the backend {self.name!r}.",
-                "The first version is newer than the last.",
+                "The first version is newer than the second.",
                 "Write the oldest version first.",
             )
 
     @property
     def protocols(self) -> tuple[int, int]:
-        """The oldest and the newest version of this interface that it works with."""
+        """The oldest and the newest version of this interface that the backend works with."""
         return self.protocol if isinstance(self.protocol, tuple) else (self.protocol, self.protocol)
 
     @property
     def common_protocol(self) -> int | None:
-        """The newest version that it and this release have in common, or None."""
+        """The newest version that both the backend and this release support, or None."""
         oldest, newest = self.protocols
         common = min(newest, PROTOCOL)
         return common if common >= max(oldest, OLDEST_PROTOCOL) else None
 
     def phase(self, job: Job) -> Phase:
-        """When a job is done, relative to the strategy's own wrapping."""
+        """The phase in which a job runs: before or after the strategy wraps the model."""
         return self.phases.get(job, _USUAL_PHASE[job])
 
     def demand(self, ability: Ability) -> None:
-        """Refuse to use an ability that the backend lacks; whoever uses one calls this first.
+        """Raise if the backend lacks an ability; code that needs one calls this first.
 
         Raises:
-            NotOffered: the backend lacks it.
+            NotOffered: the backend lacks the ability.
         """
         if ability in self.lacks:
             failed, obstacle, remedy = _REFUSALS.get(

@@ -1,7 +1,7 @@
 """How a backend trains, for estimates of memory before a launch.
 
-`accel estimate-memory --training` runs a step of every plan as one rank, with tensors that have shapes and no values,
-and with collectives that send nothing. It lists a backend whose manifest names a subclass of `MemoryPlans`:
+`accel estimate-memory --training` runs a step of every plan as one rank, with meta tensors and with collectives that
+send nothing. It lists a backend if its manifest names a subclass of `MemoryPlans`:
 
     Manifest(name="fancy", strategy=..., memory_plans="accel_backend_fancy.plans:FancyPlans")
 """
@@ -20,12 +20,12 @@ __all__ = ("MemoryPlans", "Overhead", "SinglePlans")
 
 
 class Overhead(NamedTuple):
-    """What a strategy adds to a model of several processes.
+    """What a strategy adds to the memory of a model on several processes.
 
     Args:
-        held: tensors that the strategy holds from `prepare` to the end of the training, such as buckets of gradients.
-        bytes_moved: bytes that the collectives of one step read and write, except those that forward and backward of
-            the model call.
+        held: tensors that exist from `prepare` to the end of training, such as gradient buckets.
+        bytes_moved: bytes that the collectives of one step read and write, without those that forward and backward
+            call.
     """
 
     held: Sequence[Tensor] = ()
@@ -33,32 +33,33 @@ class Overhead(NamedTuple):
 
 
 class MemoryPlans:
-    """The plans of a backend; the defaults are those of data parallelism, whose processes hold the whole model.
+    """The plans of a backend; the defaults describe data parallelism with the whole model on each process.
 
-    Tensor parallelism is a part of further plans where the manifest has `Axis.TENSOR`. Activation checkpointing of
-    repeated blocks is a part of further plans of every backend.
+    If the manifest has `Axis.TENSOR`, further plans include tensor parallelism. Every backend has further plans with
+    activation checkpointing of repeated blocks.
     """
 
     variants: ClassVar[tuple[str, ...]] = ("",)
-    """Ways of training with the backend, each a plan of its own; "" has no name beside that of the backend."""
+    """Names of variants, such as sharding strategies; each is a separate plan. "" adds nothing to the backend's
+    name."""
 
     recomputes: ClassVar[bool] = False
-    """Whether `settings` turns activation checkpointing on; elsewhere the script adds the transform."""
+    """Whether `settings` turns activation checkpointing on; if not, the script adds the transform."""
 
     def trains_on(self, processes: int) -> bool:
-        """Whether the backend has plans for a number of processes."""
+        """Whether the backend has plans for this number of processes."""
         return processes > 1
 
     def keeps_states_on_host(self, variant: str) -> bool:
-        """Whether the host's memory has parameters, gradients and states of the optimizer between their uses."""
+        """Whether parameters, gradients and optimizer state are in host memory between their uses."""
         return False
 
     def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
-        """Fields of the settings class that a plan sets; its launch flags and its config file follow from them.
+        """Fields of the settings class that a plan sets; they also determine its launch flags and config file.
 
         Args:
             variant: one of `variants`.
-            blocks: names of the classes of the blocks that the model repeats.
+            blocks: class names of the model's repeated blocks.
             recompute: whether activations of these blocks are computed again in backward.
         """
         return {}
@@ -68,12 +69,12 @@ class MemoryPlans:
     ) -> Overhead:
         """Parallelize a model over several processes, in place, as `Strategy.setup` does.
 
-        It may not read values of tensors. Tensor parallelism was applied before.
+        It must not read values of tensors. Tensor parallelism is applied already.
 
         Args:
             model: the model, on the CPU.
-            mesh: the processes that read different samples; 1-dimensional.
-            settings: those of `settings` and of the manifest.
+            mesh: 1-dimensional mesh of the processes that read different samples.
+            settings: the fields from `settings` and from the manifest.
             mixed_precision: "no", "bf16" or "fp16".
         """
         from torch import empty_like
@@ -84,7 +85,7 @@ class MemoryPlans:
 
 
 class SinglePlans(MemoryPlans):
-    """The plan of one process, which has no others."""
+    """The plan of a single process."""
 
     def trains_on(self, processes: int) -> bool:
         return processes == 1

@@ -1,8 +1,8 @@
-"""The device mesh of a run: the submesh of each axis, and which axes go together.
+"""The device mesh of a run: the submesh of each axis, and which axes can be combined.
 
-One table has the combinations that go together. It is checked when a run is assembled, and printed in the docs. A
-combination that is not in the table is refused, with the reason where one is known. Which of the combinations a backend
-takes follows from the axes that its manifest declares.
+One table lists the supported combinations; it is checked at the start of a run and printed in the docs. Other
+combinations raise an error, with the reason if it is known. A backend supports those combinations of which its manifest
+declares all axes.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ SEQUENCE_AXES: Final = (Axis.CONTEXT, Axis.SEQUENCE)
 
 
 def present_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[str]:
-    """Names of those axes that the mesh has, in its order."""
+    """Names of those of the axes that the mesh has, in the mesh's order."""
     wanted = {axis.value for axis in axes}
     return [name for name in mesh.mesh_dim_names or () if name in wanted]
 
 
 def submesh(mesh: DeviceMesh | None, axis: Axis) -> DeviceMesh | None:
-    """The neighbours of this process along one axis, or None where it has none."""
+    """This process's submesh along one axis, or None when the mesh lacks the axis."""
     if mesh is None or axis.value not in (mesh.mesh_dim_names or ()):
         return None
     return mesh[axis.value]
 
 
 def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
-    """The axis along which the sequence is sharded, with the neighbours along it; None where it is whole."""
+    """The axis along which the sequence is sharded, with its submesh; None when it is not sharded."""
     for axis in SEQUENCE_AXES:
         neighbours = submesh(mesh, axis)
         if neighbours is not None:
@@ -68,7 +68,7 @@ def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
 
 
 def flattened(mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
-    """A mesh of one dimension over those axes that the mesh has, or None when it has none of them."""
+    """A 1-dimensional mesh over those of the axes that the mesh has, or None when it has none of them."""
     names = present_axes(mesh, axes)
     if not names:
         return None
@@ -82,11 +82,11 @@ SHARDING_AXES: Final = frozenset({Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE})
 
 
 class Combination(NamedTuple):
-    """Axes that go together.
+    """Axes that can be combined.
 
     Args:
-        axes: those with more than one process.
-        meaning: what the processes do then.
+        axes: the axes with more than one process.
+        meaning: what is replicated or sharded.
     """
 
     axes: frozenset[Axis]
@@ -94,7 +94,7 @@ class Combination(NamedTuple):
 
 
 class Exclusion(NamedTuple):
-    """Axes that do not go together, and why."""
+    """Axes that exclude each other, and why."""
 
     axes: frozenset[Axis]
     reason: str
@@ -109,18 +109,21 @@ PERMITTED: Final = (
     Combination(_of(), "the backend decides"),
     Combination(_of(Axis.REPLICATE), "copies of the model"),
     Combination(_of(Axis.SHARD), "parameters sharded"),
-    Combination(_of(Axis.REPLICATE, Axis.SHARD), "copies of groups that shard the parameters (HSDP)"),
+    Combination(_of(Axis.REPLICATE, Axis.SHARD), "replicated groups that shard the parameters (HSDP)"),
     Combination(_of(Axis.TENSOR), "tensors of a layer sharded"),
-    Combination(_of(Axis.SHARD, Axis.TENSOR), "tensors of a layer sharded, and what is left of each parameter again"),
-    Combination(_of(Axis.REPLICATE, Axis.SHARD, Axis.TENSOR), "the same, in copies"),
+    Combination(
+        _of(Axis.SHARD, Axis.TENSOR),
+        "tensors of a layer sharded, and each shard again over the data-parallel processes",
+    ),
+    Combination(_of(Axis.REPLICATE, Axis.SHARD, Axis.TENSOR), "the same, in replicated groups"),
     Combination(_of(Axis.CONTEXT), "the sequence sharded; a sharding backend shards parameters over the same axis"),
-    Combination(_of(Axis.REPLICATE, Axis.CONTEXT), "copies of the model whose sequence is sharded"),
+    Combination(_of(Axis.REPLICATE, Axis.CONTEXT), "replicas of the model, the sequence sharded"),
     Combination(_of(Axis.SHARD, Axis.CONTEXT), "parameters sharded over both axes, the sequence over one"),
-    Combination(_of(Axis.SEQUENCE), "the sequence sharded, and heads in attention"),
-    Combination(_of(Axis.REPLICATE, Axis.SEQUENCE), "copies of the model whose sequence is sharded"),
+    Combination(_of(Axis.SEQUENCE), "the sequence sharded, and in attention the heads"),
+    Combination(_of(Axis.REPLICATE, Axis.SEQUENCE), "replicas of the model, the sequence sharded"),
     Combination(_of(Axis.SHARD, Axis.SEQUENCE), "parameters sharded over both axes, the sequence over one"),
 )
-"""Every combination that trains; each is tested to give the losses of a single process."""
+"""Every supported combination; tests compare each with the losses of a single process."""
 
 EXCLUSIONS: Final = (
     Exclusion(
@@ -135,12 +138,12 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         _of(Axis.CONTEXT, Axis.TENSOR),
-        "Attention over a sharded sequence takes plain tensors, and tensor parallelism hands it sharded ones.",
+        "Attention over a sharded sequence accepts plain tensors only, and tensor parallelism passes DTensors.",
         "Set one of cp_size and tp_size to 1.",
     ),
     Exclusion(
         _of(Axis.REPLICATE, Axis.TENSOR),
-        "Copies are kept alike by DistributedDataParallel, which does not take sharded tensors.",
+        "DistributedDataParallel synchronises the replicas, and it does not accept sharded tensors.",
         "Set dp_shard_size instead of dp_replicate_size, or both above 1.",
     ),
     Exclusion(
@@ -154,7 +157,7 @@ EXCLUSIONS: Final = (
         "Set dp_replicate_size=1, or dp_shard_size=1: parameters are sharded over the axis of the sequence too.",
     ),
 )
-"""Why a combination outside of the table does not work; messages have the first that applies."""
+"""Reasons why other combinations do not work; an error has the first that applies."""
 
 
 def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
@@ -163,40 +166,40 @@ def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
 
 
 def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
-    """Refuse axes that a backend does not support.
+    """Raise if a backend does not support the axes of a run.
 
-    Called when a run is assembled, before anything is prepared.
+    Called at the start of a run, before `prepare`.
 
     Raises:
-        Conflict: the combination is not in the table, or the backend does not take it.
+        Conflict: the combination is not in the table, or the backend does not support it.
     """
     axes = active_axes(parallelism_config)
     asked = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
-        obstacle = "No test covers the combination." if exclusion is None else exclusion.reason
-        remedy = "`accel_plugins.mesh.PERMITTED` lists the combinations."
+        obstacle = "This combination of axes is not tested." if exclusion is None else exclusion.reason
+        remedy = "Use a combination of `accel_plugins.mesh.PERMITTED`."
         raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
     _check_backend(asked, axes, manifest)
     _check_engine(asked, parallelism_config, manifest)
 
 
 def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
-    """Refuse a precision that does not work with an axis.
+    """Raise if a precision does not work with an axis of the run.
 
     Args:
-        name: of the precision.
+        name: name of the precision.
         excludes: axes that it does not work with.
         parallelism_config: the axes of the run.
 
     Raises:
-        Conflict: they do not go together.
+        Conflict: the precision does not work with an axis.
     """
     foreign = excludes & active_axes(parallelism_config)
     if foreign:
         raise Conflict(
             f"Cannot use mixed_precision={name!r} with {named(active_axes(parallelism_config))}.",
-            f"Its layers do not work with {named(foreign)}.",
+            f"The layers of that precision do not work with {named(foreign)}.",
             "Use mixed_precision='bf16', or set the size of that axis to 1.",
         )
 
@@ -208,14 +211,14 @@ def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> Non
         raise Conflict(
             asked,
             f"That backend supports {named(manifest.axes)}, not {named(foreign)}.",
-            "Give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
+            "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
             if sharding
             else "Choose another backend, or set the size of that axis to 1.",
         )
     if axes and not _suits_sharding(axes, manifest):
         raise Conflict(
             asked,
-            "That backend shards parameters, and no axis says over how many processes.",
+            "That backend shards parameters, and no axis specifies over how many processes.",
             "Set dp_shard_size above 1, or use the backend 'ddp'.",
         )
 
@@ -228,8 +231,9 @@ def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: M
     if parallelism_config.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
         raise Conflict(
             asked,
-            f"sp_backend={parallelism_config.sp_backend!r} leaves the sequence to an engine, which this backend lacks.",
-            "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or give deepspeed_plugin.",
+            f"sp_backend={parallelism_config.sp_backend!r} requires an engine that shards the sequence; this backend "
+            "has none.",
+            "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or pass deepspeed_plugin.",
         )
 
 
@@ -239,14 +243,14 @@ def named(axes: frozenset[Axis]) -> str:
 
 
 def takes(manifest: Manifest, axes: frozenset[Axis]) -> bool:
-    """Whether a backend takes axes together."""
+    """Whether a backend supports a combination of axes."""
     permitted = any(combination.axes == axes for combination in PERMITTED)
     return permitted and axes <= manifest.axes and (not axes or _suits_sharding(axes, manifest))
 
 
 def as_markdown(manifests: tuple[Manifest, ...]) -> str:
-    """The table as a Markdown document fragment, with a column for the backends that take each combination."""
-    lines = ["| axes | what the processes do | backends |", "|---|---|---|"]
+    """The table as Markdown, with a column for the backends that support each combination."""
+    lines = ["| axes | what is replicated or sharded | backends |", "|---|---|---|"]
     for combination in PERMITTED:
         backends = ", ".join(manifest.name for manifest in manifests if takes(manifest, combination.axes))
         lines.append(f"| {named(combination.axes)} | {combination.meaning} | {backends} |")

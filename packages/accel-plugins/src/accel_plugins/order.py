@@ -1,6 +1,6 @@
-"""What happens to the models of a run when they are prepared, as a list of steps in their order.
+"""The steps that prepare the models of a run, as an ordered list.
 
-The list is data: whoever prepares runs it from first to last, logs it with numbers, and tests compare it.
+`prepare` runs the list from first to last and logs it with numbers; tests compare it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ("PrepareStep", "check_bundle", "numbered", "steps")
 
 
 class PrepareStep(NamedTuple):
-    """One step of preparing.
+    """One step of `prepare`.
 
     Args:
-        name: what the numbered list calls it.
-        run: makes it of a bundle, and returns the bundle to go on with.
+        name: the step's name in the log.
+        run: applies the step to a bundle and returns the bundle for the next step.
     """
 
     name: str
@@ -41,14 +41,14 @@ def steps(
     moves: Callable[[Module], bool] = lambda model: True,
     trains: bool = True,
 ) -> list[PrepareStep]:
-    """The steps for models of a run, in order.
+    """The steps that prepare models, in order.
 
     Args:
-        manifest: of the backend.
-        strategy: the backend at work.
-        transforms: those of the run; those that the strategy's settings ask for are added.
-        moves: whether a model is brought to the device.
-        trains: False leaves out what the strategy does for training.
+        manifest: the backend's manifest.
+        strategy: the backend's strategy.
+        transforms: the transforms of the run; this function adds those of `strategy.transforms()`.
+        moves: returns whether to move a model to the device.
+        trains: False leaves out the step that calls `Strategy.setup`, for models that are only evaluated.
     """
     before, after = ordered([*transforms, *strategy.transforms()], manifest)
     autocast = _autocast(manifest, strategy)
@@ -64,14 +64,14 @@ def steps(
 
 
 def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
-    """Let the strategy, the precision and every transform refuse what cannot work, before anything is touched."""
+    """Let the strategy, the precision and every transform raise errors before anything is changed."""
     for given in (*bundle.unchanged, *bundle.models):
         maker = maker_of(given) if isinstance(given, Module) else None
         if maker not in (None, manifest.name):
             raise Conflict(
                 f"Cannot prepare {type(given).__name__} with the backend {manifest.name!r}.",
-                f"The backend {maker!r} prepared it before and changed how it trains.",
-                "Build a new model and prepare that.",
+                f"The backend {maker!r} prepared it earlier and changed how it trains.",
+                "Create a new model and prepare that one.",
             )
     strategy.check(bundle)
     strategy.context.precision.check(bundle)
@@ -90,7 +90,7 @@ def _place(bundle: Bundle, strategy: Strategy, moves: Callable[[Module], bool]) 
 
 
 def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:
-    """The bundle with other models; optimizers follow where parameters were replaced."""
+    """Replace each model by `change(model)`; optimizers receive the new parameters."""
     before = bundle.parameter_names()
     bundle.models[:] = [change(model) for model in bundle.models]
     bundle.rebind_by_name(before)
@@ -118,7 +118,7 @@ def _set_up(bundle: Bundle, name: str, strategy: Strategy) -> Bundle:
 
 
 def _transformation(transform: Transform, strategy: Strategy, around: bool = False) -> PrepareStep:
-    """The step of a transform; `around` says whether the strategy has made the models before."""
+    """The step of a transform; `around`: whether the strategy has wrapped the models already."""
 
     def change(model: Module) -> Module:
         changed = transform.apply(model, strategy.context)

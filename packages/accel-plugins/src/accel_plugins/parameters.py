@@ -1,8 +1,8 @@
-"""Which parameter is which: its name in the user's model, its ties, and the optimizers that hold it.
+"""Identify parameters: by their names in the user's model, their ties, and their optimizers.
 
-Strategies replace parameters, wrappers rename them, and checkpoints of different backends name them differently. What
-stays the same is the name in the user's model. The state of an optimizer names parameters by position, as torch does,
-or by name, as backends that shard do; converting lets each kind of checkpoint be loaded by the other.
+Strategies replace parameters, wrappers rename them, and checkpoints of different backends name them differently. Only
+the name in the user's model never changes. The state of an optimizer lists parameters by position, as torch does, or by
+name, as sharding backends do. This module converts both, so that either kind of backend loads checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def names_by_group(optimizer: Optimizer, models: Iterable[Module]) -> list[list[
 
 
 def rebind(optimizers: Iterable[Optimizer], mapping: Mapping[Parameter, Parameter]) -> None:
-    """Make optimizers hold new parameters instead of the old ones; their state moves with the parameters.
+    """Replace old parameters by new ones in optimizers; the optimizer state moves to the new ones.
 
     Args:
-        optimizers: they change in place.
-        mapping: by old parameter, the new one.
+        optimizers: the optimizers; changed in place.
+        mapping: the new parameter for each old one.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -63,7 +63,7 @@ def rebind(optimizers: Iterable[Optimizer], mapping: Mapping[Parameter, Paramete
 
 
 def with_tied_names(model: Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights under all names of those that have several, as a safetensors file keeps one name of each."""
+    """Add all names of tied weights; a safetensors file has one name of each."""
     found = dict(weights)
     for names in find_tied_parameters(model):
         given = next((weights[name] for name in names if name in weights), None)
@@ -76,20 +76,20 @@ def with_tied_names(model: Module, weights: Mapping[str, Any]) -> dict[str, Any]
 
 
 def names_parameters(state: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer is by name."""
+    """Whether the state of an optimizer lists parameters by name."""
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def by_position(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
-    """A state by name as the optimizer itself would have saved it.
+    """Convert a state by name to one by position, as the optimizer itself would save it.
 
     Args:
-        state: the state.
-        optimizer: the one it is for.
-        models: prepared models, one of which holds its parameters.
+        state: the state by name.
+        optimizer: the optimizer that loads it.
+        models: prepared models; one of them has the optimizer's parameters.
 
     Raises:
-        CheckpointError: it belongs to other parameters.
+        CheckpointError: the state belongs to other parameters.
     """
     names = _names(optimizer, models)
     positions = {name: position for position, name in enumerate(name for group in names for name in group)}
@@ -113,7 +113,7 @@ def unstepped(optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
 
 
 def restart(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimizer the options in the state of one that had not stepped, and forget its own steps."""
+    """Load the state of an optimizer that had not stepped: set the groups' options and drop the current state."""
     optimizer.state.clear()
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         options = {name: value for name, value in saved.items() if name != "params"}
@@ -121,7 +121,7 @@ def restart(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _in_kind(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group, with tuples where shards gave lists."""
+    """Options of a group, with tuples instead of the lists that sharded checkpoints contain."""
     return {
         name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
         for name, value in saved.items()
@@ -129,13 +129,13 @@ def _in_kind(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def by_name(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
-    """A state by position with the names of the parameters; see `by_position`."""
+    """Convert a state by position to one by name; see `by_position`."""
     names = _names(optimizer, models)
     flat = [name for group in names for name in group]
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise _other_parameters(optimizer, [f"groups of {sizes} parameters"])
-    # Positions count through the groups in order, whatever numbers stand in them.
+    # Positions count through the groups in order, whatever the numbers in the state.
     positions = [position for group in state["param_groups"] for position in group["params"]]
     named = dict(zip(positions, flat, strict=True))
     groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
@@ -143,16 +143,16 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Mod
 
 
 def _names(optimizer: Optimizer, models: Iterable[Module]) -> list[list[str]]:
-    """Names of the optimizer's parameters, by group."""
+    """The names of the optimizer's parameters, by group."""
     names = names_by_group(optimizer, models)
     if names is None:
-        raise _other_parameters(optimizer, ["parameters of several models, or of none that is prepared"])
+        raise _other_parameters(optimizer, ["parameters of several models, or of no prepared model"])
     return names
 
 
 def _other_parameters(optimizer: Optimizer, found: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"Cannot load the state of {type(optimizer).__name__} from a checkpoint of another backend.",
-        f"Its parameters and those of the checkpoint are not the same: {', '.join(found)}.",
+        f"Cannot load the state of {type(optimizer).__name__} from the checkpoint of another backend.",
+        f"The optimizer and the checkpoint have different parameters: {', '.join(found)}.",
         "Prepare the same models and optimizers as when it was saved.",
     )

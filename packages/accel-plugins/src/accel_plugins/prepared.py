@@ -1,4 +1,4 @@
-"""What went through `prepare`, and what else a checkpoint holds; the one place that remembers it."""
+"""The registry of prepared objects and of the other objects in a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Stateful(Protocol):
 
 
 class PreparedObjects(ObjectsByKind):
-    """Prepared objects by kind, in the order in which they were prepared, and the other objects of a checkpoint.
+    """Prepared objects by kind, in the order of preparation, and the other objects of a checkpoint.
 
     Args:
-        models, optimizers, schedulers: as `prepare` returned them.
-        loaders: whose position a checkpoint holds.
-        scaler: whatever keeps the scale of the loss, the precision for example; left out of a checkpoint when its
-            state is empty.
+        models, optimizers, schedulers: the objects that `prepare` returned.
+        loaders: the data loaders; a checkpoint contains their positions.
+        scaler: the object that has the loss scale, such as the precision; a checkpoint omits it when its state is
+            empty.
         custom: objects registered for checkpoints.
 
     Attributes:
-        engine: engine of a backend, where somebody assigned one.
-        steps_in_backward: whether one of the optimizers changes each parameter during backward, as LOMO does.
+        engine: the backend's engine, if one was assigned.
+        steps_in_backward: whether one of the optimizers updates parameters during backward, as LOMO does.
         save_hooks, load_hooks: called before a checkpoint is written or read.
     """
 
@@ -64,12 +64,12 @@ class PreparedObjects(ObjectsByKind):
         self.custom = list(custom)
         self.engine: Any = None
         self.steps_in_backward = False
-        # RemovableHandle keeps a weak reference, which a plain dict does not allow.
+        # RemovableHandle needs a weak reference, which a plain dict does not support.
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
     def remember(self, bundle: Bundle) -> None:
-        """Keep what a `prepare` call made."""
+        """Add the objects of a `prepare` call."""
         for part in (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER, Part.LOADER):
             for item in bundle.of_kind(part):
                 if hasattr(item, "__dict__"):
@@ -78,40 +78,40 @@ class PreparedObjects(ObjectsByKind):
         self.steps_in_backward = any(getattr(one, "steps_in_backward", False) for one in self.optimizers)
 
     def for_strategy(self, part: Part) -> list[Any]:
-        """The objects of one kind as a strategy knows them: its models without the layers around them."""
+        """The objects of one kind as a strategy's methods accept them: models without the layers around them."""
         items = self.of_kind(part)
         return [strategy_model(model) for model in items] if part is Part.MODEL else items
 
     def unwrapped_models(self, unwrap: Callable[[Module], Module]) -> list[Module]:
-        """The user's models, whose parameters have the names that the user gave them; `unwrap` is the strategy's."""
+        """The user's models, with the user's parameter names; `unwrap` is the strategy's method."""
         return [unwrap(strategy_model(model)) for model in self.models]
 
     def register(self, objects: Iterable[Any]) -> None:
-        """Keep objects whose state goes into every checkpoint.
+        """Register objects; every checkpoint contains their state.
 
         Raises:
             SettingError: some of them have no `state_dict` and `load_state_dict`.
         """
         given = list(objects)
         without = [
-            f"Item at index {index} is a {type(item).__name__}."
+            f"Argument {index} is a {type(item).__name__}."
             for index, item in enumerate(given)
             if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]
         if without:
             raise SettingError(
-                "Cannot register objects without the methods state_dict() and load_state_dict(state).",
+                "Cannot register objects without the methods `state_dict()` and `load_state_dict(state)`.",
                 " ".join(without),
                 "Add these methods, or save the objects yourself.",
             )
         self.custom.extend(given)
 
     def only_model(self) -> Module | None:
-        """The model that its strategy made, where exactly one was prepared."""
+        """The strategy's model, if exactly one was prepared; otherwise None."""
         return strategy_model(self.models[0]) if len(self.models) == 1 else None
 
     def owner_of(self, optimizer: Optimizer) -> Module | None:
-        """The model, as its strategy made it, that all parameters of an optimizer belong to, or None."""
+        """The strategy's model that has all parameters of an optimizer, or None."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in map(strategy_model, self.models):
             if held and held <= {id(parameter) for parameter in model.parameters()}:
@@ -119,19 +119,19 @@ class PreparedObjects(ObjectsByKind):
         return None
 
     def parameter_name(self, tensor: Any) -> str | None:
-        """Name of a parameter in the prepared model that has it, or None."""
+        """The name of a parameter in its prepared model, or None."""
         named = (pair for model in self.models for pair in model.named_parameters())
         return next((str(name) for name, parameter in named if parameter is tensor), None)
 
     def clear(self) -> None:
-        """Forget everything, so that its memory can be given back."""
+        """Remove all objects, so that their memory can be freed."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
             kept.clear()
         self.engine, self.steps_in_backward = None, False
 
 
 def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Any:
-    """Keep a hook; the handle that comes back removes it."""
+    """Add a hook; the returned handle removes it."""
     from torch.utils.hooks import RemovableHandle
 
     handle = RemovableHandle(hooks)

@@ -1,7 +1,7 @@
-"""Backends that were written for version 1 of the interface, run by version 2.
+"""Adapter that runs backends of version 1 of the interface.
 
-Version 1 had class attributes of the strategy where version 2 has `Manifest.traits`, other names for two methods, and a
-`backward` that did not receive the model. This module goes with version 3.
+In version 1, the strategy had class attributes instead of `Manifest.traits`, two methods had other names, and
+`backward` did not receive the model. Version 3 will remove this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USUAL: Final = Traits()
 
 
 class _Names1(Strategy):
-    """What a strategy of version 1 inherits beside what both versions have."""
+    """Attributes and methods that only strategies of version 1 inherit."""
 
     save_order: ClassVar[Sequence[Part]] = _USUAL.save_order
     load_order: ClassVar[Sequence[Part]] = _USUAL.load_order
@@ -43,7 +43,7 @@ class _Names1(Strategy):
 
 
 class _Names2(Strategy):
-    """Answers the questions of version 2 by the methods of version 1."""
+    """Implements methods of version 2 with those of version 1."""
 
     def shard_key(self) -> Hashable:
         old: Any = self
@@ -59,17 +59,17 @@ class _Names2(Strategy):
 
 
 def adapted(strategy: type[Strategy]) -> type[Strategy]:
-    """A strategy of version 1 as one of version 2."""
-    # The plugin's methods stand between the two, so that their calls of `super()` find the names of version 1.
+    """Adapt a strategy class of version 1 to version 2."""
+    # The plugin's class comes between the two bases, so that its `super()` calls find the names of version 1.
     kept = {"__module__": strategy.__module__, "__doc__": strategy.__doc__}
-    # A type checker cannot order bases that it does not know.
+    # Type checkers do not know these bases.
     bases: Any = (_Names2, strategy, _Names1)
     made: type[Strategy] = type(strategy.__name__, bases, kept)
     return made
 
 
 def traits_of(strategy: type[Strategy]) -> Traits:
-    """What the class attributes of an adapted strategy declare."""
+    """The traits that the class attributes of an adapted strategy declare."""
     old: Any = strategy
     return Traits(
         save_order=tuple(old.save_order),

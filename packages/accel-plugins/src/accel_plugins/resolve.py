@@ -1,9 +1,9 @@
-"""Which backend owns the run: finding backends, choosing one, and making its strategy.
+"""Find the installed backends, choose the one of the run, and create its strategy.
 
-The choice is: argument, else a settings object that belongs to a backend, else the environment, else the backend with
-the highest priority among those whose circumstances are present; where that one does not support the axes of the
-`ParallelismConfig`, the one with the highest priority that does. All processes must choose the same one. Importing this
-module loads neither torch nor any backend.
+The choice follows this order: the argument, a settings object that belongs to a backend, the environment. Without any
+of these, it is the backend with the highest priority among those that are present; if that one does not support the
+axes of the `ParallelismConfig`, it is the one with the highest priority that does. All processes must choose the same
+one. Importing this module imports neither torch nor any backend.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _GROUP: Final = "accel.backends"
 
 
 class Found(NamedTuple):
-    """A backend that some distribution offers.
+    """A backend that an installed distribution provides.
 
     Args:
         name: name of its entry point.
         origin: name and version of the distribution.
-        manifest: what it declares, or None when it could not be loaded.
-        failure: why it cannot be used, as a traceback or a sentence; empty when it can.
+        manifest: its manifest, or None when it could not be loaded.
+        failure: why it cannot be used, as a traceback or a sentence; empty when it can be used.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
     @property
     def obstacle(self) -> str | None:
-        """What stands in the way of using it, in a few words, or None."""
+        """Why it cannot be used, in one line, or None."""
         if self.failure:
             return self.failure.strip().splitlines()[-1]
         unmet = (requirement.obstacle() for requirement in (self.manifest.requires if self.manifest else ()))
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 def available() -> tuple[Found, ...]:
-    """Every backend that is installed, in order of name; one that cannot be loaded is listed with its failure."""
+    """All installed backends, sorted by name; those that cannot be loaded have a `failure`."""
     return tuple(sorted((_look_at(extension) for extension in extensions(_GROUP)), key=lambda found: found.name))
 
 
@@ -84,11 +84,11 @@ def _look_at(extension: Any) -> Found:
         failure = f"{extension.target} is a {type(manifest).__name__}, not an accel_plugins.Manifest."
     elif manifest.common_protocol is None:
         failure = (
-            f"It was written for {_versions(*manifest.protocols)} of the backend interface; this release works with "
+            f"It supports {_versions(*manifest.protocols)} of the backend interface; this release supports "
             f"{_versions(OLDEST_PROTOCOL, PROTOCOL)}."
         )
     elif manifest.name != extension.name:
-        failure = f"Its manifest is named {manifest.name!r}, and its entry point {extension.name!r}."
+        failure = f"Its manifest has the name {manifest.name!r}, but its entry point has the name {extension.name!r}."
     return Found(extension.name, extension.origin, None if failure else manifest, failure)
 
 
@@ -102,19 +102,19 @@ def choose(
     process: Process | None = None,
     parallelism_config: ParallelismConfig | None = None,
 ) -> Manifest:
-    """The backend of the run; every process must call this.
+    """Choose the backend of the run; every process must call this.
 
     Args:
-        name: the backend asked for by argument.
-        config: a settings object, or several by name; the backend whose manifest names their class is taken.
-        process: who this process is; the current one when None.
-        parallelism_config: the axes of the run; without a named backend, the choice is one that supports them.
+        name: the backend that the user passed as argument.
+        config: a settings object, or several by name; selects the backend with this settings class.
+        process: this process; None: the current one.
+        parallelism_config: the axes of the run; if no backend is named, one that supports them is chosen.
 
     Raises:
-        SettingError: there is no backend of that name, or the processes chose different ones.
-        Conflict: several backends have equal claims, or the one chosen does not take the axes.
-        PluginError: the backend asked for is broken.
-        Missing: a package that it needs is not installed.
+        SettingError: no backend has that name, or the processes chose different ones.
+        Conflict: several backends have the same priority, or the chosen one does not support the axes.
+        PluginError: the chosen backend cannot be loaded.
+        Missing: a package that the backend requires is not installed.
     """
     if process is None:
         from accel_state import current
@@ -133,7 +133,7 @@ def choose(
 
 
 def settings(manifest: Manifest, config: Any) -> Any:
-    """The settings of a backend: those given, else those of the environment; None for a backend that has none.
+    """The settings of a backend: `config`, or those of the environment; None for a backend without settings.
 
     Raises:
         PluginError: the class that the manifest names cannot be imported.
@@ -149,24 +149,24 @@ def settings(manifest: Manifest, config: Any) -> Any:
     if not isinstance(_first_of(config), config_class):
         raise Conflict(
             f"Cannot use settings of type {type(config).__name__} for the backend {manifest.name!r}.",
-            f"Its settings are {manifest.config}.",
-            "Leave out one of the two.",
+            f"The settings class of that backend is {manifest.config}.",
+            "Remove one of the two.",
         )
     return config
 
 
 def configured_precision(config: Any) -> str | None:
-    """The precision that the settings of an engine switch on, or None."""
+    """The precision in an engine's settings, or None."""
     name: str | None = getattr(_first_of(config), "configured_precision", None)
     return name
 
 
 def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
-    """Make the strategy of a backend.
+    """Create the strategy of a backend.
 
     Args:
-        manifest: the backend chosen.
-        config: an instance of its settings class; read from the environment when None.
+        manifest: the manifest of the chosen backend.
+        config: an instance of its settings class; None: read from the environment.
         context: the context of the run.
 
     Raises:
@@ -183,10 +183,10 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
 
 
 def strategy_class(manifest: Manifest) -> type[Strategy]:
-    """The strategy of a backend; one that was written for the version before is adapted to this one.
+    """The strategy class of a backend; one of the previous protocol version is adapted.
 
     Raises:
-        PluginError: it cannot be imported, or is not a strategy.
+        PluginError: the class cannot be imported, or is not a strategy.
     """
     from accel_plugins.strategy import Strategy
 
@@ -205,10 +205,10 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
 
 
 def memory_plans(manifest: Manifest) -> MemoryPlans:
-    """The plans by which the memory of a backend is estimated; the manifest names their class.
+    """The memory plans of a backend, from the class that the manifest names.
 
     Raises:
-        PluginError: it cannot be imported, or is not a subclass of `MemoryPlans`.
+        PluginError: the class cannot be imported, or is not a subclass of `MemoryPlans`.
     """
     from accel_plugins.memory_plans import MemoryPlans
 
@@ -223,7 +223,7 @@ def memory_plans(manifest: Manifest) -> MemoryPlans:
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
-    """The settings object of a backend among others (the `kwargs_handlers` of a script, for example), or None."""
+    """The settings object of a backend among other objects, such as a script's `kwargs_handlers`, or None."""
     return next((candidate for candidate in given if _target_is_type_of(manifest.config, candidate)), None)
 
 
@@ -270,8 +270,8 @@ def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
     if len(bearers) > 1:
         raise Conflict(
             asked,
-            f"Several packages provide a backend of that name: {', '.join(one.origin for one in bearers)}.",
-            "Uninstall all but one of them.",
+            f"Several packages provide a backend with that name: {', '.join(one.origin for one in bearers)}.",
+            "Uninstall all of them except one.",
         )
     return _usable(asked, bearers[0])
 
@@ -280,7 +280,7 @@ def _usable(asked: str, found: Found) -> Manifest:
     if found.manifest is None:
         raise PluginError(
             asked,
-            f"The one of {found.origin} cannot be used:\n{found.failure}",
+            f"The backend of {found.origin} cannot be used:\n{found.failure}",
             "Repair, update or remove that package.",
         )
     for requirement in found.manifest.requires:
@@ -292,7 +292,7 @@ def _of_config(config: object, found: Sequence[Found]) -> Manifest:
     owners = [one for one in found if one.manifest is not None and _target_is_type_of(one.manifest.config, config)]
     asked = f"Cannot find a backend for settings of type {type(config).__name__}."
     if len(owners) > 1:
-        # Versions of one backend share their settings; the settings say which is meant.
+        # Versions of one backend share their settings class; an attribute of the settings selects the version.
         meant = getattr(config, "backend_name", None)
         owners = [one for one in owners if one.name == meant] or owners
     if len(owners) == 1:
@@ -301,33 +301,34 @@ def _of_config(config: object, found: Sequence[Found]) -> Manifest:
         _refuse_tie(asked, owners)
     raise NotOffered(
         asked,
-        f"No installed backend has such settings. Installed: {', '.join(one.name for one in found) or 'none'}.",
+        "No installed backend has this settings class. Installed backends: "
+        f"{', '.join(one.name for one in found) or 'none'}.",
         "Install the package that provides it.",
     )
 
 
 def _first_of(config: Any) -> Any:
-    """A settings object, where several are given by name."""
+    """The first of several settings objects by name, or the object itself."""
     return next(iter(config.values()), config) if isinstance(config, Mapping) else config
 
 
 def _target_is_type_of(target: str, config: object) -> bool:
-    """Whether "module:class" names the type of an object or one of its bases; nothing is imported for it."""
+    """Whether "module:class" names the type of an object or one of its bases; imports nothing."""
     return any(target == f"{base.__module__}:{base.__qualname__}" for base in type(config).__mro__)
 
 
 def _present(process: Process, found: Sequence[Found]) -> Manifest:
     for broken in (one for one in found if one.manifest is None):
         warnings.warn(
-            f"The backend {broken.name!r} of {broken.origin} cannot be used and was not considered: {broken.obstacle} "
-            "(`accel backends` shows the whole traceback)",
+            f"The backend {broken.name!r} of {broken.origin} cannot be used and was ignored: {broken.obstacle} "
+            "(`accel backends` shows the full traceback)",
             stacklevel=2,
         )
     asked = "Cannot choose a backend for this process."
     claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
     if not claims:
         raise PluginError(
-            asked, "None of the installed backends fits this process.", "Name one with --backend or ACCEL_BACKEND."
+            asked, "None of the installed backends fits this process.", "Choose one with --backend or ACCEL_BACKEND."
         )
     highest = max(priority for priority, _ in claims)
     best = [one for priority, one in claims if priority == highest]
@@ -337,7 +338,7 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
 
 
 def _for_axes(parallelism_config: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
-    """The backend that is present; where it does not take the axes, one of higher priority that does."""
+    """The backend that is present, or one of higher priority if the present one does not support the axes."""
     from accel_plugins import mesh
 
     axes = mesh.active_axes(parallelism_config)
@@ -368,8 +369,8 @@ def _is_present(found: Found, process: Process) -> bool:
         raise
     except Exception as error:
         warnings.warn(
-            f"The backend {found.name!r} of {found.origin} could not tell whether this run needs it and was not "
-            f"considered: {error!r}",
+            f"The backend {found.name!r} of {found.origin} was ignored, because its function `present` failed: "
+            f"{error!r}",
             stacklevel=2,
         )
         return False
@@ -378,7 +379,9 @@ def _is_present(found: Found, process: Process) -> bool:
 def _refuse_tie(asked: str, equal: Sequence[Found]) -> NoReturn:
     claims = ", ".join(f"{one.name!r} ({one.origin})" for one in equal)
     raise Conflict(
-        asked, f"Equal claims: {claims}.", "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...)."
+        asked,
+        f"Several backends have the same priority: {claims}.",
+        "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...).",
     )
 
 
@@ -389,7 +392,7 @@ def _imported(manifest: Manifest, target: str) -> Any:
     except Exception as error:
         raise PluginError(
             f"Cannot start the backend {manifest.name!r}.",
-            f"{target} could not be imported: {error!r}.",
+            f"Importing {target} failed: {error!r}.",
             "Repair or update the package that provides it.",
         ) from error
 
@@ -398,7 +401,7 @@ def _same_choice(choices: Sequence[str]) -> str:
     """The backend that all processes chose.
 
     Raises:
-        SettingError: they chose different ones.
+        SettingError: the processes chose different ones.
     """
     if len(set(choices)) > 1:
         shown = ", ".join(f"process {rank}: {choice}" for rank, choice in enumerate(choices))

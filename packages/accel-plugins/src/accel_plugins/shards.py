@@ -1,4 +1,4 @@
-"""Which samples of a batch are those of a process."""
+"""The shard of each batch that a process trains on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ("Shards", "StepShards")
 
 @dataclass(frozen=True)
 class Shards:
-    """Into how many slices each batch of the run is cut, and which slice is this process's."""
+    """The number of shards of each batch of the run, and the index of this process's shard."""
 
     count: int
     index: int
@@ -17,13 +17,13 @@ class Shards:
 
 @dataclass(frozen=True)
 class StepShards(Shards):
-    """Who shares the samples of one optimizer step, where that changes between two steps.
+    """How the samples of one optimizer step are sharded, when the number of processes may change between steps.
 
     Args:
-        number: optimizer steps that the run has made before this one. Samples follow it: a step that is repeated has
-            the number it had, and its samples.
-        batches: batches of one process that every step has, whatever `count` is; processes that are missing are made
-            up for by more accumulation.
+        number: optimizer steps that the run has completed. It determines the samples: a repeated step has the same
+            number and the same samples.
+        batches: single-process batches in every step, whatever `count` is; with fewer processes, each accumulates more
+            batches.
     """
 
     number: int

@@ -1,13 +1,13 @@
-"""The interface of a backend: what a model, an optimizer and a checkpoint are while training.
+"""The interface of a backend: how it wraps models, makes optimizer steps and writes checkpoints.
 
-Exactly one strategy owns a run. Every method has the answer of a single process as its default, so a backend overrides
-only the questions it answers differently. Nobody asks a strategy for its type or name.
+A run has exactly one strategy. The default of every method is the behaviour of a single process, so a backend overrides
+only the methods in which it differs. No code checks the type or the name of a strategy.
 
-Models that a strategy is given are those that its `setup` returned, without the layers that transforms put around them
-later; whoever calls it sees to that by `layers.strategy_model`.
+The models that a strategy's methods receive are those that its `setup` returned, without the layers that transforms
+added later: callers pass `layers.strategy_model(model)`.
 
-Each docstring says who calls the method and when, what it may assume, and what it must leave behind. "The Accelerator"
-means whoever drives the strategy; the conformance kit drives it by a short loop of its own.
+Each docstring states who calls the method and when, its preconditions and its postconditions. The caller is the
+Accelerator, or a short training loop in the test kit.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class Strategy:
     """How one process trains; the base of every backend.
 
     Args:
-        context: the context of the run; read-only, and complete before the strategy is made.
-        config: an instance of the settings class that the backend's manifest names, or None when it names none.
+        context: the context of the run; read-only, and complete before the strategy is created.
+        config: an instance of the settings class in the backend's manifest, or None when the manifest has none.
     """
 
     on_gradients: Callable[[Module], None] | None = None
-    """Set by whoever looks at gradients, where the engine of a strategy steps within `backward`.
+    """Callback for code that inspects gradients, needed where a strategy's engine steps within `backward`.
 
-    Such a strategy calls it on every process before a step, with the model whose `gradients` it gives at that moment.
+    Such a strategy calls it on every process before each step, with the model; `gradients(model)` works during the
+    call.
     """
 
     def __init__(self, context: Context, config: Any = None) -> None:
@@ -59,69 +60,73 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """How this backend synchronises and saves, as its manifest declares it."""
+        """How this backend synchronises and saves; declared in its manifest."""
         return Traits() if self.context.manifest is None else self.context.manifest.traits
 
     # ------------------------------------------------------------------ preparing
 
     def transforms(self) -> Iterable[Transform]:
-        """Changes of the model that the settings of this backend ask for, such as activation checkpointing.
+        """Changes of the model that this backend's settings switch on, such as activation checkpointing.
 
-        Called by `prepare`; they are sorted among the others and applied with them.
+        Called by `prepare`, which sorts them among the other transforms and applies all.
         """
         return ()
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot work, with the reason and the way out.
+        """Raise an error, with reason and remedy, for objects or settings that this backend cannot train with.
 
-        Called by `prepare` first of all. May assume nothing. Must change nothing: a refused bundle is as it was.
+        Called by `prepare` before all other methods. Must not change the bundle.
         """
 
     def place(self, model: Module) -> Module:
-        """Bring a model to where it trains.
+        """Move a model to its device.
 
-        Called by `prepare` for each model whose placement was left to us, before any transform. The optimizers hold the
-        model's parameters already; where one is replaced it keeps its name, and the caller rebinds the optimizers.
+        Called by `prepare` for each model, unless the user disabled device placement, before any transform. The
+        optimizers already contain the model's parameters. A replaced parameter must keep its name; the caller then
+        updates the optimizers.
         """
         from accel_plugins.parameters import preserved_ties
 
-        # `Module.to` makes a new parameter for each name on devices such as XLA's, also for each name of a tied one.
+        # On devices such as XLA's, `Module.to` creates a new parameter for each name, which separates tied parameters.
         with preserved_ties(model):
             return model.to(self.context.process.device)
 
     def setup(self, bundle: Bundle) -> Bundle:
-        """Wrap what has to be wrapped.
+        """Wrap the models, and the optimizers and schedulers where needed.
 
-        Called by `prepare` once, after the transforms that come before. Models are placed, and autocast where the
-        manifest says so. Sees everything of one `prepare` call and replaces items of the bundle's lists; every
-        optimizer must hold the parameters that now train. Optimizers and schedulers that come back unwrapped are
-        wrapped by the caller.
+        Called once by each `prepare` call, after the transforms of `Phase.BEFORE`. The models are on their device, and
+        autocast if the manifest declares so. The bundle has all objects of the call; replace items of its lists.
+        Afterwards every optimizer must contain the parameters that train. The caller wraps optimizers and schedulers
+        that are still unwrapped.
         """
         return bundle
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """A context in which users build a model whose parameters go where this strategy wants them.
+        """A context in which users build a model with its parameters on the right device, and sharded if the strategy
+        shards.
 
-        Entered by every process. `prepare` gets the model afterwards; its values are those that one process would give
-        it. With `empty_init`, nothing is initialised, because values are loaded later; None lets the strategy decide.
+        Entered by every process, before `prepare`. The model must have the values that it would have on one process.
+        With `empty_init`, parameters are not initialised, because the user loads values later; None lets the strategy
+        decide.
         """
         return _build_on_device(self.context.process.device, empty=bool(empty_init))
 
     def unwrap(self, model: Module) -> Module:
-        """What `setup` wrapped. Called whenever somebody wants the user's model; the wrapped one goes on working."""
+        """The model that `setup` wrapped. Called by `unwrap_model` and when weights are saved; the wrapped model must
+        still work."""
         return model
 
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
-        """A loader as this strategy feeds it. Called by `prepare` for each loader, after it was sharded."""
+        """Wrap a data loader. Called by `prepare` for each loader, after it was sharded."""
         loaded: Iterable[Any] = loader
         return loaded
 
     def shards(self) -> Shards:
-        """The slice of each batch that is this process's.
+        """The shard of each batch that this process trains on.
 
-        Called by `prepare` and by whoever counts samples. Processes that must see the same samples, those of one tensor
-        axis for example, give the same index. Constant during a run; with `Traits.elastic` it is that of loaders which
-        do not train, and `begin_step` that of those which do.
+        Called by `prepare` and by code that counts samples. Processes that must read the same samples, such as those of
+        one tensor-parallel group, return the same index. Constant during a run. With `Traits.elastic` it applies to
+        evaluation loaders only; training loaders use `begin_step`.
         """
         from accel_plugins.shards import Shards
 
@@ -136,44 +141,47 @@ class Strategy:
         return Shards(count, index)
 
     def begin_step(self) -> StepShards:
-        """Agree on who makes the next optimizer step.
+        """Agree on the processes that make the next optimizer step.
 
-        Called with `Traits.elastic` alone: by a loader that trains, before it draws the indices of the step's first
-        batch, and once more after the last step of an epoch. The loss of each batch is then multiplied by the share of
-        the step's samples that it has, so that the mean of the gradients over the `count` processes is the gradient of
-        the step. A step that did not count, because a member was lost in it, is begun again with the same number;
-        `step` returned False for it. It may be called twice before a step.
+        Called only with `Traits.elastic`: by a training loader, before it draws the indices of the step's first batch,
+        and again after the last step of an epoch. The Accelerator multiplies the loss of each batch by its share of the
+        step's samples, so the mean of the gradients over the `count` processes is the gradient of the step. When a
+        process is lost during a step, `step` returns False, and the next call returns the same `number` again. It may
+        be called twice before a step.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares Traits(elastic=True) and has no begin_step().")
+        raise NotImplementedError(
+            f"{type(self).__name__} declares Traits(elastic=True) but does not override begin_step()."
+        )
 
     def batches_per_step(self) -> int:
-        """Batches of one process that an optimizer step of the whole run has.
+        """The number of single-process batches in one optimizer step of the whole run.
 
-        Called by `prepare` for each scheduler: a schedule is written for the batches of a run of one process, and each
-        step moves it on by that many.
+        Called by `prepare` for each scheduler. Users write schedules for a run of one process, so each step advances
+        the schedule by this number.
         """
         return self.shards().count
 
     def shard_key(self) -> Hashable:
-        """Which shard of the parameters this process has, where their tensors do not say so themselves.
+        """A key for this process's shard of the parameters, for strategies whose parameters are not DTensors.
 
-        Called by whoever compares replicas: processes with the same answer must hold equal tensors.
+        Called by code that compares replicas: processes with the same key must have equal tensors.
         """
         return None
 
     # ------------------------------------------------------------------ one step
 
     def no_sync(self, model: Module) -> AbstractContextManager[None]:
-        """A context in which backward leaves each process its own gradients.
+        """A context in which backward does not reduce gradients over processes.
 
-        Called around forward and backward of the micro-batches before the last. Leaving it must not reduce anything.
+        Entered around forward and backward of each micro-batch except the last. Its exit must not reduce gradients
+        either.
         """
         return _NOTHING
 
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
-        """A context in which backward reduces all gradients gathered so far, though forward ran under `no_sync`.
+        """A context in which backward reduces all accumulated gradients, although forward ran under `no_sync`.
 
-        Called around one backward.
+        Entered around one backward.
         """
         return _NOTHING
 
@@ -181,62 +189,66 @@ class Strategy:
         """Compute gradients.
 
         Called once per micro-batch with the loss divided by the number of micro-batches, unless the manifest owns
-        ACCUMULATION. `model` is the one that the loss belongs to, or None where the caller does not know; further
-        arguments go to `Tensor.backward`. Gradients must add up to those of the mean loss over all processes' samples.
+        ACCUMULATION. `model` computed the loss; it is None when the caller does not know the model. Further arguments
+        go to `Tensor.backward`. The accumulated gradients must equal those of the mean loss over all processes'
+        samples.
         """
         self.context.precision.backward_scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Make an optimizer's gradients complete.
+        """Complete an optimizer's gradients, for example by a late all-reduce.
 
-        Called before they are unscaled, clipped or stepped with; may be called again for the same step. Afterwards
-        every gradient of the optimizer is what it would be in one process, still scaled.
+        Called before gradients are unscaled, clipped or used for a step; may be called again for the same step.
+        Afterwards every gradient of the optimizer must equal the one that a single process would compute, still
+        multiplied by the loss scale.
         """
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale gradients so that their total norm over the whole model is at most `max_norm`; return the norm before.
+        """Scale gradients to a total norm over the whole model of at most `max_norm`; return the norm before scaling.
 
-        Called at complete, unscaled gradients. None when the engine clips by itself and does not tell.
+        Called after gradients are complete and unscaled. Returns None when the engine clips and does not return the
+        norm.
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        """Cut every element of the gradients to `[-value, value]`. Called at complete, unscaled gradients."""
+        """Clamp every element of the gradients to `[-value, value]`. Called after gradients are complete and
+        unscaled."""
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
-        # torch refuses none at all.
+        # torch raises for an empty list.
         if with_gradients:
             torch.nn.utils.clip_grad_value_(with_gradients, value)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step the user's optimizer; False when the step was skipped.
+        """Step the user's optimizer; return False when the step was skipped.
 
-        Called by the wrapped optimizer when gradients are synchronised. Parameters must be the same on all processes
-        that hold them afterwards.
+        Called by the wrapped optimizer when gradients are synchronised. Afterwards replicas of a parameter must be
+        equal on all processes, unless the manifest lacks `Ability.SYNCHRONOUS`.
         """
         return self.context.precision.step(optimizer, closure)
 
     def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
-        """Do what belongs after an optimizer step, such as averaging parameters every few steps.
+        """Work that follows an optimizer step, such as averaging parameters every few steps.
 
-        Called after each step that was made, not after one that was skipped. `model` is the one whose parameters the
-        user's optimizer holds, or None where they are those of several or of none.
+        Called after each step that was not skipped. `model` is the model of the optimizer's parameters, or None when
+        they belong to several prepared models or to none.
         """
 
     def global_weights(self, model: Module) -> AbstractContextManager[None]:
-        """A context in which a model has the weights of the whole run, to be evaluated or saved for others.
+        """A context in which a model has the weights of the whole run, for evaluation and for `save_model`.
 
-        Called around `save_model`, and by users around an evaluation; on every process. What trains has its own weights
-        again afterwards. By default these are the same.
+        Entered on every process, by `save_model` and by users around an evaluation. On exit the model has its training
+        weights again. The default does nothing, because both are the same.
         """
         return _NOTHING
 
     def average_parameters(self, model: Module) -> None:
-        """Give every process the mean of all processes' parameters. Called by LocalSGD every few steps."""
+        """Replace parameters by their mean over all processes. Called by LocalSGD every few steps."""
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different times.
 
-        Called around a training loop. Loaders use `even_batches` inside of it; None changes nothing.
+        Entered around a training loop. Inside, loaders use `even_batches`; None leaves their setting unchanged.
         """
         if self.context.process.world_size > 1:
             warnings.warn(
@@ -250,27 +262,28 @@ class Strategy:
     # ------------------------------------------------------------------ checkpoints
 
     def collect(self, part: Part, item: Any) -> Any:
-        """The state of one object for a checkpoint; its tensors may be the living ones.
+        """The state of one object for a checkpoint. Its tensors may share memory with the object's.
 
         Called on every process before anything is written, in the order of `Traits.save_order`.
         """
         return self.state_dict(item) if part is Part.MODEL else item.state_dict()
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        """Write what `collect` returned under the file names of `checkpoint.files`.
+        """Write the state that `collect` returned, under the file names of `checkpoint.files`.
 
-        Called in the order of `Traits.save_order`, on the processes that write files, or on every one with
-        `Traits.collective_save`. The folder exists and is not the checkpoint yet; the caller makes it durable. `index`
-        counts within the part.
+        Called in the order of `Traits.save_order`, on the processes that write files, or on all with
+        `Traits.collective_save`. The folder exists and is temporary: the caller syncs its files to disk and renames it.
+        `index` counts the objects of the same kind, from 0.
         """
         from accel_plugins.checkpoint import parts
 
         parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
 
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        """Read into an object what `save` wrote for it. Called on every process, in the order of `Traits.load_order`.
+        """Load an object's state that `save` wrote. Called on every process, in the order of `Traits.load_order`.
 
-        `options` for models go to `Module.load_state_dict`; `map_location` says for all where tensors are read to.
+        `options` for models go to `Module.load_state_dict`; `map_location`, valid for all objects, is the device to
+        which tensors are read.
         """
         from accel_plugins.checkpoint import parts
 
@@ -284,37 +297,37 @@ class Strategy:
         return parts.plain_state_dict(self.unwrap(model))
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Put weights under the names of the user's model into a prepared one. Called on every process."""
+        """Load weights, by their names in the user's model, into a prepared model. Called on every process."""
         self.unwrap(model).load_state_dict(weights, strict=strict)
 
     def extra_state(self) -> Mapping[str, Any]:
-        """What a resumed run needs beside models, optimizers and schedulers: this process's own state, by name.
+        """This process's further state that a resumed run needs beside models, optimizers and schedulers, by name.
 
-        Called on every process when a checkpoint is saved. All processes give the same names; values are tensors,
-        numbers, texts, and lists and dicts of these.
+        Called on every process when a checkpoint is saved. All processes return the same names; values are tensors,
+        numbers, strings, and lists and dicts of these.
         """
         return {}
 
     @property
     def keeps_extra_state(self) -> bool:
-        """Whether this strategy has an `extra_state` of its own."""
+        """Whether this strategy overrides `extra_state`."""
         return type(self).extra_state is not Strategy.extra_state
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `extra_state` gave on this process.
+        """Restore the state that `extra_state` returned on this process.
 
-        Called on every process after models, optimizers and schedulers are loaded, unless the state was empty.
+        Called on every process after models, optimizers and schedulers are loaded, unless the saved state was empty.
         """
 
     def writes_weights(self) -> bool:
-        """Whether `state_dict` gives this process complete weights to write."""
+        """Whether `state_dict` returns complete weights on this process, so that it can write them."""
         return True
 
     def gradients(self, model: Module) -> dict[str, Tensor]:
-        """Complete gradients of a model under the names of the user's model, of those parameters that have one.
+        """Full gradients of a model, by parameter name in the user's model; parameters without a gradient are left out.
 
-        Called on every process, by whoever looks at gradients; never on the way of training. None has one outside of
-        `on_gradients` where an engine steps within `backward`.
+        Called on every process, by code that inspects gradients; training itself never calls it. If the engine steps
+        within `backward`, gradients exist only during `on_gradients`.
         """
         from accel_plugins.parameters import canonical_name
 
@@ -327,33 +340,33 @@ class Strategy:
     # ------------------------------------------------------------------ the end
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-        """Keep nothing of models and optimizers that `setup` returned, so that their memory can be given back.
+        """Drop all references to models and optimizers that `setup` returned, so that their memory can be freed.
 
-        Called by `free_memory` with what one Accelerator prepared; nothing is asked about these objects afterwards.
-        Others are still used, and further ones may be prepared.
+        Called by `free_memory` with all objects of one Accelerator; no method is called with them afterwards. Objects
+        of other Accelerators remain in use, and further ones may be prepared.
         """
 
     def close(self) -> None:
-        """Give back what the strategy opened.
+        """Release the resources that the strategy opened.
 
         Called once: by `end_training` of the last Accelerator of the run, or else when the run or the process ends.
-        Nothing is trained afterwards. Models may still be read, by `unwrap`, `state_dict` and `save`.
+        Training has finished; `unwrap`, `state_dict` and `save` may still be called.
         """
 
 
 def _complete(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over processes, put together."""
+    """The full tensor of one that may be sharded over processes."""
     complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     return complete.detach()
 
 
 @contextmanager
 def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[None]:
-    """Models made inside, by this thread, have their parameters on the device.
+    """Models that this thread creates inside have their parameters on the device.
 
     Args:
-        device: where parameters go as they are registered.
-        empty: initialise nothing: functions of `torch.nn.init` do nothing, and parameters have arbitrary values.
+        device: the device to which parameters move when they are registered.
+        empty: skip initialisation: functions of `torch.nn.init` do nothing, and parameters have arbitrary values.
     """
     from accel_bigmodel.meta import init_on_device
 
@@ -362,7 +375,7 @@ def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[N
 
 
 class _WithoutInitialisation(TorchFunctionMode):
-    """Lets functions of `torch.nn.init` return their tensor unchanged."""
+    """Makes functions of `torch.nn.init` return their tensor unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

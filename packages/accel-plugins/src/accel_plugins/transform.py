@@ -1,6 +1,6 @@
-"""The interface of a transform: a change of the model that goes with any strategy, such as tensor parallelism.
+"""The interface of a transform: a change of the model that works with any strategy, such as tensor parallelism.
 
-Transforms are given to whoever prepares; `ordered` sorts them once into the order in which they are applied.
+Users pass transforms to the Accelerator; `ordered` sorts them into the order of application.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ("Stage", "Transform", "ordered")
 
 
 class Stage(IntEnum):
-    """The order among transforms of one phase: what splits weights comes first, what compiles comes last."""
+    """The order of transforms in one phase: those that split weights are first, those that compile are last."""
 
     SPLIT_WEIGHTS = 10
     SPLIT_INPUTS = 20
@@ -31,38 +31,38 @@ class Stage(IntEnum):
 
 
 class Transform(ABC):
-    """One change of every model of a run."""
+    """A change of every model of a run."""
 
     name: ClassVar[str]
-    """What the numbered list of steps calls it."""
+    """The name of its step in the log."""
 
     stage: ClassVar[Stage]
-    """Its place among the transforms of its phase."""
+    """Its position among the transforms of its phase."""
 
     duty: ClassVar[Duty | None] = None
-    """The duty that it takes; it is left out where the strategy owns that."""
+    """The duty that it does; the transform is skipped if the strategy owns this duty."""
 
     def takes_part(self, manifest: Manifest) -> bool:
-        """Whether it changes models of a run with this backend. Called once, by `ordered`."""
+        """Whether it applies to models of a run with this backend. Called once, by `ordered`."""
         return self.duty not in manifest.owns
 
     def phase(self, manifest: Manifest) -> Phase:
-        """Whether it comes before or after the strategy of the run wraps the model. Called once, by `ordered`."""
+        """Whether it is applied before or after the strategy wraps the model. Called once, by `ordered`."""
         return Phase.BEFORE
 
     def check(self, bundle: Bundle, context: Context) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse what cannot work; called with `Strategy.check`, before anything is touched. Must change nothing."""
+        """Raise if it cannot be applied. Called after `Strategy.check`; must not change the bundle."""
 
     @abstractmethod
     def apply(self, model: Module, context: Context) -> Module:
-        """Change a model and return what takes its place.
+        """Change a model in place, or return one that replaces it.
 
-        Called by `prepare` for each model. Where parameters are replaced, they keep their names: the caller rebinds the
+        Called by `prepare` for each model. Replaced parameters must keep their names, because the caller updates the
         optimizers by name.
         """
 
     def undo(self, model: Module) -> Module:
-        """The model without this change, where it can be taken back. Called when the user's model is wanted."""
+        """Return the model without this change, if it can be undone. Called by `unwrap_model`."""
         return model
 
 

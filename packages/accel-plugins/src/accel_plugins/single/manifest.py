@@ -1,4 +1,4 @@
-"""What the single-process backend declares."""
+"""The manifest of the single-process backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ("MANIFEST", "present")
 
 
 def present(process: Process) -> bool:
-    """Whether the process runs alone."""
+    """Whether the run has one process."""
     return process.world_size == 1
 
 

@@ -1,4 +1,4 @@
-"""The strategy of a process that runs alone: every default of the interface."""
+"""The strategy of a single process: the defaults of the interface."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ("SingleStrategy",)
 
 
 class SingleStrategy(Strategy):
-    """Trains in one process; nothing is wrapped and nothing travels."""
+    """Trains in one process, without wrappers or communication."""
 
     def check(self, bundle: Bundle) -> None:
         processes = self.context.process.world_size
         if processes > 1:
             raise Conflict(
                 "Cannot use the backend 'single'.",
-                f"This run has {processes} processes, and each would train a model of its own.",
+                f"This run has {processes} processes, and each would train a separate model.",
                 "Use the backend 'ddp', or launch one process.",
             )
