@@ -141,7 +141,7 @@ def test_assigned_trackers_are_logged_to() -> None:
 
 def test_a_settings_object_of_another_kind_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UnknownKind, match="It holds a AutocastKwargs, or None"):
+    with pytest.raises(UnknownKind, match="It must be None or of type AutocastKwargs"):
         accelerator.autocast_handler = DistributedDataParallelKwargs()  # type: ignore[assignment]
     assert accelerator.autocast_handler is None
 

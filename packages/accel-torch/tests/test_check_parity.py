@@ -68,9 +68,9 @@ def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
         ("clock", 3, "the script uses the clock (parity_script.py:"),
         ("rank", 3, "reads process_index (parity_script.py:"),
         ("unseeded", 3, "the script uses the generator of torch without a seed"),
-        ("noise", 3, "draws random numbers in step 1 outside of dropout"),
+        ("noise", 3, "draws random numbers in step 1 outside dropout"),
         ("unprepared", 3, "never calls accelerator.prepare() with a model"),
-        ("unshared", 3, "trains on no loader that accelerator.prepare() made"),
+        ("unshared", 3, "does not train on a loader that accelerator.prepare() returned"),
     ],
 )
 def test_a_fault_of_the_script_is_named(fault: str, code: int, reason: str) -> None:
@@ -265,7 +265,7 @@ def test_equal_samples_of_the_data_are_no_fault(first: list[list[str]], second: 
 
 def test_processes_that_read_a_loader_which_was_not_prepared_read_the_same_samples() -> None:
     (found,) = compared(notes(), notes(), reads_loader=False)
-    assert (found.what, "did not come from prepare()" in found.cause) == ("samples", True)
+    assert (found.what, "was not returned by prepare()" in found.cause) == ("samples", True)
 
 
 def mask(step: int, given: str, dropped: str) -> list[StepNotes]:
@@ -297,7 +297,7 @@ def test_gradients_that_are_zero_and_losses_that_do_not_move_are_remarked() -> N
     alone = Notes([[*still, still[1]]], without_gradient=["head.bias"])
     assert remarks(alone, alone) == [
         "parameters without a gradient, or with one of zero: head.bias",
-        "the loss does not move: it is [2.0] in every step",
+        "the loss does not change: it is [2.0] in every step",
     ]
 
 

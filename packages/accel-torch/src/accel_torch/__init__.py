@@ -1,4 +1,4 @@
-"""The Accelerator, and everything public of the packages below it, under one roof."""
+"""The Accelerator, and all public names of the lower packages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gradient accumulation: at which micro-batches gradients are synchronised between the processes.
 
-The position inside a window of micro-batches belongs to one Accelerator; its gradient state tells it to optimizers and
-schedulers.
+Each Accelerator counts the micro-batches of its window. Optimizers and schedulers read the position from its gradient
+state.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Accumulation:
     Attributes:
         step: micro-batches of the window so far, the current one included; 0 after the last batch of a loader.
         weighting: the weights of the window, once a micro-batch had one.
-        guard: watches the first steps for misuse; None once it has seen them.
-        factor: what the loss of the current micro-batch is multiplied by, where it has a weight.
+        guard: checks the first steps for misuse; None after them.
+        factor: multiplies the loss of the current micro-batch if it has a weight.
         first: whether the current micro-batch is the first of its window.
-        elastic: whether the members of the run may change.
-        can_hold_back: whether the strategy does something so that gradients are not synchronised.
+        elastic: whether the world size may change during the run.
+        can_hold_back: whether the strategy implements `no_sync`.
     """
 
     __slots__ = (
@@ -66,20 +66,20 @@ class Accumulation:
         self.factor: float | None = None
 
     def let_guard_note(self, guard: MisuseGuard) -> None:
-        """Let the guard see that a micro-batch begins; forget it once it has seen enough."""
+        """Report the start of a micro-batch to the guard; drop a guard that is done."""
         if guard.active:
             guard.micro_batch_begins()
         else:
             self.guard = None
 
     def share(self, loss: Tensor) -> Tensor:
-        """The part of the window's loss that the loss of this micro-batch is; the same where the strategy divides."""
+        """The loss of this micro-batch, scaled to its share of the window; unscaled if the strategy divides it."""
         if self.guard is not None:
             self.guard.backward_ran = True
         if self.elastic and (elastic := self.elastic_share()) is not None:
             if not elastic.accumulated:
                 raise NotReady(
-                    "Cannot compute gradients of a step whose members may change.",
+                    "Cannot compute gradients outside accelerator.accumulate() in a run whose world size may change.",
                     "The number of micro-batches of the step depends on how many processes share it.",
                     "Put forward, backward and step inside `with accelerator.accumulate(model):`.",
                 )
@@ -90,7 +90,7 @@ class Accumulation:
         return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
     def elastic_share(self) -> MicroBatchShare | None:
-        """The part of the optimizer step that the newest batch is; for runs whose members may change.
+        """The share of the newest batch in the optimizer step; for runs whose world size may change.
 
         Raises:
             Conflict: the loader does not follow optimizer steps.
@@ -109,7 +109,7 @@ class Accumulation:
         return share
 
     def note_step(self) -> None:
-        """Note that the loop tried to step an optimizer, where the members of the run may change."""
+        """Note a call of an optimizer's `step`, in runs whose world size may change."""
         share = self.elastic_share()
         if share is not None:
             share.stepped = True
@@ -118,19 +118,19 @@ class Accumulation:
         """Give the current micro-batch a weight.
 
         Raises:
-            NotOffered: the strategy counts micro-batches by itself.
+            NotOffered: the strategy accumulates gradients itself.
             SettingError: `loss_reduction` is neither "mean" nor "sum".
         """
         if self._counted_by_strategy:
             raise NotOffered(
                 "Cannot weight micro-batches with accumulate(model, weight=...).",
-                "The backend of this run accumulates itself, and divides by the number of micro-batches.",
+                "The backend of this run accumulates gradients itself, and divides by the number of micro-batches.",
                 "Remove the weight, or use another backend.",
             )
         if self.elastic:
             raise NotOffered(
                 "Cannot weight micro-batches with accumulate(model, weight=...).",
-                "The members of this run may change, so micro-batches are weighted by their samples.",
+                "The world size of this run may change, so micro-batches are weighted by their number of samples.",
                 "Remove the weight, or use another backend.",
             )
         if loss_reduction not in ("mean", "sum"):
@@ -150,7 +150,7 @@ class Accumulation:
         """Note that the current micro-batch has no weight.
 
         Raises:
-            Conflict: others of its window have one.
+            Conflict: other micro-batches of its window have a weight.
         """
         if self.weighting is not None:
             self._refuse_mixing(self.weighting.unfinished)
@@ -167,16 +167,16 @@ class Accumulation:
 
 
 class MicroBatch:
-    """The block of one micro-batch; made anew for each, so that blocks may be nested.
+    """Context manager of one micro-batch. Each block has its own, so that blocks may be nested.
 
     Attributes:
-        accumulation: the position that the block moves on.
-        models: those whose gradients are not synchronised before the last micro-batch of a window.
-        weight: of the micro-batch; None where it has none.
-        loss_reduction: whether a loss that has a weight is the mean over its tokens or their sum.
+        accumulation: the position in the window, which the block advances.
+        models: prepared models; their gradients are synchronised only at the last micro-batch of a window.
+        weight: the weight of the micro-batch, or None.
+        loss_reduction: whether a loss with a weight is the mean or the sum over its tokens.
     """
 
-    # Whoever makes a block sets them: a constructor would be one more call in each step.
+    # `Accelerator.accumulate` sets these attributes: a constructor would add a call to each step.
     accumulation: Accumulation
     models: tuple[Module, ...]
     weight: float | Tensor | None = None
@@ -185,7 +185,7 @@ class MicroBatch:
 
     def __enter__(self) -> None:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
-        # A step pays for each call, so that this one does what could be several.
+        # Calls cost time in each step, so this is one long function.
         accumulation = self.accumulation
         gradient = accumulation.gradient
         plugin, loaders = gradient.plugin, gradient.loaders
@@ -219,7 +219,7 @@ class MicroBatch:
 
 
 def no_sync_all(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:
-    """A block in which the gradients of the models are not synchronised between the processes."""
+    """Context manager in which gradients of these models are not synchronised between processes."""
     if len(models) == 1:
         return strategy.no_sync(strategy_model(models[0]))
     stack = ExitStack()

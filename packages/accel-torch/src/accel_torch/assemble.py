@@ -1,7 +1,6 @@
-"""Starting a run: the process, its mesh, precision and backend, and the transforms of models.
+"""Start of a run: process group, device mesh, precision, backend, and the transforms of models.
 
-The first Accelerator makes the run; those that follow share it, and may not ask for other options than it was made
-with.
+The first Accelerator of a process starts the run. Later ones share it, and must have the same options.
 """
 
 from __future__ import annotations
@@ -40,18 +39,17 @@ __all__ = ("ActiveBackend", "WatchesCollectives", "assemble", "transforms_of")
 
 
 class ActiveBackend:
-    """What does the work of a run; the strategy of `accel_state.current.Run`.
+    """The backend of a run, available as `accel_state.current.Run.backend`.
 
     Args:
-        manifest: what the backend declares about itself.
-        strategy: the backend at work.
+        manifest: the backend's manifest.
+        strategy: the backend's strategy.
         precision: how forward, backward and steps are computed.
 
     Attributes:
-        backward_reads_model: whether the strategy's own `backward` gets the model that the loss belongs to; looking for
-            the model costs a part of each step.
-        plain_backward: whether that of the loss is all there is to do, so that nothing of ours has to be called.
-        closed: whether the strategy gave back what it opened.
+        backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
+        plain_backward: whether `loss.backward()` is all that a backward pass does.
+        closed: whether the strategy has released its resources.
     """
 
     def __init__(self, manifest: Manifest, strategy: Strategy, precision: Precision) -> None:
@@ -63,7 +61,7 @@ class ActiveBackend:
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def join(self, accelerator: object) -> None:
-        """Note an Accelerator that trains with the strategy."""
+        """Register an Accelerator that uses the strategy."""
         self._training.add(accelerator)
 
     def leave(self, accelerator: object) -> None:
@@ -73,34 +71,34 @@ class ActiveBackend:
             self.close()
 
     def close(self) -> None:
-        """Let the strategy give back what it opened; a repeated call does nothing."""
+        """Release the strategy's resources; a repeated call does nothing."""
         if not self.closed:
             self.closed = True
             self.strategy.close()
 
     def owns(self, duty: Duty) -> bool:
-        """Whether the backend does a job by itself."""
+        """Whether the backend performs a duty itself."""
         return duty in self.manifest.owns
 
 
 class WatchesCollectives(Protocol):
-    """What times collectives."""
+    """Measures the time of collectives."""
 
     def watch_collectives(self) -> None:
-        """Time those of this process from now on; called before anybody holds the process."""
+        """Measure the collectives of this process from now on; called before other objects refer to the process."""
 
 
 def assemble(
     options: Options, watchers: Sequence[WatchesCollectives | None] = ()
 ) -> tuple[AcceleratorState, GradientState, ActiveBackend]:
-    """Join the other processes, choose the backend and start the run; or share the run there is.
+    """Join the other processes, choose the backend and start the run; or return the run that is already active.
 
     Args:
         options: arguments of the Accelerator.
-        watchers: are to time the collectives of this process.
+        watchers: objects that measure the collectives of this process.
 
     Raises:
-        Conflict: an option differs from the one that the run was made with, or cannot differ from it.
+        Conflict: an option differs from that of the active run.
         SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
     group = options.handler(InitProcessGroupKwargs)
@@ -128,7 +126,7 @@ def assemble(
 
 
 def _opened(backend: ActiveBackend) -> ActiveBackend:
-    """The backend, whose strategy is closed when the run or the process ends, where nobody closed it before."""
+    """The backend; its strategy is closed at the end of the run or process, unless it was closed before."""
     current.on_run_end(backend.close)
     known = weakref.ref(backend)
 
@@ -143,17 +141,17 @@ def _opened(backend: ActiveBackend) -> ActiveBackend:
 
 
 def _reopened(backend: ActiveBackend) -> ActiveBackend:
-    """A new strategy for a run that goes on after all its Accelerators ended their training."""
+    """A new strategy for a run that continues after all its Accelerators have ended their training."""
     old = backend.strategy
     strategy = resolve.build(backend.manifest, old.config, old.context)
     return _opened(ActiveBackend(backend.manifest, strategy, backend.precision))
 
 
 def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
-    """The gradient state of another Accelerator: its own, or that of the backend which counts micro-batches by itself.
+    """The gradient state of a further Accelerator: a new one, or the shared one of a backend that accumulates itself.
 
     Raises:
-        Conflict: the backend accumulates differently.
+        Conflict: the backend accumulates with other settings.
     """
     if not backend.owns(Duty.ACCUMULATION):
         return GradientState.of(options.accumulation)
@@ -161,8 +159,8 @@ def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
             f"Cannot construct an Accelerator with {asked!r}.",
-            f"The backend {backend.manifest.name!r} accumulates itself, alike for all Accelerators of a run, and "
-            f"the run was made with {shared.plugin!r}.",
+            f"The backend {backend.manifest.name!r} accumulates gradients itself, so all Accelerators of a run share "
+            f"{shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",
         )
     current.set_gradient(shared)
@@ -195,7 +193,7 @@ def parallelism_config_of(options: Options, process: Process) -> ParallelismConf
     """The `ParallelismConfig` given by argument, by variables, or as the size in a `TorchTensorParallelPlugin`.
 
     Raises:
-        Conflict: two of them contradict each other, or the processes are too few or too many.
+        Conflict: two of them contradict each other, or the sizes do not match the world size.
     """
     parallelism_config = options.parallelism_config or parallelism_config_from_environment()
     plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
@@ -226,10 +224,10 @@ def _size(plugin: TorchTensorParallelPlugin) -> int:
 
 
 def transforms_of(options: Options, parallelism_config: ParallelismConfig | None) -> tuple[Transform, ...]:
-    """The changes of every model that an Accelerator makes.
+    """The transforms that an Accelerator applies to every model.
 
     Raises:
-        NotOffered: one cannot be made.
+        NotOffered: a transform is not supported.
     """
     made = list(options.transforms)
     if parallelism_config is not None and parallelism_config.tp_enabled:

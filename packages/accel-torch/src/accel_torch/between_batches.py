@@ -1,6 +1,6 @@
-"""What happens between two batches of a prepared loader: a run may save, take a torn checkpoint again, or end.
+"""Work between two batches of a prepared loader: save, repeat an inconsistent snapshot, or end the run after a signal.
 
-The modules of checkpoints are imported where they are needed, since most runs need none of them here.
+Checkpoint modules are imported at their first use, since most runs do not need them here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ("BetweenBatches", "call_between_batches")
 class BetweenBatches:
     """Called by a prepared loader before each of its batches; see `PreparedLoader.between_batches`.
 
-    A boundary between steps is a pause of a loader whose last batch was trained on: an optimizer stepped since the
-    loader gave it out. A loader for evaluation has none, even one that is read inside the loop of another, so that
-    parameters which are exchanged for an evaluation are never taken for those of the run.
+    A boundary between steps is between two batches of a loader if an optimizer has stepped since the loader's last
+    batch. A loader for evaluation has no such boundaries, even inside a training loop, so that parameters which a
+    script exchanges for an evaluation are never saved as those of the run.
 
     Args:
         accelerator: the Accelerator.
-        ending: ends the run here if it was asked to end.
-        saving: saves here if it is time.
+        ending: ends the run if a signal has requested it.
+        saving: saves a checkpoint if one is due.
 
     Attributes:
-        accelerator: the Accelerator, as long as it lives.
-        works: whether a call does something even where the Accelerator has no saver: it saves or ends the run.
+        accelerator: the Accelerator; None after it was freed.
+        works: whether calls do something without a checkpoint in the background, because `ending` or `saving` is set.
     """
 
     __slots__ = ("_all_steps", "_ending", "_saving", "_seen", "_steps", "accelerator", "works")
@@ -45,7 +45,7 @@ class BetweenBatches:
         ending: Callable[[], None] | None,
         saving: Callable[[], None] | None = None,
     ) -> None:
-        # The Accelerator keeps the loader, which keeps this.
+        # A weak reference: the Accelerator has a reference to the loader, which has one to this object.
         self.accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
         self.works = ending is not None or saving is not None
         self._seen: StepBoundaries | None = None
@@ -70,7 +70,7 @@ class BetweenBatches:
 
 
 def call_between_batches(accelerator: AcceleratorMembers, loader: Any) -> None:
-    """Let a prepared loader call between its batches."""
+    """Make a prepared loader call this between its batches."""
     ending = None
     if accelerator._options.project.save_on_signal:
         ending = _ending(accelerator)
@@ -81,10 +81,10 @@ def call_between_batches(accelerator: AcceleratorMembers, loader: Any) -> None:
 
 
 def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
-    """What ends the run when it is called between two batches, after a signal has asked for it.
+    """The function that ends the run between two batches after a signal.
 
     Raises:
-        NotOffered: the Accelerator is used in another thread than the main one, which alone hears signals.
+        NotOffered: called outside the main thread, the only one that can handle signals.
     """
     from accel_plugins.checkpoint.boundaries import Preemption
     from accel_torch.saving import save_state, wait
@@ -106,7 +106,7 @@ def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
 
 
 def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callable[[], None]:
-    """What is called between two batches; where partial gradients cannot be saved, windows have to end first."""
+    """The function to call between two batches; waits for the end of a window if partial gradients cannot be saved."""
     gradient = accelerator.gradient_state
     if accelerator._backend.strategy.traits.can_checkpoint_partial_grads:
         return preemption.between_batches
@@ -119,7 +119,7 @@ def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callab
 
 
 def _saving(accelerator: AcceleratorMembers) -> Callable[[], None]:
-    """What saves a checkpoint when it is called between two steps and it is time."""
+    """The function that saves a checkpoint between two steps if one is due."""
     from accel_plugins.checkpoint.boundaries import ContinuousSaver, SavePace
     from accel_torch.saving import save_state
 
@@ -127,7 +127,7 @@ def _saving(accelerator: AcceleratorMembers) -> Callable[[], None]:
     policy = project.save_policy
     assert policy is not None
     if accelerator._continuous is None:
-        # The Accelerator keeps the saver; a thread of the saver must not keep the Accelerator.
+        # A weak reference: the saver's thread must not keep the Accelerator alive.
         owner = weakref.ref(accelerator)
         strategy = accelerator._backend.strategy
         behind = strategy.traits.supports_async_save or not strategy.traits.collective_save

@@ -1,7 +1,7 @@
 """The Accelerator: one object that makes a plain training loop run anywhere.
 
-Its mixins (`process`, `mesh`, `data`, `training`, `saving`, `tracking`, `attributes`) document and delegate; the
-work is done by the packages below and by the modules beside this one.
+Its mixins (`process`, `mesh`, `data`, `training`, `saving`, `tracking`, `attributes`) document the interface and
+delegate to the lower packages and to the other modules of this package.
 """
 
 from __future__ import annotations
@@ -55,42 +55,44 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: deprecated; a field of `DataLoaderConfiguration`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; from the variable ACCELERATE_MIXED_PRECISION when None.
+        split_batches: deprecated; use the field of `DataLoaderConfiguration`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None reads the environment variable ACCELERATE_MIXED_PRECISION.
         gradient_accumulation_steps: micro-batches per optimizer step.
-        cpu: work on the CPU even if another device is present.
-        dataloader_config: how loaders are prepared.
-        deepspeed_plugin, fsdp_plugin, megatron_lm_plugin: settings of a backend, which is chosen by them; those of
-            DeepSpeed may be several, by name.
+        cpu: use the CPU even if another device is present.
+        dataloader_config: how DataLoaders are sharded, shuffled and moved to the device.
+        deepspeed_plugin, fsdp_plugin, megatron_lm_plugin: settings of a backend; giving one selects that backend.
+            `deepspeed_plugin` may also be a dict of several plugins by name.
         deepspeed_plugins: an older spelling of `deepspeed_plugin`.
-        rng_types: generators that loaders synchronise at the start of an iteration; that of the sampler when None.
+        rng_types: random-number generators that DataLoaders synchronise at the start of each epoch. None synchronises
+            the sampler's generator.
         log_with: trackers, by name or as instances.
-        project_dir: folder of checkpoints and logs.
-        project_config: the same in more detail.
-        gradient_accumulation_plugin: accumulation in more detail.
-        dispatch_batches, even_batches, use_seedable_sampler: deprecated; fields of `DataLoaderConfiguration`.
-        step_scheduler_with_optimizer: whether schedulers follow their optimizers.
-        kwargs_handlers: settings of what is created on the way, such as `AutocastKwargs`.
+        project_dir: folder for checkpoints and logs.
+        project_config: the same with more settings, such as automatic checkpoint names.
+        gradient_accumulation_plugin: gradient accumulation with more settings.
+        dispatch_batches, even_batches, use_seedable_sampler: deprecated; use the fields of `DataLoaderConfiguration`.
+        step_scheduler_with_optimizer: step a scheduler only when its optimizer steps.
+        kwargs_handlers: settings of objects that the Accelerator creates, such as `AutocastKwargs` for autocast.
         dynamo_backend: compile models with this backend of `torch.compile`.
-        dynamo_plugin: the same in more detail.
-        torch_tp_plugin: how layers are divided for tensor parallelism.
-        parallelism_config: the sizes of the axes along which the processes divide the work.
-        transforms: further changes of every model, such as `ActivationCheckpoint()`.
-        backend: name of the backend that owns the run, as `accel backends` lists it.
-        check_replicas_every: every so many optimizer steps, compare weights, generators and loader positions of
-            processes that should have the same; `ReplicasDiffer` names the first difference. When None, a sample of
-            the weights is compared once after the second step, in the background, and a difference is a warning; 0
-            turns that off.
-        straggler_report: at `end_training`, print and log what each process spent its time on, to see which one the
-            others wait for.
-        goodput: keep an account of where the time of each process goes, over all restarts, in the folder "goodput" of
-            `project_dir`; `accel runs goodput` shows it. When None, it is kept where the run was started with
-            `accel launch --project_dir`.
+        dynamo_plugin: the same with more settings.
+        torch_tp_plugin: how tensor parallelism shards the layers.
+        parallelism_config: the sizes of the mesh axes, such as data and tensor parallelism.
+        transforms: further changes that `prepare` applies to every model, such as `ActivationCheckpoint()`.
+        backend: name of the backend that trains the models, as `accel backends` lists it.
+        check_replicas_every: the number of optimizer steps between two checks that replicas agree. A check compares
+            weights, random-number generators and DataLoader positions, and raises `ReplicasDiffer`, which names the
+            first difference. None compares a sample of the weights once, in the background after the second step, and
+            warns about a difference. 0 disables all checks.
+        straggler_report: at `end_training`, print and log how each process spent its time, which shows the process that
+            the others wait for.
+        goodput: record how each process spends its time, over all restarts, in the folder "goodput" of `project_dir`.
+            `accel runs goodput` shows the record. None records if the run was started with `accel launch
+            --project_dir`.
 
     Raises:
-        SettingError: an argument or a variable holds what cannot be used.
-        Conflict: two of them contradict each other, or the run was made with others.
-        NotOffered: the device or the backend does not support an argument.
+        SettingError: an argument or an environment variable has an invalid value.
+        Conflict: two arguments contradict each other, or an earlier Accelerator of this process started the run with
+            others.
+        NotOffered: the device or the backend does not support what an argument selects.
 
     Example:
         >>> from accel_torch import Accelerator

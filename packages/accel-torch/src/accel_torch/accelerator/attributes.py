@@ -1,6 +1,6 @@
-"""Attributes that other libraries read, pop from and assign; the prepared objects are shown here.
+"""Attributes that other libraries read and assign: the prepared objects, and the settings objects given.
 
-Settings objects that were given can be read here too, each under the name that these libraries know it by.
+Their names are those of the documented interface.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Registered:
-    """An attribute that is one of the prepared's.
+    """An attribute of `PreparedObjects`, available on the Accelerator.
 
     Args:
-        name: its name there.
+        name: the attribute's name in `PreparedObjects`.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,19 +52,19 @@ class _Registered:
 
 
 class _Handler(Generic[H]):
-    """The settings object of a kind that was given, or None; what is assigned counts from then on.
+    """The settings object of one class that was given, or None. An assigned one replaces it for later use.
 
     Args:
-        module: where its class is, which is imported when it is needed.
-        name: of the class.
-        then: called with the Accelerator and what was assigned.
+        module: the module of the class; imported at the first use.
+        name: the name of the class.
+        then: called with the Accelerator and the assigned object.
     """
 
     def __init__(
         self, module: str, name: str, then: Callable[[AcceleratorMembers, H | None], None] | None = None
     ) -> None:
         self._module, self._name, self._then = module, name, then
-        self.__doc__ = f"The `{name}` that was given, or None; what is assigned counts for what is made afterwards."
+        self.__doc__ = f"The `{name}` that was given, or None. An assigned one applies to objects created afterwards."
 
     def _kind(self) -> type[H]:
         kind: type[H] = getattr(importlib.import_module(self._module), self._name)
@@ -82,8 +82,8 @@ class _Handler(Generic[H]):
         if handler is not None and not isinstance(handler, kind):
             raise UnknownKind(
                 f"Cannot set an attribute of the Accelerator to {handler!r}.",
-                f"It holds a {kind.__name__}, or None.",
-                f"Assign a {kind.__name__}(...).",
+                f"It must be None or of type {kind.__name__}.",
+                f"Assign a {kind.__name__}(...) or None.",
             )
         others = [other for other in options.handlers if not isinstance(other, kind)]
         instance._options = options._replace(handlers=(*others, *([] if handler is None else [handler])))
@@ -94,7 +94,7 @@ class _Handler(Generic[H]):
 
 
 class AttributesMixin(AcceleratorMembers):
-    """What was prepared, registered and given."""
+    """Prepared objects, registered objects and settings."""
 
     _models = _Registered("models")
     _optimizers = _Registered("optimizers")
@@ -106,7 +106,7 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The engine of a backend that has one: what was assigned here, else that of the strategy, else None."""
+        """The engine that was assigned here, otherwise the strategy's engine, or None."""
         assigned = self._prepared.engine
         return assigned if assigned is not None else getattr(self._backend.strategy, "engine", None)
 
@@ -116,21 +116,21 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed configuration in use, or None."""
+        """The active DeepSpeed configuration, or None."""
         return self.state.deepspeed_plugin
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The table that DeepSpeed reads, with what `prepare` found out.
+        """The dict that DeepSpeed reads, with the values that `prepare` filled in.
 
         Raises:
-            NoState: the run was made without DeepSpeed.
+            NoState: the run does not use DeepSpeed.
         """
         plugin = self.deepspeed_plugin
         if plugin is None:
             raise NoState(
                 "Cannot read Accelerator.deepspeed_config.",
-                "The run was made without DeepSpeed.",
+                "The run does not use DeepSpeed.",
                 "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
             )
         table: dict[str, Any] = plugin.deepspeed_config
@@ -138,7 +138,7 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def native_amp(self) -> bool:
-        """Whether forward passes autocast."""
+        """Whether prepared models run their forward pass under autocast."""
         return self._backend.precision.autocasts
 
     @native_amp.setter
@@ -147,10 +147,10 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared.
+        """How DataLoaders are prepared.
 
         Raises:
-            SettingError: the value is not a `DataLoaderConfiguration`.
+            SettingError: the assigned value is not a `DataLoaderConfiguration`.
         """
         return self._options.loader
 
@@ -166,7 +166,7 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go.
+        """The folders of checkpoints and logs.
 
         Raises:
             SettingError: the assigned value is not a `ProjectConfiguration`.
@@ -201,10 +201,10 @@ class AttributesMixin(AcceleratorMembers):
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether the Accelerator has a settings object for training in 8 bits."""
+        """Whether the Accelerator has a settings object for fp8."""
         return any((self.ao_recipe_handler, self.te_recipe_handler, self.msamp_recipe_handler))
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether the run computes in 8 bits."""
+        """Whether the run computes in fp8."""
         return self._backend.precision.name == PrecisionType.FP8.value

@@ -1,6 +1,6 @@
-"""Data: loaders, and what processes tell each other.
+"""Data: DataLoaders, and collectives between processes.
 
-What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
+Methods import what not every script needs at their first call, so that constructing an Accelerator stays cheap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ("DataMixin",)
 
 
 class DataMixin(AcceleratorMembers):
-    """Loaders and collectives."""
+    """DataLoaders and collectives."""
 
     def prepare_data_loader(
         self,
@@ -24,12 +24,13 @@ class DataMixin(AcceleratorMembers):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """The loader of this process's part of the data.
+        """Prepare one DataLoader, which then yields this process's shard of the data.
 
         Args:
             data_loader: a `torch.utils.data.DataLoader`.
-            device_placement: whether batches are moved to the device; that of the Accelerator when None.
-            slice_fn_for_dispatch: cuts a batch into the accelerator of the processes when the main process reads it.
+            device_placement: whether to move batches to the device. None uses the Accelerator's setting.
+            slice_fn_for_dispatch: the function that takes a process's shard from a global batch, for
+                `dispatch_batches=True`.
 
         Example:
             >>> loader = accelerator.prepare_data_loader(DataLoader(data, batch_size=4))
@@ -39,11 +40,11 @@ class DataMixin(AcceleratorMembers):
         return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """A loader as the backend reads it when the sequence is divided; a prepared one is that already.
+        """Wrap a DataLoader for sequence parallelism; one that `prepare` returned is returned unchanged.
 
         Args:
-            dl: a loader.
-            model: accepted for older callers and not used.
+            dl: a DataLoader.
+            model: not used; accepted for compatibility.
 
         Example:
             >>> loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
@@ -51,7 +52,7 @@ class DataMixin(AcceleratorMembers):
         return dl if getattr(dl, PREPARED, False) else self._backend.strategy.wrap_loader(dl)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that starts after the first `num_batches` batches of the epoch, without reading them.
+        """A DataLoader that starts after the first `num_batches` batches of the epoch, without reading them.
 
         Example:
             >>> accelerator.load_state("checkpoint")
@@ -62,13 +63,14 @@ class DataMixin(AcceleratorMembers):
         return accel_data.skip_first_batches(dataloader, num_batches)
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, concatenated on their first dimension, on every process.
+        """Concatenate the tensors of all processes along their first dimension; every process receives the result.
 
         Args:
-            tensor: a tensor (0-d counts as one element) or any nesting of them; shapes are equal on all processes.
+            tensor: a tensor or a pytree of tensors, with equal shapes on all processes. A 0-d tensor counts as shape
+                (1,).
 
         Raises:
-            ShapeMismatch: the processes gave different structures, shapes or dtypes.
+            ShapeMismatch: pytrees, shapes or dtypes differ between processes.
 
         Example:
             >>> norms = accelerator.gather(inputs.norm(dim=1))
@@ -78,11 +80,11 @@ class DataMixin(AcceleratorMembers):
         return accel_ops.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather`, without the samples that were added to the last batch for evenness.
+        """Like `gather`, but without the samples that `even_batches` added to the last batch.
 
         Args:
-            input_data: tensors in any nesting, or objects.
-            use_gather_object: gather as objects even if there are tensors; for tensors of different shapes.
+            input_data: a pytree of tensors, or picklable objects.
+            use_gather_object: pickle tensors too, which allows different shapes.
 
         Example:
             >>> for inputs, targets in loader:
@@ -95,12 +97,12 @@ class DataMixin(AcceleratorMembers):
         return gather_for_metrics(self.gradient_state, input_data, use_gather_object, self.state.device_mesh)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes added up or averaged, on every process.
+        """Reduce the tensors of all processes element by element; every process receives the result.
 
         Args:
-            tensor: a tensor or any nesting of them.
+            tensor: a tensor or a pytree of tensors, with equal shapes on all processes.
             reduction: "sum", "mean", "max", "min" or "none".
-            scale: factor on the result.
+            scale: multiplies the result.
 
         Example:
             >>> mean = accelerator.reduce(loss.detach(), "mean")
@@ -110,13 +112,13 @@ class DataMixin(AcceleratorMembers):
         return accel_ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded to the largest size of all processes, so that they can be gathered.
+        """Pad tensors to the largest size on any process, so that they can be gathered.
 
         Args:
-            tensor: a tensor or any nesting of them.
-            dim: dimension that differs.
-            pad_index: value of the padding.
-            pad_first: pad at the beginning.
+            tensor: a tensor or a pytree of tensors.
+            dim: the dimension whose size differs.
+            pad_index: the value of added elements.
+            pad_first: pad at the start instead of the end.
 
         Example:
             >>> tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
@@ -128,17 +130,17 @@ class DataMixin(AcceleratorMembers):
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch of a loader is cut into one part per process."""
+        """Whether each batch of a DataLoader is split into one shard per process."""
         return self._options.loader.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads every batch and sends the others their part."""
+        """Whether the main process reads each global batch and sends the other processes their shards."""
         return self._options.loader.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last step is filled up, so that all processes have equal batches."""
+        """Whether samples are repeated in the last global batch, so that all processes have batches of equal size."""
         return self._options.loader.even_batches
 
     @even_batches.setter
@@ -147,15 +149,15 @@ class DataMixin(AcceleratorMembers):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether loaders shuffle by seed and epoch alone."""
+        """Whether the order of shuffled samples depends on seed and epoch only."""
         return self._options.loader.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders are read through torchdata's `StatefulDataLoader`."""
+        """Whether DataLoaders are converted to torchdata's `StatefulDataLoader`."""
         return self._options.loader.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to the device overlap with what follows."""
+        """Whether copies to the device are asynchronous."""
         return self._options.loader.non_blocking

@@ -20,7 +20,7 @@ __all__ = ("MeshMixin",)
 
 
 class _AbsentAttribute(NotOffered, AttributeError):
-    """Raised by an attribute that no run has; `hasattr` returns False then."""
+    """Raised by an attribute that no run has; as an `AttributeError`, so that `hasattr` returns False."""
 
 
 class MeshMixin(AcceleratorMembers):
@@ -28,28 +28,28 @@ class MeshMixin(AcceleratorMembers):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The axes of the run, or None."""
+        """The sizes of the run's mesh axes; None if no `ParallelismConfig` was given."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh that the devices of the run form, or None."""
+        """The run's device mesh, or None."""
         mesh: DeviceMesh | None = self.state.device_mesh
         return mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by the second version of FSDP."""
+        """Whether FSDP2 shards the parameters."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are divided in a way that goes with other axes."""
+        """Whether the sharding of parameters can be combined with other mesh axes."""
         return self.is_fsdp2
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Place of this process among those that divide the tensors of a layer; 0 where nobody does.
+        """Rank of this process on the axis of tensor parallelism; 0 if the mesh has no such axis.
 
         Raises:
             NoState: the run has no ParallelismConfig; `hasattr` returns False.
@@ -58,34 +58,34 @@ class MeshMixin(AcceleratorMembers):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Place of the group of this process among the copies of the model; see `tensor_parallel_rank`."""
+        """Rank of this process on the axis of model replicas; see `tensor_parallel_rank`."""
         return self._place(Axis.REPLICATE)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Place of this process among those that divide the parameters; see `tensor_parallel_rank`."""
+        """Rank of this process on the axis that shards the parameters; see `tensor_parallel_rank`."""
         return self._place(Axis.SHARD)
 
     @property
     def context_parallel_rank(self) -> int:
-        """Place of this process among those that divide the sequence; see `tensor_parallel_rank`."""
+        """Rank of this process on the axis of context parallelism; see `tensor_parallel_rank`."""
         return self._place(Axis.CONTEXT)
 
     @property
     def sequence_parallel_rank(self) -> int:
-        """Place of this process among those that divide the heads of attention; see `tensor_parallel_rank`."""
+        """Rank of this process on the axis of sequence parallelism over attention heads; see `tensor_parallel_rank`."""
         return self._place(Axis.SEQUENCE)
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Place of this process in a pipeline.
+        """Rank of this process on the axis of pipeline parallelism, which training does not support.
 
         Raises:
-            NotOffered: always; training runs in no pipeline. `hasattr` returns False.
+            NotOffered: always; `hasattr` returns False.
         """
         raise _AbsentAttribute(
             "Cannot read accelerator.pipeline_parallel_rank.",
-            "Training is not divided into a pipeline.",
+            "Training does not support pipeline parallelism.",
             "Use prepare_pippy for inference, or another axis of ParallelismConfig.",
         )
 
@@ -107,18 +107,18 @@ class MeshMixin(AcceleratorMembers):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A block for forward and backward in which each process works on its part of the sequence.
+        """Context manager for forward and backward in which each process computes its shard of the sequence.
 
-        Where no axis divides the sequence, it changes nothing. The loss inside is the mean over this process's part.
+        The loss inside is the mean over this process's shard. Without context parallelism the block has no effect.
 
         Args:
-            buffers: tensors with a sequence (inputs, targets, positions); inside of the block they are cut.
-            buffer_seq_dims: dim of the sequence in each of them.
-            no_restore_buffers: those that need not be whole again afterwards.
+            buffers: tensors with a sequence dimension (inputs, targets, positions); inside the block they are sharded.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that are not restored to their full size after the block.
 
         Raises:
-            ShapeMismatch: the sequence cannot be cut evenly.
-            NotReady: nothing in the block used `scaled_dot_product_attention`.
+            ShapeMismatch: the sequence length is not divisible by the number of shards.
+            NotReady: nothing in the block called `scaled_dot_product_attention`.
 
         Example:
             >>> with accelerator.maybe_context_parallel([inputs, targets], [1, 1], {inputs, targets}):

@@ -1,4 +1,4 @@
-"""Processes: who am I, who goes first, who does what."""
+"""Processes of the run: ranks, the order of blocks, and functions that only some processes run."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ class ProcessMixin(AcceleratorMembers):
 
     @property
     def device(self) -> torch.device:
-        """Where this process works."""
+        """The device on which this process trains."""
         return self.state.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of the run."""
+        """How the run is distributed, for example `DistributedType.MULTI_GPU`."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """Number of all processes."""
+        """The world size: the number of processes of the run."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:
-        """Index of this process among all."""
+        """The rank of this process."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """Index of this process on its node."""
+        """The local rank of this process: its number on its node."""
         return self.state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is the main process (rank 0)."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Whether this is the local main process (local rank 0)."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
+        """Whether this is the process with the highest rank."""
         return self.state.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """Whether the run has several processes."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes work on a device of their own each; a CPU is shared."""
+        """Whether the run has several processes with one device each; False on CPUs, which processes share."""
         return self.state.use_distributed and self.state.device.index is not None
 
     @property
@@ -79,13 +79,13 @@ class ProcessMixin(AcceleratorMembers):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in 8 bits; `FP8BackendType.NO` when none does."""
+        """The library that computes in fp8, or `FP8BackendType.NO`."""
         from accel_plugins.precision.config import FP8BackendType
 
         return self._backend.precision.library or FP8BackendType.NO
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this.
+        """Wait until every process has called this method: a barrier.
 
         Example:
             >>> accelerator.save_model(model, "weights")
@@ -94,7 +94,7 @@ class ProcessMixin(AcceleratorMembers):
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the first process of each node.
+        """Call `print` on the local main process of each node only.
 
         Example:
             >>> accelerator.print(f"Epoch {epoch} begins.")
@@ -102,7 +102,7 @@ class ProcessMixin(AcceleratorMembers):
         self.state.print(*args, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main process run a block first, for example to fill a cache that the others then read.
+        """Context manager that the main process runs before the others, for example to fill a cache that they read.
 
         Example:
             >>> with accelerator.main_process_first():
@@ -111,7 +111,7 @@ class ProcessMixin(AcceleratorMembers):
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each node run a block first.
+        """Context manager that the local main process of each node runs before the others of its node.
 
         Example:
             >>> with accelerator.local_main_process_first():
@@ -120,11 +120,11 @@ class ProcessMixin(AcceleratorMembers):
         return self.state.local_main_process_first()
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """The part of a list, tuple, dict or tensor for this process.
+        """Context manager that returns this process's shard of a list, tuple, dict or tensor.
 
         Args:
-            inputs: what is to be split.
-            apply_padding: repeat the last item until all processes have equally many, so that results can be gathered.
+            inputs: the object to split. Each value of a dict is split.
+            apply_padding: repeat the last item so that all processes have equally many and results can be gathered.
 
         Example:
             >>> with accelerator.split_between_processes(["a dog", "a cat", "a fish"]) as prompts:
@@ -133,7 +133,7 @@ class ProcessMixin(AcceleratorMembers):
         return self.state.split_between_processes(inputs, apply_padding)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process; `check_trigger` tells all processes.
+        """Set a flag on this process, which `check_trigger` reports to all processes.
 
         Example:
             >>> if loss.isnan():
@@ -146,7 +146,7 @@ class ProcessMixin(AcceleratorMembers):
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process raised the flag since the last check; called on every process, and lowers it on all.
+        """Whether any process called `set_trigger` since the last check. Call it on every process; it resets the flag.
 
         Example:
             >>> if accelerator.check_trigger():
@@ -154,7 +154,7 @@ class ProcessMixin(AcceleratorMembers):
         """
         import torch
 
-        # Collectives are a dozen modules that a script without triggers may not need.
+        # Collectives import a dozen modules that a script without triggers may not need.
         from accel_ops import reduce
 
         lowered = torch.tensor(0, device=self.device)
@@ -163,7 +163,7 @@ class ProcessMixin(AcceleratorMembers):
         return bool(reduce(raised, "sum").item() >= 1)
 
     def check_breakpoint(self) -> bool:
-        """The same as `check_trigger`.
+        """An alias of `check_trigger`.
 
         Example:
             >>> if accelerator.check_breakpoint():
@@ -176,7 +176,7 @@ class ProcessMixin(AcceleratorMembers):
     @overload
     def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorator: run the function on the main process only; elsewhere it returns None.
+        """Decorator: run the function on the main process only; on other processes it returns None.
 
         Example:
             >>> @accelerator.on_main_process
@@ -191,7 +191,7 @@ class ProcessMixin(AcceleratorMembers):
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorator: run the function on the first process of each node only.
+        """Decorator: run the function on the local main process of each node only.
 
         Example:
             >>> @accelerator.on_local_main_process
@@ -213,7 +213,7 @@ class ProcessMixin(AcceleratorMembers):
         return self.state.on_last_process(function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index only.
+        """Decorator: run the function on the process with this rank only.
 
         Example:
             >>> @accelerator.on_process(process_index=0)
@@ -224,7 +224,7 @@ class ProcessMixin(AcceleratorMembers):
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index on its node only.
+        """Decorator: run the function on the process with this local rank on each node only.
 
         Example:
             >>> @accelerator.on_local_process(local_process_index=0)

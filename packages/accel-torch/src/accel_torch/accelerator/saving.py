@@ -1,6 +1,6 @@
-"""Saving and loading: checkpoints of everything, and weights alone.
+"""Saving and loading: complete checkpoints, and weights only.
 
-What reads and writes them is imported when it is first asked for, so that making an Accelerator stays cheap.
+Methods import what reads and writes them at their first call, so that constructing an Accelerator stays cheap.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class SavingMixin(AcceleratorMembers):
         async_save: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedulers, scaler, generators, loader positions and registered objects.
+        """Save a checkpoint from which training can resume; call it on every process.
 
-        Called on every process. A checkpoint of the same name stays valid until the new one is complete.
+        It contains models, optimizers, schedulers, the gradient scaler, random-number generators, DataLoader positions
+        and registered objects. A checkpoint of the same name stays valid until the new one is complete.
 
         Args:
-            output_dir: the folder; with automatic naming it is chosen by the project configuration.
-            safe_serialization: safetensors for weights.
-            async_save: return once the states are taken, and write while training goes on. At most one save is under
-                way: the next one, `load_state`, `wait_for_checkpoint` and `end_training` wait for it, and raise what
-                went wrong with it. It takes host memory for one copy of everything saved, kept for the next save until
-                `free_memory`. Parameters that are changed outside of `optimizer.step()` have to wait for
-                `wait_for_checkpoint`; where they do not, a warning names them, and the state is taken again at the
-                next boundary between steps.
-            save_model_func_kwargs: options of a backend that has its own way of saving models.
+            output_dir: the checkpoint folder. With automatic checkpoint naming, the project configuration chooses it.
+            safe_serialization: write weights as safetensors.
+            async_save: return after a snapshot of the state, and write it while training continues. At most one save
+                runs at a time: the next save, `load_state`, `wait_for_checkpoint` and `end_training` wait for it, and
+                raise its error if it failed. The snapshot needs host memory for one copy of the checkpoint, which later
+                saves reuse until `free_memory`. Call `wait_for_checkpoint` before you change parameters outside
+                `optimizer.step()`. Otherwise a warning names them, and the snapshot is taken again between two steps.
+            save_model_func_kwargs: options for a backend that saves models itself, such as DeepSpeed.
 
         Returns:
-            The folder.
+            The checkpoint folder.
 
         Raises:
-            SettingError: no folder was given and naming is not automatic, or the backend has no such options.
-            CheckpointError: it could not be written; what was there before is unchanged.
-            NotReady: inside an accumulation window, on a backend that does not give out partial gradients.
+            SettingError: no folder was given and naming is not automatic, or the backend does not have these options.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints are unchanged.
+            NotReady: called inside an accumulation window, and the backend cannot save partial gradients.
 
         Example:
             >>> for step, batch in enumerate(loader, 1):
@@ -68,13 +68,13 @@ class SavingMixin(AcceleratorMembers):
             return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no checkpoint is being saved in the background any more; called on every process.
+        """Wait until the checkpoint in the background is complete; call it on every process.
 
-        One whose parameters changed before they were copied is taken again here.
+        If parameters changed before they were copied, their snapshot is taken again here.
 
         Raises:
-            CheckpointError: the last one could not be written; those before are unchanged.
-            NotReady: it has to be taken again, and cannot be inside an accumulation window on this backend.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints are unchanged.
+            NotReady: the snapshot must be taken again, which this backend cannot do inside an accumulation window.
 
         Example:
             >>> accelerator.save_state("checkpoint", async_save=True)
@@ -93,27 +93,27 @@ class SavingMixin(AcceleratorMembers):
         missing_ok: bool = False,
         **load_model_func_kwargs: Any,
     ) -> str | None:
-        """Restore what `save_state` saved, so that the training goes on as if it had not been interrupted.
+        """Restore what `save_state` saved, so that training continues as if it had not been interrupted.
 
-        Called on every process, after `prepare`. On a CPU the files are read into the memory that parameters and the
-        states of optimizers have, so whoever holds an uncopied `state_dict` of them sees it change.
+        Call it on every process, after `prepare`. On a CPU the files are read into the memory of the parameters and
+        optimizer states, which also changes an earlier `state_dict()` that was not copied.
 
         Args:
-            input_dir: the folder; with automatic naming the newest good one is taken when None, and the next automatic
-                checkpoint gets a number after it.
-            load_kwargs: options for loading, as a dict: `strict=False` for models; `allow_missing=("random_states",)`
-                for what may be missing ("random_states", "scaler", "loaders", "custom", "extra_state");
-                `weights_only=False` to let registered objects be read from any pickle, which runs the code that it
-                brings.
-            missing_ok: do nothing when there is no checkpoint yet, for scripts that begin and resume by the same line.
-            load_model_func_kwargs: the same as `load_kwargs`, by keyword; `map_location` too.
+            input_dir: the checkpoint folder. None with automatic naming loads the newest valid checkpoint, and later
+                automatic checkpoints continue its numbers.
+            load_kwargs: options for loading, as a dict. `strict=False` accepts models with other weights.
+                `allow_missing` is a tuple of contents that may be missing: "random_states", "scaler", "loaders",
+                "custom" and "extra_state". `weights_only=False` reads registered objects from any pickle, which can run
+                code.
+            missing_ok: return None if there is no checkpoint yet, so that one line serves the first start and a resume.
+            load_model_func_kwargs: the same options as keywords, and `map_location`.
 
         Returns:
             The folder that was loaded, or None.
 
         Raises:
             SettingError: no folder was given and naming is not automatic.
-            CheckpointError: something is missing, damaged, or belongs to other objects.
+            CheckpointError: the checkpoint is incomplete or damaged, or does not fit the prepared objects.
 
         Example:
             >>> accelerator.save_state("checkpoint")
@@ -131,16 +131,16 @@ class SavingMixin(AcceleratorMembers):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of one model for others to use; called on every process.
+        """Export the weights of one model; call it on every process.
 
         Args:
-            model: a prepared model, or one that is partly offloaded.
-            save_directory: the folder; files there that are not weights of an earlier save stay.
-            max_shard_size: largest size of one file; with several there is an index beside them.
-            safe_serialization: safetensors; False writes with `torch.save`.
+            model: a prepared model, or a model that is partly offloaded.
+            save_directory: the folder. Weights of an earlier save are replaced; other files remain.
+            max_shard_size: largest size of one file, as bytes or text such as "10GB". Several files get an index file.
+            safe_serialization: write safetensors; False writes with `torch.save`.
 
         Raises:
-            CheckpointError: a weight has no data, or the disk refuses.
+            CheckpointError: a weight has no data, or a file cannot be written.
 
         Example:
             >>> accelerator.save_model(model, "weights", max_shard_size="2GB")
@@ -153,15 +153,15 @@ class SavingMixin(AcceleratorMembers):
     def load_weights(
         self, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool = True
     ) -> None:
-        """Put weights into a prepared model, such as those that `save_model` wrote; called on every process.
+        """Load weights into a prepared model, such as those that `save_model` wrote; call it on every process.
 
         Args:
             model: a prepared model.
-            weights: by name in the user's model; or a file or folder of weights.
-            strict: raise when names are missing, or are not those of the model.
+            weights: a dict of full tensors under their original names, or a file or folder of weights.
+            strict: raise an error for missing and unexpected names.
 
         Raises:
-            CheckpointError: they cannot be read, or are those of another model.
+            CheckpointError: the weights cannot be read, or do not fit the model.
 
         Example:
             >>> accelerator.save_model(model, "best")
@@ -173,10 +173,10 @@ class SavingMixin(AcceleratorMembers):
             put_weights(self, model, weights, strict)
 
     def global_weights(self, model: Module) -> AbstractContextManager[None]:
-        """A block in which a model has the weights of the whole run; `save_model` writes those by itself.
+        """Context manager in which a model has the run's global weights, which `save_model` writes too.
 
-        They are the model's own, unless the backend lets processes train apart, as local SGD and DiLoCo do. Called on
-        every process.
+        They equal the model's weights, unless the backend trains processes independently for several steps, as local
+        SGD and DiLoCo do. Call it on every process.
 
         Args:
             model: a prepared model.
@@ -190,12 +190,12 @@ class SavingMixin(AcceleratorMembers):
         return self._backend.strategy.global_weights(strategy_model(model))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object into a file, on the main process alone (of each node with `save_on_each_node`).
+        """Write an object to a file, on the main process only (on each local main process with `save_on_each_node`).
 
         Args:
-            obj: what is written; a mapping of names to tensors with `safe_serialization`.
-            f: the file; what was there stays until the new one is complete.
-            safe_serialization: write safetensors files instead of those of `torch.save`.
+            obj: the object; with `safe_serialization`, a dict of names and tensors.
+            f: the file. An existing file remains valid until the new one is complete.
+            safe_serialization: write safetensors; False writes with `torch.save`.
 
         Example:
             >>> accelerator.save({"classes": classes}, "classes.pkl")
@@ -206,10 +206,10 @@ class SavingMixin(AcceleratorMembers):
             save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of more objects with every checkpoint.
+        """Save the state of further objects in every checkpoint, and load it.
 
         Raises:
-            SettingError: some of them have no `state_dict` and `load_state_dict`.
+            SettingError: an object does not have `state_dict` and `load_state_dict`.
 
         Example:
             >>> accelerator.register_for_checkpointing(average_of_weights)
@@ -218,7 +218,7 @@ class SavingMixin(AcceleratorMembers):
         self._prepared.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call `hook(models, weights, folder)` before a checkpoint is written; the handle returned removes it.
+        """Call `hook(models, weights, folder)` before each checkpoint is written; the returned handle removes the hook.
 
         Example:
             >>> def announce(models, weights, folder):
@@ -229,7 +229,7 @@ class SavingMixin(AcceleratorMembers):
         return add_hook(self._prepared.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call `hook(models, folder)` before a checkpoint is read; the handle returned removes it.
+        """Call `hook(models, folder)` before each checkpoint is read; the returned handle removes the hook.
 
         Example:
             >>> def announce(models, folder):
@@ -240,11 +240,11 @@ class SavingMixin(AcceleratorMembers):
         return add_hook(self._prepared.load_hooks, hook)
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """All weights of a prepared model under the names of the user's model; called on every process.
+        """All weights of a prepared model as full tensors, under their original names; call it on every process.
 
         Args:
             model: a prepared model.
-            unwrap: False keeps the names of the wrapper.
+            unwrap: False uses the names of the wrapped model.
 
         Example:
             >>> weights = accelerator.get_state_dict(model)
@@ -257,10 +257,10 @@ class SavingMixin(AcceleratorMembers):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this is the process that writes a model, which `get_state_dict` gives complete weights."""
+        """Whether this process should write the result of `get_state_dict`."""
         return self.state.is_main_process and self._backend.strategy.writes_weights()
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next automatic checkpoint."""
+        """The number of the next automatic checkpoint."""
         return self._options.project.iteration

@@ -1,4 +1,4 @@
-"""What a run logs and where, its profiles, and the end of its training."""
+"""Experiment trackers, profiles, and the end of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrackingMixin(AcceleratorMembers):
 
     @property
     def log_with(self) -> list[Any]:
-        """The trackers of `log_with=`."""
+        """The trackers given as `log_with`, not yet started."""
         return list(self._options.log_with)
 
     @log_with.setter
@@ -31,7 +31,7 @@ class TrackingMixin(AcceleratorMembers):
 
     @property
     def trackers(self) -> list[Any]:
-        """Trackers that were started; empty before `init_trackers` and on processes that do not log."""
+        """The running trackers; empty before `init_trackers` and on processes that do not log."""
         return self._tracking.trackers if self._tracking is not None else []
 
     @trackers.setter
@@ -42,12 +42,12 @@ class TrackingMixin(AcceleratorMembers):
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of checkpoints."""
+        """The folder for checkpoints."""
         return self._options.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of logs."""
+        """The folder for logs."""
         return self._options.project.logging_dir
 
     def init_trackers(
@@ -58,13 +58,13 @@ class TrackingMixin(AcceleratorMembers):
         *,
         strict: bool = False,
     ) -> None:
-        """Start the trackers of `log_with=`.
+        """Start the trackers given as `log_with`.
 
         Args:
-            project_name: name of the project or run, as each tracker understands it.
-            config: what the run was configured with; stored by every tracker.
-            init_kwargs: arguments for single trackers, by their name.
-            strict: let errors of trackers end the run; otherwise they are warned about and counted.
+            project_name: the name of the project or run; its meaning depends on the tracker.
+            config: the run's configuration, such as hyperparameters, which every tracker stores.
+            init_kwargs: further arguments for each tracker, by tracker name.
+            strict: raise errors of trackers. Otherwise they are warnings, and are counted.
 
         Example:
             >>> accelerator.init_trackers("digits", config={"learning_rate": 0.1})
@@ -86,15 +86,15 @@ class TrackingMixin(AcceleratorMembers):
         """Log values with every tracker.
 
         Args:
-            values: by name; numbers, texts or nested dicts of those.
-            step: where on the x-axis they belong.
-            log_kwargs: arguments for single trackers, by their name.
-            reduce: "mean", "sum", "min" or "max" logs one number for all processes instead of that of the main process.
-                Every process then calls it with the same names, at the cost of one collective.
+            values: numbers, texts or nested dicts of them, by name.
+            step: the position on the x-axis.
+            log_kwargs: further arguments for each tracker, by tracker name.
+            reduce: "mean", "sum", "min" or "max" over all processes, instead of the main process's values. Every
+                process must then call `log` with the same names, which costs one collective.
 
         Raises:
-            SettingError: an unknown reduction; on every process, a value that is not a number.
-            ShapeMismatch: on every process, when they log different names.
+            SettingError: `reduce` is unknown, or a value to reduce is not a number; raised on every process.
+            ShapeMismatch: the processes log different names; raised on every process.
 
         Example:
             >>> accelerator.log({"loss": loss, "accuracy": accuracy}, step=step, reduce="mean")
@@ -114,10 +114,14 @@ class TrackingMixin(AcceleratorMembers):
             log_sample_counts(self._tracking, self._prepared.loaders, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, or what it wraps; one that keeps nothing where none was started.
+        """The running tracker of a name. If no tracker runs, one that ignores all calls.
+
+        Args:
+            name: the tracker's name, such as "jsonl".
+            unwrap: return the object of the tracker's library instead, for example a wandb run.
 
         Raises:
-            SettingError: others were started, and none of that name.
+            SettingError: trackers run, but none has that name.
 
         Example:
             >>> accelerator.init_trackers("digits")
@@ -130,10 +134,10 @@ class TrackingMixin(AcceleratorMembers):
         return self._tracking.get(name, unwrap)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
-        """A block that is profiled on every process; gives torch's profiler.
+        """Context manager that profiles its block on every process, and returns torch's profiler.
 
         Args:
-            profile_handler: replaces the one of the Accelerator; see `ProfileKwargs`.
+            profile_handler: replaces the Accelerator's `ProfileKwargs`.
 
         Example:
             >>> with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
@@ -147,10 +151,10 @@ class TrackingMixin(AcceleratorMembers):
         return profiled(self.state._process, handler)
 
     def end_training(self) -> None:
-        """Finish all trackers and the checkpoint that is being saved or copied; called once, when the training ends.
+        """Finish all trackers and a checkpoint in the background; call it on every process when training ends.
 
-        The backend gives back what it opened, once every Accelerator of the run has ended its training. Models can
-        still be read and saved.
+        When every Accelerator of the run has ended its training, the backend releases its resources. Models can still
+        be read and saved.
 
         Example:
             >>> accelerator.end_training()

@@ -1,6 +1,6 @@
-"""Training: preparing, accumulating, going backward, clipping.
+"""Training: preparation, gradient accumulation, backward passes, clipping.
 
-What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
+Methods import what not every script needs at their first call, so that constructing an Accelerator stays cheap.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ class TrainingMixin(AcceleratorMembers):
         device_placement: list[bool] | None = None,
     ) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Models, optimizers, schedulers and loaders, ready for this run, in the order given.
+        """Prepare models, optimizers, schedulers and DataLoaders for this run, and return them in the order given.
 
         Args:
-            args: what is to be prepared, in any order; a single one comes back by itself. What is of another kind
-                comes back as it is.
-            device_placement: for each object, whether it is moved to the device; that of the Accelerator when None.
+            args: the objects, in any order. Objects of other types are returned unchanged. For a single argument, the
+                result is that object instead of a tuple.
+            device_placement: for each object, whether to move it to the device. None uses the Accelerator's setting for
+                all.
 
         Raises:
-            NoState: the state was reset after this Accelerator was made.
-            AccelError: the backend refuses; nothing was changed then.
+            NoState: the process state was reset after this Accelerator was constructed.
+            AccelError: the backend does not support these objects; none of them was changed.
 
         Example:
             >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -103,12 +104,13 @@ class TrainingMixin(AcceleratorMembers):
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Module:
-        """A model, ready for this run.
+        """Prepare one model for this run.
 
         Args:
             model: the model.
-            device_placement: whether it is moved to the device.
-            evaluation_mode: it is only evaluated, so it is placed, changed and autocast, but not wrapped for training.
+            device_placement: whether to move the model to the device. None uses the Accelerator's setting.
+            evaluation_mode: the model is only evaluated. It is moved, transformed and autocast, but not wrapped for
+                training.
 
         Example:
             >>> teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
@@ -121,7 +123,7 @@ class TrainingMixin(AcceleratorMembers):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """An optimizer, ready for this run.
+        """Prepare one optimizer for this run.
 
         Example:
             >>> optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters()))
@@ -129,7 +131,7 @@ class TrainingMixin(AcceleratorMembers):
         return self._prepare([optimizer], self._placed(device_placement))
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A learning-rate scheduler, ready for this run.
+        """Prepare one learning-rate scheduler for this run.
 
         Example:
             >>> scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 10))
@@ -139,7 +141,7 @@ class TrainingMixin(AcceleratorMembers):
     def _prepare(self, objects: Sequence[Any], device_placement: list[bool] | None = None) -> Any:
         from accel_torch.prepare import prepare
 
-        # After a reset, this raises before anything is changed.
+        # After a reset of the state, this raises before any object is changed.
         _ = self.state.distributed_type
         return prepare(self, objects, device_placement)
 
@@ -147,14 +149,14 @@ class TrainingMixin(AcceleratorMembers):
         return [self._options.device_placement if device_placement is None else device_placement]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """A block in which a model is built where the backend trains it, without memory for more than that.
+        """Context manager in which a model is built directly on its device, as the shards that the backend trains.
 
-        On one device, parameters are made there. With FSDP2 each process keeps its shard of each parameter as soon as
-        the module that has it is built; `prepare` takes such a model. The values are those that one process gives the
-        model for the same seed. Enter the block on every process, before `prepare`.
+        On one device, parameters are created on that device. With FSDP2, each process stores only its shard of a
+        parameter as soon as the parameter's module is built. The initial values equal those of one process with the
+        same seed. Enter the block on every process, and pass the model to `prepare` afterwards.
 
         Args:
-            empty_init: initialise nothing, because weights are loaded later; None and False initialise.
+            empty_init: skip initialisation, because weights are loaded later. None and False initialise.
 
         Example:
             >>> with accelerator.init_module():
@@ -166,22 +168,24 @@ class TrainingMixin(AcceleratorMembers):
     def accumulate(
         self, *models: Module, weight: float | Tensor | None = None, loss_reduction: Literal["mean", "sum"] = "mean"
     ) -> AbstractContextManager[None]:
-        """The block of one micro-batch: gradients add up, and every so many blocks the optimizer really steps.
+        """Context manager for one micro-batch: the optimizer steps only at the last micro-batch of each window.
 
-        Without weights every micro-batch counts the same. With weights they count by them: the gradient is that of the
-        mean over all tokens of the step, however these are spread over micro-batches and processes. One number per step
-        is exchanged for it. Gradients have their true size from `clip_grad_norm_`, `unscale_gradients` or the step on.
+        A window has `gradient_accumulation_steps` micro-batches (fewer at the end of a DataLoader), which count equally
+        without weights. With weights, the gradient is that of the mean over all tokens of the step, however the tokens
+        are distributed over micro-batches and processes. This costs one small collective per step. Weighted gradients
+        are unnormalised until `clip_grad_norm_`, `unscale_gradients` or the step.
 
         Args:
-            models: those whose gradients are not to be synchronised before the last micro-batch of a window.
-            weight: how many tokens (or samples) the loss is over; for every micro-batch of a window or for none.
-            loss_reduction: whether that loss is the mean over its tokens or their sum. A mean over no tokens is not a
-                number, so give sums where a micro-batch may have none.
+            models: prepared models; their gradients are synchronised only at the last micro-batch of a window.
+            weight: the number of tokens (or samples) in the loss of this micro-batch. Give it for every micro-batch of
+                a window or for none.
+            loss_reduction: whether that loss is the mean or the sum over its tokens. A mean over no tokens is NaN, so
+                use "sum" if a micro-batch may have no tokens.
 
         Raises:
             Conflict: some micro-batches of a window have a weight and others have none.
-            NotOffered: the backend accumulates by itself.
-            SettingError: at the step, on every process: a weight was negative or not finite.
+            NotOffered: `weight` was given, and the backend divides or weights the loss itself.
+            SettingError: a weight is negative or not finite; raised at the step, on every process.
 
         Example:
             >>> for inputs, targets in loader:
@@ -201,8 +205,10 @@ class TrainingMixin(AcceleratorMembers):
         """Compute gradients; call it instead of `loss.backward()`.
 
         Args:
-            loss: divided by the number of micro-batches first, or multiplied by the weight of this one.
-            kwargs: go to `loss.backward`; `learning_rate` is for optimizers that step in backward, see `lomo_backward`.
+            loss: a tensor with one element. It is divided by the number of micro-batches, or multiplied by this
+                micro-batch's weight, before the backward pass.
+            kwargs: passed to `loss.backward`, except `learning_rate`, which is for optimizers that step during backward
+                (see `lomo_backward`).
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
@@ -225,15 +231,15 @@ class TrainingMixin(AcceleratorMembers):
             raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
-        """Compute gradients and let prepared LOMO optimizers step with each of them at once, which saves their memory.
+        """Compute gradients and update each parameter as soon as its gradient exists, with a prepared LOMO optimizer.
 
         Args:
-            loss: of the whole batch.
-            learning_rate: of this step; schedulers of such an optimizer are read by the caller.
+            loss: the loss of the whole batch.
+            learning_rate: the learning rate of this step. Read it from the scheduler, which cannot set it here.
 
         Raises:
-            SettingError: no learning rate was given, or no such optimizer was prepared.
-            NotOffered: gradients would have to be gathered first, over processes or micro-batches.
+            SettingError: `learning_rate` is None, or no LOMO optimizer was prepared.
+            NotOffered: the run has several processes or accumulates gradients.
 
         Example:
             >>> model, optimizer = accelerator.prepare(model, Lomo(model, lr=1e-3))
@@ -245,12 +251,12 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer steps in backward, as LOMO does."""
+        """Whether a prepared optimizer steps during backward, as LOMO does."""
         return self._prepared.steps_in_backward
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
-        """A block whose backward synchronises all gradients gathered so far, though forward ran under `no_sync`.
+        """Context manager whose backward pass synchronises gradients although the forward pass ran under `no_sync`.
 
         Args:
             model: a prepared model.
@@ -271,11 +277,11 @@ class TrainingMixin(AcceleratorMembers):
         return backend.strategy.sync_in_next_backward(strategy_model(model))
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
-        """A block in which gradients are not synchronised between the processes.
+        """Context manager in which gradients are not synchronised between processes.
 
         Args:
-            models: whose gradients; those of all prepared models when none is given.
-            model: the same for a single one, by keyword.
+            models: prepared models; all of them if none is given.
+            model: one more model, by keyword.
 
         Example:
             >>> with accelerator.no_sync(model):
@@ -289,11 +295,14 @@ class TrainingMixin(AcceleratorMembers):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which processes may run out of batches at different times; those that have none help the others.
+        """Context manager for training in which processes have different numbers of batches.
 
         Args:
-            joinables: prepared models whose gradients are averaged. Others are left as they are.
-            even_batches: whether prepared loaders fill up their last step inside of the block; as before when None.
+            joinables: prepared models whose gradients are averaged. Other objects are ignored.
+            even_batches: replaces the `even_batches` of prepared DataLoaders inside the block. None changes nothing.
+
+        Raises:
+            NotOffered: every step of the backend needs all processes.
 
         Example:
             >>> with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -306,14 +315,14 @@ class TrainingMixin(AcceleratorMembers):
         return _join_uneven_inputs(self, joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """Scale gradients so that their total norm is at most `max_norm`; returns the norm they had.
+        """Scale gradients so that their total norm is at most `max_norm`, and return the norm before.
 
-        It is a tensor, with DeepSpeed a plain number, and None where the backend does not know it.
+        The norm is a tensor (a float with DeepSpeed), or None if the backend does not compute it.
 
         Args:
-            parameters: whose gradients.
+            parameters: the parameters whose gradients are clipped.
             max_norm: the largest norm allowed.
-            norm_type: the p of the norm; `math.inf` for the largest element.
+            norm_type: the p of the p-norm; `math.inf` for the largest absolute value.
 
         Example:
             >>> if accelerator.sync_gradients:
@@ -324,7 +333,7 @@ class TrainingMixin(AcceleratorMembers):
         return clip_grad_norm(self, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Cut every element of the gradients to `[-clip_value, clip_value]`.
+        """Clamp every element of the gradients to `[-clip_value, clip_value]`.
 
         Example:
             >>> accelerator.backward(loss_function(model(inputs), targets))
@@ -336,7 +345,10 @@ class TrainingMixin(AcceleratorMembers):
         clip_grad_value(self, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring fp16 gradients to their true size; those of all prepared optimizers when none is given.
+        """Divide fp16 gradients by the loss scale.
+
+        Args:
+            optimizer: one prepared optimizer or a list of them. None unscales the gradients of all prepared optimizers.
 
         Example:
             >>> accelerator.backward(loss_function(model(inputs), targets))
@@ -351,11 +363,11 @@ class TrainingMixin(AcceleratorMembers):
     def autocast(
         self, autocast_handler: AutocastKwargs | bool | None = None, cache_enabled: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which operations outside of a prepared model compute in the precision of the run.
+        """Context manager in which operations outside a prepared model compute in the run's mixed precision.
 
         Args:
-            autocast_handler: replaces the one of the Accelerator; a bool sets `cache_enabled`.
-            cache_enabled: keep cast weights until the block is left.
+            autocast_handler: replaces the Accelerator's `AutocastKwargs`. A bool sets `cache_enabled`.
+            cache_enabled: cache cast weights until the end of the block.
 
         Example:
             >>> with accelerator.autocast():
@@ -371,12 +383,12 @@ class TrainingMixin(AcceleratorMembers):
         return self._backend.precision.autocast(autocast_handler)
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
-        """The model as it was before `prepare`.
+        """The model without the wrappers that `prepare` added.
 
         Args:
             model: a prepared model.
-            keep_fp32_wrapper: leave its forward in the precision of the run.
-            keep_torch_compile: leave it compiled.
+            keep_fp32_wrapper: keep the wrapper that runs `forward` in mixed precision and returns fp32.
+            keep_torch_compile: keep the model compiled.
 
         Example:
             >>> network = accelerator.unwrap_model(model)
@@ -387,7 +399,13 @@ class TrainingMixin(AcceleratorMembers):
         return unwrapped
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects and give unused memory back; returns one None for each argument.
+        """Drop the references to all prepared objects, and release unused device memory.
+
+        Args:
+            objects: the script's variables for these objects; assign the result to them, so that they are freed too.
+
+        Returns:
+            One None for each argument.
 
         Example:
             >>> model, optimizer = accelerator.free_memory(model, optimizer)
@@ -410,7 +428,7 @@ class TrainingMixin(AcceleratorMembers):
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`.
+        """An alias of `free_memory`.
 
         Example:
             >>> model, optimizer = accelerator.clear(model, optimizer)
@@ -419,7 +437,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the gradients of this micro-batch are synchronised, so that the optimizer steps."""
+        """Whether this micro-batch is the last of its window: gradients are synchronised and the optimizer steps."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -439,7 +457,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def step(self) -> int:
-        """Micro-batches of the current window so far."""
+        """The number of micro-batches of the current window so far."""
         return self._accumulation.step
 
     @step.setter
@@ -453,7 +471,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of an fp16 run, or None."""
+        """The gradient scaler of an fp16 run, otherwise None."""
         return self._backend.precision.scaler
 
     @scaler.setter
@@ -466,7 +484,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def device_placement(self) -> bool:
-        """Whether models and batches are moved to the device."""
+        """Whether `prepare` moves models, and DataLoaders move batches, to the device."""
         return self._options.device_placement
 
     @device_placement.setter
@@ -475,7 +493,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def rng_types(self) -> list[str]:
-        """Generators that loaders synchronise at the start of an iteration."""
+        """The random-number generators that DataLoaders synchronise at the start of each epoch."""
         return list(self._options.rng_types)
 
     @rng_types.setter
@@ -484,7 +502,7 @@ class TrainingMixin(AcceleratorMembers):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers follow their optimizers."""
+        """Whether a scheduler steps only when its optimizer steps."""
         return self._options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -492,7 +510,7 @@ class TrainingMixin(AcceleratorMembers):
         self._options = self._options._replace(step_scheduler_with_optimizer=follow)
 
     def verify_device_map(self, model: Module) -> bool:
-        """Whether a device map spreads a model over several devices, so that it cannot train on several processes.
+        """Whether a device map distributes a model over several devices, so that it cannot train on several processes.
 
         Example:
             >>> if accelerator.verify_device_map(model):
@@ -505,12 +523,12 @@ class TrainingMixin(AcceleratorMembers):
 def _join_uneven_inputs(
     accelerator: AcceleratorMembers, joinables: Sequence[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """A block in which a process without batches answers the collectives of those that still have some.
+    """A block in which a process without batches joins the collectives of processes that still have batches.
 
     Args:
         accelerator: the Accelerator.
         joinables: prepared models.
-        even_batches: what prepared loaders fill up inside of the block; as before when None.
+        even_batches: replaces the `even_batches` of prepared loaders inside the block. None changes nothing.
 
     Raises:
         NotOffered: every step of the backend needs all processes.
@@ -530,7 +548,7 @@ def _join_uneven_inputs(
 
 
 def _adjustable(accelerator: AcceleratorMembers) -> list[Any]:
-    """The samplers of prepared loaders that decide about even batches."""
+    """The batch samplers of prepared loaders that have `even_batches`."""
     samplers = [getattr(loader, "batch_sampler", None) for loader in accelerator._prepared.loaders]
     found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(found) < len(samplers):

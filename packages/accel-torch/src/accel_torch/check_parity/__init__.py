@@ -1,8 +1,8 @@
-"""`accel check-parity`: whether a plan of several processes computes what one process computes.
+"""`accel check-parity`: check that a plan of several processes computes the same as one process.
 
-`command` starts the runs. `recording` notes in each of their processes what every optimizer step computes, with dropout
-turned off by `dropout`. `variation` notes what makes two runs of a script differ by itself. `comparison` finds what
-differs between the notes, `causes` says why.
+`command` starts the runs. `recording` records the results of every optimizer step in each process, while `dropout`
+disables dropout. `variation` records what makes two runs of the same script differ. `comparison` finds differences
+between the records, and `causes` names likely causes.
 """
 
 from __future__ import annotations

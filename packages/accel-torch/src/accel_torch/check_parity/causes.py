@@ -1,4 +1,4 @@
-"""What a difference looks like, and what its likely cause is."""
+"""Classifies differences between tensors, and names the likely cause of each."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = (
 )
 
 _PARALLEL: Final = 0.999
-"""Cosine from which two tensors point the same way."""
+"""Cosine above which two tensors are taken to have the same direction."""
 
 _NEAR: Final = 0.02
-"""Relative distance of ratios that count as equal."""
+"""Relative difference below which ratios count as equal."""
 
 
 class Likeness(NamedTuple):
-    """How a tensor is like the one that was expected.
+    """Similarity of a tensor to the expected one.
 
     Args:
-        ratio: factor by which the expected one comes nearest to it; None where both are zero.
-        cosine: of the angle between them.
+        ratio: the factor that scales the expected tensor closest to the tensor found; None if both are zero.
+        cosine: the cosine of the angle between them.
     """
 
     ratio: float | None
@@ -42,19 +42,19 @@ class Likeness(NamedTuple):
 
     @property
     def is_multiple(self) -> bool:
-        """Whether one is a multiple of the other."""
+        """Whether one tensor is a multiple of the other."""
         return self.ratio is not None and abs(self.cosine) >= _PARALLEL
 
     @property
     def text(self) -> str:
-        """The ratio, for people."""
+        """The ratio as readable text."""
         if self.ratio is None:
             return ""
         return f"ratio {self.ratio:.4g}" if self.is_multiple or abs(self.ratio) < _NEAR else "not proportional"
 
 
 def likeness(found: Tensor, expected: Tensor) -> Likeness:
-    """How a tensor is like the one that was expected."""
+    """Compare a tensor with the expected one."""
     one, other = found.double().flatten(), expected.double().flatten()
     if one.numel() != other.numel():
         return Likeness(None, 0.0)
@@ -65,33 +65,33 @@ def likeness(found: Tensor, expected: Tensor) -> Likeness:
 
 
 def is_near(value: float | None, expected: float) -> bool:
-    """Whether a ratio is the expected one."""
+    """Whether a ratio equals the expected one."""
     return value is not None and abs(value - expected) <= _NEAR * abs(expected)
 
 
 def cause_of_gradient(
     found: Sequence[Tensor | None], expected: Tensor, tolerance: float, ranks: Sequence[RunFacts]
 ) -> str:
-    """Why the gradients of a parameter differ from that of one process.
+    """The likely cause of gradients of a parameter that differ from that of one process.
 
     Args:
-        found: by rank; None where a process has none.
-        expected: of one process.
-        tolerance: largest difference that says nothing.
+        found: gradients by rank; None for a process without one.
+        expected: the gradient of one process.
+        tolerance: largest difference that counts as rounding.
         ranks: the processes.
     """
     present = [(facts, gradient) for facts, gradient in zip(ranks, found, strict=True) if gradient is not None]
     if not present:
-        return "no process has a gradient: the parameter is left out, or forward does not reach it"
+        return "no process has a gradient: the parameter was not wrapped, or forward does not use it"
     if len({tuple(gradient.shape) for _, gradient in present} | {tuple(expected.shape)}) > 1:
-        return "it has another shape: a shard is taken for the full tensor"
+        return "it has another shape: a shard is used as the full tensor"
     tensors = [gradient.double() for _, gradient in present]
     facts = ranks[0]
     if any(_apart(tensor, tensors[0]) > tolerance for tensor in tensors):
         return _cause_between_ranks(present, expected, tolerance)
     like = likeness(tensors[0], expected)
     if like.ratio is not None and abs(like.ratio) < _NEAR and float(tensors[0].abs().max()) <= tolerance:
-        return "the gradient is zero: forward does not reach the parameter, or its gradient is cleared before the step"
+        return "the gradient is zero: forward does not use the parameter, or its gradient is cleared before the step"
     return _cause_of_ratio(like, facts)
 
 
@@ -114,8 +114,8 @@ def _cause_between_ranks(present: Sequence[tuple[RunFacts, Tensor]], expected: T
     right = [facts.rank for facts, gradient in present if _apart(gradient.double(), expected) <= tolerance]
     if right:
         wrong = sorted({facts.rank for facts, _ in present} - set(right))
-        return f"processes {_listed(wrong)} change it or reduce it differently; {_listed(right)} have it right"
-    return f"{over} hold different gradients"
+        return f"processes {_listed(wrong)} change it or reduce it differently; {_listed(right)} are right"
+    return f"{over} have different gradients"
 
 
 def _cause_of_ratio(like: Likeness, facts: RunFacts) -> str:
@@ -132,7 +132,7 @@ def _cause_of_ratio(like: Likeness, facts: RunFacts) -> str:
         (shared, "it is added once for each of the processes that share samples (tp, cp, sp)"),
         (1 / shared, "it is divided by the number of processes that share samples (tp, cp, sp)"),
         (world, "it is added over all processes, and not averaged"),
-        (1 / world, "it is averaged over all processes, those that share samples among them"),
+        (1 / world, "it is averaged over all processes, including those that share samples"),
         (data * data, "it is added twice over the processes"),
     ):
         if factor != 1 and is_near(like.ratio, factor):
@@ -141,72 +141,72 @@ def _cause_of_ratio(like: Likeness, facts: RunFacts) -> str:
 
 
 def cause_of_norm(found: Sequence[float], expected: float) -> str:
-    """Why the norm that clipping returned differs.
+    """The likely cause of different gradient norms from clipping.
 
     Args:
-        found: by rank.
-        expected: of one process.
+        found: norms by rank.
+        expected: the norm of one process.
     """
     squares = math.sqrt(sum(norm * norm for norm in found))
     if len(found) > 1 and is_near(squares, expected):
         return "each process clips by the norm of its own shard: add the squares over the processes"
     if len({round(norm, 6) for norm in found}) > 1:
         return "processes clip by different norms: they are not reduced over the processes"
-    return "the norm is of other gradients, or its shards are counted more than once"
+    return "the norm is that of other gradients, or shards are counted more than once"
 
 
 def cause_of_parameter(
     found: Sequence[Tensor | None], before: Tensor, expected: Tensor, tolerance: Tensor
 ) -> tuple[str, Likeness]:
-    """Why a parameter differs after a step whose gradient was right, and how its update is like the expected one.
+    """The likely cause of a parameter that differs after a step with equal gradients, and the similarity of its update.
 
     Args:
-        found: by rank; None where a process cannot tell.
+        found: values by rank; None for a process that does not have the full parameter.
         before, expected: the parameter of one process before and after the step.
         tolerance: largest difference of each element.
     """
     present = [tensor.double() for tensor in found if tensor is not None]
     base, wanted = before.double(), expected.double()
     if any(tensor.shape != wanted.shape for tensor in present):
-        return "it has another shape: a shard is taken for the full tensor", Likeness(None, 0.0)
+        return "it has another shape: a shard is used as the full tensor", Likeness(None, 0.0)
     wrong = [tensor for tensor in present if bool(((tensor - wanted).abs() > tolerance).any())]
     like = likeness(wrong[0] - base, wanted - base)
     if len(wrong) < len(present):
-        return "some processes step otherwise than the others: replicas drift apart", like
+        return "some processes step differently from the others, so that replicas diverge", like
     if like.ratio is not None and abs(like.ratio) < _NEAR:
-        return "it is not updated: the optimizer does not hold it", like
+        return "it is not updated: the optimizer does not have it", like
     if is_near(like.ratio, 2.0) and like.is_multiple:
-        return "it is updated twice in a step: two optimizers or two groups hold it", like
+        return "it is updated twice in a step: two optimizers or two parameter groups have it", like
     if any(_apart(tensor, present[0]) > float(tolerance.max()) for tensor in present):
         return "processes step with different gradients or optimizer states", like
     if _permuted(wrong[0], wanted, float(tolerance.max())):
-        return "its elements are in another order: shards are put together wrongly", like
+        return "its elements are in another order: shards are concatenated wrongly", like
     if like.is_multiple:
         return "its update is scaled: learning rate, clipping or an optimizer state differs", like
     return "the optimizer steps with another state, or the parameter is changed after the step", like
 
 
 def cause_of_buffer(name: str) -> str:
-    """Why a buffer differs after forward; `name` is its name in the model."""
+    """The likely cause of a buffer that differs after forward; `name` is its name in the model."""
     if name.rpartition(".")[2] in ("running_mean", "running_var"):
         return (
-            "the layer normalises over the samples of each process alone, so that its outputs differ too: use "
+            "the layer normalises over the samples of each process separately, so that its outputs differ too: use "
             "torch.nn.SyncBatchNorm, or a layer that normalises each sample by itself, such as GroupNorm"
         )
-    return "each process computes it from its own samples, it is not sent to the others, or it is set back"
+    return "each process computes it from its own samples, it is not sent to the others, or it is reset"
 
 
 def cause_of_start(found: Sequence[Tensor | None], expected: Tensor) -> str:
-    """Why a parameter or buffer differs before the first step."""
+    """The likely cause of a parameter or buffer that differs before the first step."""
     present = [tensor.double() for tensor in found if tensor is not None]
     wanted = expected.double()
     if any(tensor.shape != wanted.shape for tensor in present):
-        return "it has another shape: a shard is taken for the full tensor"
+        return "it has another shape: a shard is used as the full tensor"
     if any(not torch.equal(tensor, present[0]) for tensor in present):
-        return "processes begin with different values: send those of one process to all of them"
+        return "processes begin with different values: broadcast those of one process to all"
     if _permuted(present[0], wanted, 0.0):
         return "its elements are in another order: a process has the shard of another one"
-    return "all processes begin with other values than one process: shards are put together or initialised otherwise"
+    return "all processes begin with other values than one process: shards are concatenated or initialised differently"
 
 
 def _permuted(one: Tensor, other: Tensor, slack: float) -> bool:

@@ -1,7 +1,7 @@
 """`accel check-parity`: check that a plan of several processes computes the same as one process.
 
-The script runs under the plan for some steps. Then one process runs it with the same global batches. Losses, gradients,
-norms, parameters and buffers of each step are compared with dropout off, then the masks of dropout.
+The script runs under the plan for some steps. Then one process runs it with the same global batches. With dropout
+disabled, the losses, gradients, norms, parameters and buffers of each step are compared; then the dropout masks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _AXES: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 @dataclass(frozen=True)
 class ParityPlan:
-    """How several processes run a script.
+    """A plan: how several processes run a script.
 
     Args:
-        processes: how many.
-        backend: as `accel backends` lists it; that of the script when empty.
-        axes: sizes of axes by name, such as {"dp_shard": 2, "tp": 2}.
-        mixed_precision: precision of both runs; that of the script when empty.
+        processes: the number of processes.
+        backend: name of the backend, as `accel backends` lists it; if empty, the script's backend.
+        axes: sizes of mesh axes by name, such as {"dp_shard": 2, "tp": 2}.
+        mixed_precision: mixed precision of both runs; if empty, the script's.
         launch: further options of `accel launch`.
-        timeout: seconds that one run may take.
+        timeout: seconds after which a run is stopped.
     """
 
     processes: int = 2
@@ -69,14 +69,14 @@ class ParityPlan:
 
 @dataclass
 class ParityReport:
-    """What a check found.
+    """The result of a check.
 
     Args:
         verdict: "equal", "differs" or "not verified".
         reason: one sentence.
-        findings: what differs in the first step that differs, in the order in which one follows from the other.
-        steps: how many were compared.
-        remarks: what is worth to know though one process does it too.
+        findings: the differences of the first step with any, causes before consequences.
+        steps: the number of steps compared.
+        remarks: further observations that also apply to one process.
     """
 
     verdict: str
@@ -92,12 +92,12 @@ class ParityReport:
 
     @property
     def parameter(self) -> str:
-        """The first parameter or buffer that differs; empty where none is known."""
+        """The first parameter or buffer that differs; empty if unknown."""
         return next((finding.parameter for finding in self.findings if finding.parameter), "")
 
     @property
     def module(self) -> str:
-        """The first module that differs; empty where none is known."""
+        """The first module that differs; empty if unknown."""
         return next((finding.module for finding in self.findings if finding.module), "")
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class ParityReport:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """The report in one line."""
+        """The report as one line of JSON."""
         return json.dumps({**asdict(self), "parameter": self.parameter, "module": self.module})
 
 
@@ -117,19 +117,23 @@ class CheckParity:
     help = "check that a plan of several processes computes the same as one process"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the options, then the script and what is its own."""
+        """Declare the options, then the script and its arguments."""
         parser.description = (
             "Run a training script under a plan on the CPU, then in one process with the same global batches, and "
-            "compare what each optimizer step computes. The script needs no change."
+            "compare the results of each optimizer step. The script needs no change."
         )
         parser.epilog = f"Exit code {EQUAL}: equal; {DIFFERS}: differs; {NOT_VERIFIED}: not verified."
         parser.add_argument("--processes", type=int, help="Processes of the plan (default: product of the axes, or 2).")
         parser.add_argument("--backend", default="", help="Backend, as `accel backends` lists it, or axes.")
         parser.add_argument(
-            "--axes", type=_axes, default={}, metavar="NAME=SIZE,...", help="Sizes of axes, such as dp_shard=2,tp=2."
+            "--axes",
+            type=_axes,
+            default={},
+            metavar="NAME=SIZE,...",
+            help="Sizes of mesh axes, such as dp_shard=2,tp=2.",
         )
         parser.add_argument("--steps", type=int, default=5, help="Optimizer steps to compare (default: 5).")
-        parser.add_argument("--mixed_precision", default="", help="Precision of both runs (no, fp16, bf16).")
+        parser.add_argument("--mixed_precision", default="", help="Mixed precision of both runs (no, fp16, bf16).")
         parser.add_argument(
             "--launch",
             default="",
@@ -137,14 +141,14 @@ class CheckParity:
             help="Further options of `accel launch` for the plan, written as --launch='--use_fsdp --fsdp_version 2'.",
         )
         parser.add_argument(
-            "--timeout", type=float, default=600.0, help="Seconds that one run may take (default: 600)."
+            "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
         )
-        parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        parser.add_argument("--json", action="store_true", help="Print the report as one line of JSON.")
         parser.add_argument("script", help="The training script.")
         parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
     def run(self, arguments: Namespace) -> int:
-        """Make the runs, print what they show and return the exit code."""
+        """Run the check, print its report and return the exit code."""
         backend, axes = arguments.backend, dict(arguments.axes)
         if "=" in backend:
             try:
@@ -155,7 +159,7 @@ class CheckParity:
         if min(processes, arguments.steps) < 1:
             raise SettingError(
                 "Cannot check a plan with a number of processes or steps below 1.",
-                "The command compares one process with those of the plan after each step.",
+                "Both numbers must be at least 1.",
                 "Give numbers from 1 in --processes and --steps.",
             )
         check_script(arguments.script)
@@ -170,10 +174,10 @@ def check(script: list[str], plan: ParityPlan, steps: int, source: str = "") -> 
     """Run a script under a plan and in one process, and compare.
 
     Args:
-        script: its path and its arguments.
+        script: the script's path and its arguments.
         plan: how several processes run it.
         steps: optimizer steps to compare.
-        source: file whose reads of clocks and ranks are noted; the script when empty.
+        source: file whose reads of clocks and ranks are recorded; if empty, the script.
     """
     with tempfile.TemporaryDirectory(prefix="accel-check-parity-") as folder:
         return _Check(script, plan, steps, Path(folder), source or script[0]).report()
@@ -194,14 +198,14 @@ class _Check:
         plan, failure = self._run(planned, self._plan.processes, self._plan.options())
         failure = failure or _nothing_to_compare(plan, self._plan.processes)
         if failure:
-            return ParityReport("not verified", f"the run under the plan shows nothing: {failure}")
+            return ParityReport("not verified", f"the run under the plan failed: {failure}")
         alone = replace(
             planned, notes=str(self._folder / "one"), steps=min(self._steps, plan.last_step), plan=planned.notes
         )
         reference, failure = self._run_alone(alone)
         if failure or reference.last_step < 1:
             failure = failure or "it makes no optimizer step"
-            return ParityReport("not verified", f"the run of one process shows nothing: {failure}")
+            return ParityReport("not verified", f"the run of one process failed: {failure}")
         compared = min(plan.last_step, reference.last_step, self._steps)
         unstable = self._unstable(alone, reference)
         findings = compare_runs(plan, reference)
@@ -216,7 +220,7 @@ class _Check:
             reason = f"{self._plan.processes} processes do not compute what one process computes"
             return ParityReport("differs", reason, findings, compared, notes)
         if reference.ranks[0].drew:
-            notes.append("the script draws random numbers outside of dropout, and computes the same nevertheless")
+            notes.append("the script draws random numbers outside dropout, but computes the same")
         if any("does not move" in note for note in notes):
             return ParityReport("not verified", "every step computes the same", [], compared, notes)
         return ParityReport(
@@ -230,16 +234,17 @@ class _Check:
     def _unsure(
         self, findings: list[ParityFinding], alone: ParityTask, plan: RunNotes, reference: RunNotes
     ) -> str | None:
-        """Why findings say nothing of the plan; None where they do."""
+        """Why findings cannot be attributed to the plan; None if they can."""
         step = findings[0].step
         if step in reference.ranks[0].drew:
             return (
-                f"the script draws random numbers in step {step} outside of dropout, and processes draw others than one"
+                f"the script draws random numbers in step {step} outside dropout, and several processes draw others "
+                "than one process"
             )
         return self._decided_by_rank(alone, plan, reference)
 
     def _unstable(self, alone: ParityTask, reference: RunNotes) -> str | None:
-        """What the script computes otherwise with another clock and other seeds; None where nothing is."""
+        """What the script computes differently with another clock and other seeds; None if nothing."""
         from accel_torch.check_parity.comparison import compare_references
 
         again, failure = self._run_alone(replace(alone, notes=str(self._folder / "varied"), varied=True))
@@ -251,7 +256,7 @@ class _Check:
         return f"two runs of one process differ from each other ({what}): the script uses {sources}"
 
     def _decided_by_rank(self, alone: ParityTask, plan: RunNotes, reference: RunNotes) -> str | None:
-        """How the script decides by its rank; None where it does not."""
+        """How the script's results depend on its rank; None if they do not."""
         from accel_torch.check_parity.comparison import compare_references
 
         reads = [
@@ -263,13 +268,13 @@ class _Check:
         other, failure = self._run_alone(task)
         if failure or compare_references(reference, other, after_start=True) is None:
             return None
-        return f"the script decides by its rank what it computes: it reads {_listed(reads)}"
+        return f"the script computes other results on another rank: it reads {_listed(reads)}"
 
     def _run_alone(self, task: ParityTask) -> tuple[RunNotes, str | None]:
         return self._run(task, 1, self._plan.options_of_one())
 
     def _run(self, task: ParityTask, processes: int, options: list[str]) -> tuple[RunNotes, str | None]:
-        """The notes of one run, and why it failed."""
+        """The records of one run, and why it failed."""
         from accel_torch.check_parity.notes import RunNotes
 
         failure = launch(
@@ -284,26 +289,26 @@ class _Check:
 
 
 def _nothing_to_compare(plan: RunNotes, processes: int) -> str | None:
-    """Why the notes of a plan cannot be compared; None where they can."""
+    """Why the records of a plan cannot be compared; None if they can."""
     if len(plan.ranks) < processes:
-        return f"{processes - len(plan.ranks)} of its processes noted nothing"
+        return f"{processes - len(plan.ranks)} of its processes recorded nothing"
     facts = plan.ranks[0]
     if not facts.models:
         return "the script never calls accelerator.prepare() with a model"
     if plan.last_step < 1:
-        return "the script makes no optimizer step with what prepare() returned"
+        return "the script never steps an optimizer that prepare() returned"
     if not facts.reads_loader and _inputs_differ(plan):
         reads = _listed([read for read in facts.reads if "clock" not in read[0] and "seed" not in read[0]])
         shared = f"; it reads {reads}" if reads else ""
         return (
-            "the script trains on no loader that accelerator.prepare() made, so that one process cannot be given the "
-            f"samples of all{shared}"
+            "the script does not train on a loader that accelerator.prepare() returned, so one process cannot use "
+            f"the samples of all{shared}"
         )
     return None
 
 
 def _inputs_differ(plan: RunNotes) -> bool:
-    """Whether models of different slices of the data are called with different inputs."""
+    """Whether processes with different shards of the data call the model with different inputs."""
     inputs = {}
     for facts in plan.ranks:
         note = plan.step(facts.rank, 1)
@@ -321,7 +326,9 @@ def _axes(text: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         name = name.strip().removesuffix("_size")
         if name not in _AXES or not size.strip().isdigit():
-            raise ArgumentTypeError(f"{part!r} is not an axis with its size; the axes are {', '.join(_AXES)}")
+            raise ArgumentTypeError(
+                f"{part!r} is not an axis and its size, such as tp=2; the axes are {', '.join(_AXES)}"
+            )
         found[name] = int(size)
     return found
 

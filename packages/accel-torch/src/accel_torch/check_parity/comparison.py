@@ -1,7 +1,8 @@
 """Finds what differs between a run under a plan and one process with the same global batches.
 
-Within a step, samples are compared first, then what forward computed, gradients, norms, learning rates, parameters and
-buffers: the order in which one that differs makes the next ones differ. The first step with a difference ends it.
+Within a step, samples are compared first, then the outputs of forward, gradients, norms, learning rates, parameters and
+buffers, because a difference in one causes differences in the next. The comparison ends at the first step with a
+difference.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ __all__ = ("ParityFinding", "compare_masks", "compare_references", "compare_runs
 
 _FLIPPED_ROWS: Final = 0.1
 _FLIPPED_SHARE: Final = 0.6
-"""Share of the rows of a gradient in which single terms may be missing, and the share of its largest element."""
+"""Fraction of the rows of a gradient in which single terms may be missing, and that fraction of its largest element."""
 
 _ACCIDENT: Final = 1e-5
-"""Probability below which equal masks of dropout are not an accident."""
+"""Probability below which equal dropout masks are not a coincidence."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class ParityFinding:
         step: optimizer step, 0 before the first.
         what: "samples", "output", "loss", "gradient", "norm", "clipped gradient", "learning rate", "parameter",
             "buffer" or "dropout".
-        cause: likely cause, in a sentence without its end.
+        cause: likely cause, as a sentence without a full stop.
         module: the first module that differs.
         parameter: the first parameter or buffer that differs.
-        ratio: of what was found to what was expected, where one is a multiple of the other.
-        detail: both values, or how far they are apart.
+        ratio: value found divided by value expected, if one is a multiple of the other.
+        detail: both values, or the size of the difference.
         others: further names that differ in the same way.
     """
 
@@ -63,11 +64,11 @@ class ParityFinding:
 
 
 def compare_runs(plan: RunNotes, reference: RunNotes) -> list[ParityFinding]:
-    """What differs in the first step that differs; empty where all is equal.
+    """The differences of the first step that has any; empty if all steps are equal.
 
     Args:
-        plan: notes of all processes.
-        reference: notes of one process.
+        plan: records of all processes.
+        reference: records of one process.
     """
     comparison = _Comparison(plan, reference)
     for step in range(min(plan.last_step, reference.last_step) + 1):
@@ -91,7 +92,7 @@ class _Comparison:
     # ------------------------------------------------------------------ the state before the first step
 
     def start(self) -> Iterator[ParityFinding]:
-        """Compare what the processes begin with."""
+        """Compare the initial states."""
         expected, found = self._notes(0)
         for what, kind in (("parameter", "parameters"), ("buffer", "buffers")):
             values = getattr(expected, kind)
@@ -109,12 +110,12 @@ class _Comparison:
     # ------------------------------------------------------------------ one step
 
     def step(self, step: int) -> Iterator[ParityFinding]:
-        """Compare what a step computed."""
+        """Compare the results of one step."""
         expected, found = self._notes(step)
         yield from self._samples(step, expected, found)
         buffers = list(self._buffers(step, expected, found))
         outputs = list(self._outputs(step, expected, found))
-        # Forward changes buffers, and computes with them.
+        # Forward both changes buffers and uses them.
         yield from sorted([*buffers, *outputs], key=lambda one: self._order.get(one.module, len(self._order)))
         losses = list(self._losses(step, expected, found))
         yield from losses
@@ -123,7 +124,7 @@ class _Comparison:
         yield from gradients
         norms = list(self._norms(step, expected, found))
         yield from norms
-        # An engine that clips while it steps shows the norm alone.
+        # An engine that clips within its step provides only the norm.
         clipped = expected.clipped if any(note.clipped for note in found) else {}
         scaled = self._gradients(step, "clipped gradient", clipped, [note.clipped for note in found], norms)
         if clipped and not gradients:
@@ -145,12 +146,12 @@ class _Comparison:
             rank, theirs = first.setdefault(facts.data, (facts.rank, ids))
             if theirs != ids:
                 detail = f"ranks {rank} and {facts.rank}"
-                cause = "processes that share samples (tp, cp, sp) read different ones"
+                cause = "processes that must read the same samples (tp, cp, sp) read different ones"
                 yield ParityFinding(step, "samples", cause, detail=detail)
                 return
         if not self._ranks[0].reads_loader:
             if len(first) > 1:
-                cause = "processes train on the same samples: the loader that they read did not come from prepare()"
+                cause = "processes train on the same samples: their loader was not returned by prepare()"
                 yield ParityFinding(step, "samples", cause)
             return
         own = [one[2] for one in expected.samples]
@@ -161,7 +162,7 @@ class _Comparison:
         yield from self._shared_samples(step, first)
 
     def _shared_samples(self, step: int, slices: dict[int, tuple[int, list[list[str]]]]) -> Iterator[ParityFinding]:
-        """Samples that two slices of the global batch both have, though no slice has one twice."""
+        """Samples that two shards of the global batch both have, although no shard contains a sample twice."""
         if self._data_repeats:
             return
         seen: dict[str, int] = {}
@@ -173,17 +174,17 @@ class _Comparison:
                 if one in seen:
                     count = len({*seen} & {*ids})
                     detail = f"{count} of {len(ids)} samples of rank {rank} are those of rank {seen[one]}"
-                    cause = "processes train on the same samples, so that they learn no more than one of them"
+                    cause = "processes train on the same samples, so they learn no more than one process"
                     yield ParityFinding(step, "samples", cause, detail=detail)
                     return
             seen |= dict.fromkeys(ids, rank)
 
     @cached_property
     def _data_repeats(self) -> bool:
-        """Whether the data have equal samples, so that slices may share some without a fault.
+        """Whether the data set itself has equal samples, so that shards may share some without an error.
 
-        A process reads no sample twice in an epoch. Where one has equal samples, they are the data's own, unless all
-        processes read the same ones in every step.
+        A process reads no sample twice in an epoch. So equal samples on one process are equal in the data set, unless
+        all processes read the same ones in every step.
         """
         read: list[list[Any]] = []
         for facts in self._ranks:
@@ -198,7 +199,7 @@ class _Comparison:
         return False
 
     def _outputs(self, step: int, expected: StepNotes, found: Sequence[StepNotes]) -> Iterator[ParityFinding]:
-        """Modules whose outputs differ, by their sum and their sum of squares over all processes."""
+        """Modules whose outputs differ in their sum or sum of squares over all processes."""
         wrong = []
         for name, (calls, count, total, squares, _) in expected.modules.items():
             seen = [note.modules.get(name) for note in found]
@@ -206,7 +207,7 @@ class _Comparison:
             elements = sum(one[1] for one in parts)
             if len(parts) < len(found) or not count or elements % count:
                 continue
-            # Each element is in so many processes.
+            # The number of processes that have each element.
             copies = elements / count
             relative = self._tolerance.relative(torch.float32, name)
             allowed = relative * (count * squares) ** 0.5, 2 * relative * squares
@@ -215,7 +216,7 @@ class _Comparison:
                 wrong.append((name, (sums[1] / squares) ** 0.5 if squares else None))
         if wrong:
             name, ratio = wrong[0]
-            cause = "forward computes something else in this module, or its inputs outside of modules differ"
+            cause = "forward computes something else in this module, or in code that computes its inputs"
             others = tuple(other for other, _ in wrong[1:])
             yield ParityFinding(step, "output", cause, module=name, others=others, detail=_size(ratio))
 
@@ -223,7 +224,7 @@ class _Comparison:
         for index, value in enumerate(expected.losses):
             losses = [note.losses[index] for note in found if index < len(note.losses)]
             if len(losses) < len(found):
-                yield ParityFinding(step, "loss", "processes go backward less often than one process")
+                yield ParityFinding(step, "loss", "processes run backward less often than one process")
                 return
             mean = sum(losses) / len(losses)
             allowed = self._tolerance.relative(torch.float32) * max(abs(value), 1e-3, *(abs(one) for one in losses))
@@ -267,8 +268,8 @@ class _Comparison:
     def _gradient_differs(self, one: Tensor, other: Tensor, allowed: float) -> bool:
         """Whether a gradient differs by more than rounding, and in mixed precision by more than single units.
 
-        Where the input of a ReLU is zero up to its rounding, it may have another sign. The gradients of that unit, one
-        row of a weight, then lack one of their terms. A fault of a plan changes most rows.
+        If the input of a ReLU is zero up to rounding, its sign may differ. The gradients of that unit, one row of a
+        weight, then lack one of their terms. An error of a plan changes most rows.
         """
         if not _differs(one, other, allowed):
             return False
@@ -285,7 +286,7 @@ class _Comparison:
         found: Sequence[dict[str, Tensor]],
         forward: Sequence[ParityFinding],
     ) -> str:
-        """The parameter that is named: backward reaches it first, unless all are scaled alike or forward differs."""
+        """The parameter to report: the first in backward order, unless all are scaled equally or forward differs."""
         ordered = sorted(wrong, key=self._place)
         module = next((one.module for one in forward if one.module), None)
         if module is not None:
@@ -304,7 +305,7 @@ class _Comparison:
         return len(ratios) == len(wrong) and all(causes.is_near(one.ratio, ratios[0].ratio or 0.0) for one in ratios)
 
     def _place(self, name: str) -> int:
-        """When forward reaches the module of a parameter."""
+        """The position in forward order of a parameter's module."""
         return self._order.get(name.rpartition(".")[0], len(self._order))
 
     def _norms(self, step: int, expected: StepNotes, found: Sequence[StepNotes]) -> Iterator[ParityFinding]:
@@ -331,7 +332,7 @@ class _Comparison:
                     return
 
     def _parameters(self, step: int, expected: StepNotes, found: Sequence[StepNotes]) -> Iterator[ParityFinding]:
-        # One process continued from the main process of the plan.
+        # One process continues from the parameters of the plan's main process.
         before = self._plan.step(0, step - 1)
         assert before is not None
         gradients = expected.clipped or expected.gradients
@@ -343,7 +344,7 @@ class _Comparison:
                 continue
             relative = self._tolerance.relative(value.dtype, name.rpartition(".")[0])
             if name in gradients:
-                # The gradients were found to be near enough.
+                # The gradients are equal up to rounding.
                 seen = [(note.clipped or note.gradients).get(name) for note in found]
                 apart = [_apart(one, gradients[name]) for one in seen if one is not None]
                 allowed[name] = max([allowed[name], *apart])
@@ -387,11 +388,11 @@ class _Comparison:
 
 
 def compare_references(one: RunNotes, other: RunNotes, after_start: bool = False) -> str | None:
-    """Where two runs of one process differ that should be equal; None where they are.
+    """The first difference between two runs of one process; None if they are equal.
 
     Args:
         one, other: the runs.
-        after_start: leave out what they begin with.
+        after_start: ignore the initial states.
     """
     for step in range(int(after_start), min(one.last_step, other.last_step) + 1):
         first, second = one.step(0, step), other.step(0, step)
@@ -409,9 +410,9 @@ def compare_references(one: RunNotes, other: RunNotes, after_start: bool = False
 
 
 def compare_masks(plan: RunNotes) -> list[ParityFinding]:
-    """Masks of dropout in the step after the compared ones.
+    """Compare the dropout masks of the step after the compared ones.
 
-    Processes that compute the same activations must drop the same of them; others must drop other ones.
+    Processes that compute the same activations must drop the same elements; other processes must drop other elements.
     """
     step = plan.last_step
     notes = [note for facts in plan.ranks if (note := plan.step(facts.rank, step)) is not None]
@@ -426,27 +427,27 @@ def compare_masks(plan: RunNotes) -> list[ParityFinding]:
                 replicated = facts.data == plan.ranks[other].data and one[0] == two[0]
                 pair = f"ranks {plan.ranks[other].rank} and {facts.rank}"
                 if replicated and one[1] != two[1]:
-                    cause = "processes that hold the same activations drop different ones: seed them alike"
+                    cause = "processes with the same activations drop different elements: give them the same seed"
                     return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
                 if not replicated and one[1] == two[1]:
                     cause = (
                         "processes with different samples drop the same elements: call set_seed(seed, "
-                        "device_specific=True) once the model is made, so that each process draws other masks"
+                        "device_specific=True) after the model is constructed, so that each process draws other masks"
                     )
                     return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
     return []
 
 
 def remarks(plan: RunNotes, reference: RunNotes) -> list[str]:
-    """What is worth to know though one process does it too."""
+    """Further observations that also apply to one process."""
     found = []
     missing = reference.ranks[0].without_gradient
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        found.append(f"parameters without a gradient, or with one of zero: {', '.join(missing[:3])}{more}")
+        found.append(f"parameters without a gradient, or with a zero gradient: {', '.join(missing[:3])}{more}")
     losses = [note.losses for step in range(1, reference.last_step + 1) if (note := reference.step(0, step))]
     if len(losses) > 1 and all(one == losses[0] for one in losses):
-        found.append(f"the loss does not move: it is {losses[0]} in every step")
+        found.append(f"the loss does not change: it is {losses[0]} in every step")
     return found
 
 
@@ -455,7 +456,7 @@ def _differs(one: Tensor, other: Tensor, allowed: float | Tensor) -> bool:
         return True
     if not other.is_floating_point():
         return not torch.equal(one, other)
-    # A number that is not finite differs from every number.
+    # NaN and infinity differ from every number.
     return not bool((((one.double() - other.double()).abs() <= allowed) | (one == other)).all())
 
 

@@ -1,6 +1,7 @@
-"""Dropout that is turned off, so that runs can be compared, or whose masks are noted.
+"""Disables dropout, so that runs can be compared, or records its masks.
 
-Layers of torch call the functions of `torch.nn.functional` by name, and so do most models. These are replaced.
+The layers of torch and most models look up the functions in `torch.nn.functional` when they call them, so these
+functions are replaced.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Dropout:
     """The dropout of all models of this process.
 
     Attributes:
-        noting: whether dropout works, and its masks are noted; off otherwise.
-        masks: of each call: digests of its input and of its mask, its probability, its size and its module.
-        module: the innermost module of a model that is called.
+        noting: whether dropout is enabled and its masks are recorded; otherwise dropout is disabled.
+        masks: for each call, the digests of input and mask, the probability, the size and the module.
+        module: the innermost module whose forward is running.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Dropout:
         self.module = ""
 
     def install(self) -> None:
-        """Replace the functions of torch, for as long as the process lives."""
+        """Replace the functions of torch until the process ends."""
         functional: Any = nn.functional
         for name in _FUNCTIONS:
             setattr(functional, name, self._controlled(getattr(functional, name)))
@@ -49,7 +50,7 @@ class Dropout:
         attention = functional.scaled_dot_product_attention
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-            # Masks of attention are inside of its kernels.
+            # The masks of attention are not visible outside its kernels.
             given = dict(zip(("attn_mask", "dropout_p"), arguments[:2], strict=False)) | options
             given["dropout_p"] = 0.0
             return attention(query, key, value, **given, **_named(arguments[2:]))
@@ -60,7 +61,7 @@ class Dropout:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
             if not self.noting or not training or p == 0.0:
                 return input
-            # What is drawn does not depend on the input, whose zeros would hide what is dropped.
+            # Drop from ones instead of the input, in which zeros would hide what is dropped.
             state = torch.get_rng_state()
             kept = function(torch.ones_like(input), p, training) != 0
             torch.set_rng_state(state)
@@ -71,7 +72,7 @@ class Dropout:
 
 
 def without_recurrent_dropout(model: nn.Module) -> None:
-    """Turn off the dropout between the layers of recurrent networks, which is inside of their kernels."""
+    """Disable the dropout between the layers of recurrent networks, which their kernels apply."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0

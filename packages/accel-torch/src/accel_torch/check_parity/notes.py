@@ -1,10 +1,10 @@
-"""What one run of a check does, and what its processes note; written and read as files of one folder.
+"""The task of one run of a check, and the records of its processes; written and read as files of one folder.
 
-task.json              what the processes do
-rank_0/run.json        what the process is, and what the script reads
-rank_0/step_0.pt       before the first step: parameters and buffers
-rank_0/step_1.pt       what the first step computed
-batch_0_0_0_0.pt       loader, epoch, batch, place of the data: what the loop was given
+task.json              the task of the processes
+rank_0/run.json        facts about the process, and what the script reads
+rank_0/step_0.pt       parameters and buffers before the first step
+rank_0/step_1.pt       results of the first step
+batch_0_0_0_0.pt       a batch that the loop received; the numbers are loader, epoch, batch and shard
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ("ParityTask", "RunFacts", "RunNotes", "StepNotes", "batch_file", "joi
 
 @dataclass(frozen=True)
 class ParityTask:
-    """One run.
+    """The task of one run.
 
     Args:
-        notes: folder for the notes of the processes.
-        source: file whose reads of clocks and ranks are noted, and those of the modules beside it.
-        steps: optimizer steps to note.
-        plan: notes of the run under the plan, whose global batches one process is to compute; empty under the plan.
-        varied: whether the clock and the seeds of generators are others, which must not matter.
-        rank: which process the script believes it is, in one process.
+        notes: folder for the records of the processes.
+        source: the script. Reads of clocks and ranks in it and in other modules of its folder are recorded.
+        steps: optimizer steps to record.
+        plan: records of the run under the plan, whose global batches the single process uses; empty under the plan.
+        varied: whether clock and seeds are changed, which must not change results.
+        rank: the rank that the script reads, for one process.
     """
 
     notes: str
@@ -42,11 +42,11 @@ class ParityTask:
 
     @property
     def is_reference(self) -> bool:
-        """Whether one process computes what the plan computed."""
+        """Whether this is the run of one process, after that of the plan."""
         return bool(self.plan)
 
     def write(self) -> Path:
-        """Write the task into its folder; the file."""
+        """Write the task to its folder, and return the file."""
         path = Path(self.notes, "task.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -54,23 +54,23 @@ class ParityTask:
 
     @classmethod
     def read(cls, path: str) -> ParityTask:
-        """Read the task of a file."""
+        """Read the task from a file."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 @dataclass
 class RunFacts:
-    """What a process is, and what it found before and during its steps.
+    """Facts about a process and its steps.
 
     Args:
-        rank, world: of the process.
-        data, data_count: which slice of each global batch it has, of how many.
+        rank, world: rank and world size.
+        data, data_count: index of the process's shard of each global batch, and the number of shards.
         accumulation: micro-batches of a step.
         precision: name of the mixed precision.
-        models, optimizers: how many were prepared.
-        loaders: how many were prepared.
-        reads_loader: whether one of them was read.
-        without_gradient: parameters that require a gradient and had none, or only zeros, in every step.
+        models, optimizers: the number of prepared ones.
+        loaders: the number of prepared ones.
+        reads_loader: whether a prepared loader was read.
+        without_gradient: parameters that require a gradient but had none, or only zeros, in every step.
         reads: (what, place) of clocks, ranks and unseeded generators that the script reads.
         drew: steps in which the script drew random numbers between the batch and the step.
     """
@@ -92,20 +92,20 @@ class RunFacts:
 
 @dataclass
 class StepNotes:
-    """What one optimizer step computed in one process; tensors are complete, under the names of the user's model.
+    """The results of one optimizer step on one process; tensors are full, under their original names.
 
     Args:
-        step: its number; 0 is the state before the first one.
+        step: number of the step; 0 is the state before the first one.
         samples: digests of the samples of each batch, as (loader, epoch, digests).
-        inputs: digests of what the model was called with, where no prepared loader was read.
+        inputs: digests of the model's inputs, if no prepared loader was read.
         modules: (calls, elements, sum, sum of squares, rows) of the outputs of each module, in the order of the calls.
-        losses: of each backward.
-        gradients: complete, before clipping.
-        norms: what clipping returned.
-        clipped: gradients with which the optimizer stepped, where they were clipped.
-        rates: learning rates of all groups.
-        parameters, buffers: after the step.
-        masks: (input, mask, probability, size, module) of each dropout, by call.
+        losses: the loss of each backward pass.
+        gradients: full gradients before clipping.
+        norms: the norms that clipping returned.
+        clipped: the gradients with which the optimizer stepped, if they were clipped.
+        rates: learning rates of all parameter groups.
+        parameters, buffers: their values after the step.
+        masks: (input, mask, probability, size, module) of each dropout call.
     """
 
     step: int
@@ -123,10 +123,10 @@ class StepNotes:
 
 
 class RunNotes:
-    """What the processes of one run noted.
+    """The records of all processes of one run.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class RunNotes:
         self.ranks = [RunFacts(**json.loads(path.read_text(encoding="utf-8"))) for path in found]
 
     def step(self, rank: int, step: int) -> StepNotes | None:
-        """The notes of a step, or None where it was not made."""
+        """The record of a step, or None if the step did not happen."""
         path = step_file(self.folder, rank, step)
         if not path.is_file():
             return None
@@ -143,7 +143,7 @@ class RunNotes:
 
     @property
     def last_step(self) -> int:
-        """The last step that all processes noted with its parameters; -1 where none was."""
+        """The last step that all processes recorded with its parameters, or -1."""
         made = []
         for facts in self.ranks:
             step = 0
@@ -154,23 +154,23 @@ class RunNotes:
 
 
 def step_file(folder: Path, rank: int, step: int) -> Path:
-    """The notes of one step of one process."""
+    """The record of one step of one process."""
     return folder / f"rank_{rank}" / f"step_{step}.pt"
 
 
 def batch_file(folder: str, loader: int, epoch: int, batch: int, place: int) -> Path:
-    """A batch that the loop was given.
+    """The file of a batch that the loop received.
 
     Args:
-        folder: of the notes.
-        loader, epoch, batch: which one.
-        place: slice of the global batch.
+        folder: the folder of the records.
+        loader, epoch, batch: the batch's numbers.
+        place: the shard of the global batch.
     """
     return Path(folder, f"batch_{loader}_{epoch}_{batch}_{place}.pt")
 
 
 def joined(parts: list[Any]) -> Any:
-    """Slices of a batch as one: tensors joined along their first dimension, lists of other things one after the other.
+    """Concatenate the shards of a batch: tensors along their first dimension, and lists of other objects.
 
     Raises:
         RuntimeError: tensors differ in their other dimensions.

@@ -1,10 +1,11 @@
-"""Runs a training script as it is, and notes what each optimizer step computes, for a comparison with another run.
+"""Runs an unchanged training script, and records the results of each optimizer step for a comparison with another run.
 
     accel launch --module accel_torch.check_parity.recording TASK.json train.py its arguments
 
-A run under the plan comes first and notes its batches too. Then one process runs the same script. It is given the
-global batches of the plan, so it counts batches, steps and schedules as a process of the plan does; and after each step
-it continues from the parameters of the plan, so that each step is compared by itself and rounding does not add up.
+The run under the plan is first, and also records its batches. Then one process runs the same script with the plan's
+global batches, so its numbers of batches, optimizer steps and scheduler steps are those of a process of the plan. After
+each step it continues from the plan's parameters, so that steps are compared independently and rounding errors do not
+accumulate.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = ("ParityRecorder", "main")
 
 
 class ParityRecorder(RunObserver):
-    """Notes what one process of a run computes.
+    """Records what one process of a run computes.
 
     Args:
-        task: what to do.
-        variation: notes what the script reads.
-        dropout: turns dropout off.
+        task: the task of the run.
+        variation: records what the script reads.
+        dropout: disables dropout.
     """
 
     def __init__(self, task: ParityTask, variation: Variation, dropout: Dropout) -> None:
@@ -72,7 +73,7 @@ class ParityRecorder(RunObserver):
     # ------------------------------------------------------------------ called by the Accelerator and its loaders
 
     def configures(self, options: Options) -> Options:
-        """In the process that computes alone, leave every plan out."""
+        """In the run of one process, remove all settings of the plan."""
         if not self._task.is_reference:
             return options
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
@@ -82,7 +83,7 @@ class ParityRecorder(RunObserver):
         )
 
     def begins(self, accelerator: Accelerator) -> None:
-        """Note a new Accelerator, and take part in what it does."""
+        """Record a new Accelerator, and attach to its methods."""
         self._accelerator = weakref.ref(accelerator)
         strategy = accelerator._backend.strategy
         strategy.on_gradients = self._engine_steps
@@ -130,7 +131,7 @@ class ParityRecorder(RunObserver):
         accelerator._prepared.remember = noted_remember  # type: ignore[method-assign]
 
     def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
-        """Take part between the batches of a prepared loader."""
+        """Attach to a prepared loader, to be called between its batches."""
         if not hasattr(loader, "between_batches"):
             return
         number, before = self._facts.loaders, loader.between_batches
@@ -149,12 +150,12 @@ class ParityRecorder(RunObserver):
             loader.device_transfer = follower.replaced
 
     def epoch_begins(self) -> None:
-        """Note the state before the first step."""
+        """Record the state before the first step."""
         self._facts.reads_loader = True
         self._begin()
 
     def batch_given(self, loader: int, epoch: int, number: int, batch: Any) -> None:
-        """Note a batch that the loop receives; in one process, the one that it replaces."""
+        """Record a batch that the loop receives; in the run of one process, the batch that is replaced."""
         self._generators = states()
         if self._task.is_reference:
             self._note.samples.append((loader, epoch, self._own_samples.pop((loader, epoch, number), [])))
@@ -162,13 +163,13 @@ class ParityRecorder(RunObserver):
         self._note.samples.append((loader, epoch, sample_digests(batch)))
         path = batch_file(self._task.notes, loader, epoch, number, self._facts.data)
         if not path.exists():
-            # Processes with the same slice write the same file.
+            # Processes with the same shard write the same file.
             torch.save(batch, path.with_suffix(f".{self._facts.rank}"))
             path.with_suffix(f".{self._facts.rank}").replace(path)
 
     def global_batch(self, loader: int, epoch: int, number: int, own: Any) -> Any:
-        """The batch of the plan in place of one that this process read; its own where the plan read none."""
-        # Loaders read ahead of the loop.
+        """The plan's batch instead of the one that this process read; its own batch if the plan read none."""
+        # Loaders prefetch.
         self._own_samples[loader, epoch, number] = sample_digests(own)
         places = range(self._facts.data_count)
         paths = [batch_file(self._task.plan, loader, epoch, number, place) for place in places]
@@ -179,14 +180,14 @@ class ParityRecorder(RunObserver):
             return joined(parts)
         except RuntimeError as error:
             raise SystemExit(
-                f"check-parity: the slices of global batch {number} have other shapes, so that one process cannot "
-                f"compute them together ({error}). Fill all of them up to one length."
+                f"check-parity: the shards of global batch {number} have different shapes, so that one process "
+                f"cannot concatenate them ({error}). Pad all of them to one length."
             ) from error
 
     # ------------------------------------------------------------------ models
 
     def _follow(self, model: nn.Module) -> None:
-        """Note the outputs of all modules of a prepared model, and its inputs."""
+        """Record the outputs of all modules of a prepared model, and its inputs."""
         index, self._facts.models = self._facts.models, self._facts.models + 1
         inner = self._strategy.unwrap(strategy_model(model))
         without_recurrent_dropout(inner)
@@ -203,8 +204,8 @@ class ParityRecorder(RunObserver):
             self._note.inputs += sample_digests([*arguments, *options.values()])
 
     def _watch_modules(self) -> None:
-        """Note what each module gives to its caller, after all hooks that others put on it."""
-        # The compiler cannot trace what is noted; a compiled model computes what it computes uncompiled.
+        """Record what each module returns to its caller, after all other hooks."""
+        # The compiler cannot trace the recording, and an uncompiled model computes the same.
         torch.compiler.set_stance("force_eager")
         call = nn.Module.__call__
 
@@ -256,7 +257,7 @@ class ParityRecorder(RunObserver):
         return found
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Complete parameters, of those processes that can give them."""
+        """Full parameters, from the processes that can compute them."""
         strategy = self._strategy
         found: dict[str, Tensor] = {}
         direct = type(strategy).gradients is Strategy.gradients
@@ -281,7 +282,7 @@ class ParityRecorder(RunObserver):
     # ------------------------------------------------------------------ steps
 
     def _begin(self) -> None:
-        """Note the state before the first step."""
+        """Record the state before the first step."""
         if self._begun:
             return
         self._begun = True
@@ -290,11 +291,11 @@ class ParityRecorder(RunObserver):
         self._continue_from_plan()
 
     def _before_clipping(self) -> None:
-        # An engine that has stepped within backward has taken them away.
+        # An engine that steps within backward has removed them.
         self._note.gradients = self._gradients() or self._note.gradients
 
     def _engine_steps(self, model: nn.Module) -> None:
-        """Note the gradients of an engine that steps within backward."""
+        """Record the gradients of an engine that steps within backward."""
         if self._begun and self._step < self._task.steps:
             gradients = self._gradients()
             self._note.gradients |= gradients
@@ -327,7 +328,7 @@ class ParityRecorder(RunObserver):
         self._stepped = self._begun
 
     def _step_ends(self) -> None:
-        """Note what a step left, once all of its work is done."""
+        """Record the state after a step, when all its work is complete."""
         if not self._stepped:
             return
         self._stepped = False
@@ -359,14 +360,14 @@ class ParityRecorder(RunObserver):
         (folder / "run.json").write_text(json.dumps(dataclasses.asdict(self._facts)), encoding="utf-8")
 
     def ends(self) -> None:
-        """Note the last step of a script that ended by itself."""
+        """Record the last step of a script that reached its end."""
         if self._accelerator is not None and self._accelerator() is not None:
             with contextlib.suppress(StopRun):
                 self._step_ends()
         self._write_facts()
 
     def _continue_from_plan(self) -> None:
-        """Go on from what the main process of the plan had after this step."""
+        """Continue from the parameters of the plan's main process after this step."""
         path = step_file(Path(self._task.plan), 0, self._step)
         if not self._task.is_reference or not path.is_file():
             return
@@ -383,7 +384,7 @@ class ParityRecorder(RunObserver):
                         tensor.data.copy_(other)
 
     def _watch_clipping(self) -> None:
-        """Note the norms of scripts that clip by torch's function."""
+        """Record the norms of scripts that clip with torch's function."""
         clip = nn.utils.clip_grad_norm_
 
         def noted(parameters: Any, *arguments: Any, **options: Any) -> Any:
@@ -426,7 +427,7 @@ _FIELDS = [field.name for field in dataclasses.fields(StepNotes)]
 
 
 def _prefix(index: int) -> str:
-    """What comes before the names of a model where several are prepared."""
+    """The prefix of a model's names if several models are prepared."""
     return f"model {index}: " if index else ""
 
 
@@ -453,7 +454,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script of the arguments under the task of the first one."""
+    """Run the script in the arguments with the task in the first argument."""
     task = ParityTask.read(arguments[0])
     variation, dropout = Variation(task.source, task.varied, task.rank), Dropout()
     variation.install()

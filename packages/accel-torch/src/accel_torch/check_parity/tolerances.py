@@ -1,9 +1,9 @@
-"""How far results of the same terms may be apart when several processes add them in another order.
+"""How far sums of the same terms may differ when several processes add them in another order.
 
-A sum of n terms that each have a relative rounding error of at most `eps` is off by about `sqrt(n) * eps` of the size
-of its terms (random signs; Higham, Accuracy and Stability of Numerical Algorithms, section 2.8). The terms of a
-gradient are not known, so their size is taken to be that of the largest gradient in the same module. `SAFETY` covers
-layers whose errors add up.
+A sum of n terms with a relative rounding error of at most `eps` each has an error of about `sqrt(n) * eps` times the
+size of its terms (random signs; Higham, Accuracy and Stability of Numerical Algorithms, section 2.8). The terms of a
+gradient are unknown; their size is estimated by the largest gradient in the same module. `SAFETY` covers errors that
+accumulate over layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ("SAFETY", "Tolerance", "elements_per_row", "update_tolerance")
 SAFETY: Final = 16.0
 
 _LOW: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""What is computed in, by mixed precision."""
+"""The dtype of computation, by mixed precision."""
 
 _OF_THE_MODEL: Final = 1e-3
-"""Share of the largest gradient of the model that the terms of each gradient have at least."""
+"""The smallest size of a gradient's terms, as a fraction of the model's largest gradient."""
 
 
 class Tolerance:
@@ -31,7 +31,7 @@ class Tolerance:
 
     Args:
         precision: name of the mixed precision.
-        terms: summands of a gradient, by module: samples times positions of the global batch.
+        terms: the number of terms in a gradient, by module: samples times positions of the global batch.
     """
 
     def __init__(self, precision: str, terms: Mapping[str, float]) -> None:
@@ -40,16 +40,16 @@ class Tolerance:
         self._most = max(self._terms.values(), default=1.0)
 
     def relative(self, dtype: torch.dtype, module: str | None = None) -> float:
-        """Largest difference, as a share of the size of the terms.
+        """Largest difference, as a fraction of the size of the terms.
 
         Args:
-            dtype: of the sum.
-            module: whose terms are added; that with most of them when None or unknown.
+            dtype: dtype of the sum.
+            module: the module of the gradient; if None or unknown, the module with most terms.
         """
         terms = self._most if module is None else self._terms.get(module, self._most)
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
         if dtype in (torch.bfloat16, torch.float16):
-            # Sums are added up in float32, then rounded.
+            # Sums are accumulated in float32, then rounded.
             eps, low = torch.finfo(torch.float32).eps, max(self._low, eps)
         else:
             low = self._low
@@ -61,7 +61,7 @@ class Tolerance:
         return self._low > 0
 
     def of_gradients(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-        """The largest difference of each gradient, in its own unit."""
+        """The largest absolute difference of each gradient."""
         largest = {name: _largest(gradient) for name, gradient in gradients.items()}
         modules: dict[str, float] = {}
         for name, value in largest.items():
@@ -81,13 +81,13 @@ def update_tolerance(
     """The largest difference of each element of a parameter after a step.
 
     An optimizer may divide by the size of a gradient, as Adam does. The update of an element then has the relative
-    error of its gradient, and elements whose gradient is all rounding get an update of any sign.
+    error of its gradient, and an element whose gradient is only rounding error gets an update of either sign.
 
     Args:
-        before, after: the parameter.
-        gradient: with which the optimizer stepped, or None.
-        gradient_tolerance: its largest difference.
-        relative: largest difference of sums of this parameter's type, as a share of the size of their terms.
+        before, after: the parameter before and after the step.
+        gradient: the gradient with which the optimizer stepped, or None.
+        gradient_tolerance: the largest difference of the gradient.
+        relative: largest difference of sums of this dtype, as a fraction of the size of their terms.
     """
     update = (after.double() - before.double()).abs()
     most = float(update.max()) if update.numel() else 0.0
@@ -102,7 +102,7 @@ def update_tolerance(
 
 
 def elements_per_row(shape: torch.Size) -> int:
-    """Features of one position of an output: its channels where it is an image, else its last dimension."""
+    """Number of features at one position of an output: the channels of an image, otherwise the last dimension."""
     return int(shape[1] if len(shape) > 3 else shape[-1]) if len(shape) else 1
 
 

@@ -1,4 +1,4 @@
-"""The script that `accel_torch.testing.check_parity` runs: it calls a function of a test with the batches of the test.
+"""The script that `accel_torch.testing.check_parity` runs: it calls a test's function with the test's batches.
 
 train_function.py BATCHES FILE FUNCTION
 """
@@ -19,10 +19,10 @@ __all__ = ("GlobalBatches", "main")
 
 
 class GlobalBatches(Dataset[Any]):
-    """The samples of global batches, one after the other.
+    """A data set of the samples of global batches, in order.
 
     Args:
-        batches: nested tensors whose first dimension is that of the samples; all of one size.
+        batches: pytrees of tensors of shape (batch size, ...); all of one batch size.
     """
 
     def __init__(self, batches: list[Any]) -> None:
@@ -52,7 +52,7 @@ def _row(batch: Any, index: int) -> Any:
 
 
 def _function(file: str, name: str) -> Any:
-    """A function of a file that need not be importable by name."""
+    """Load a function from a file that need not be importable by name."""
     sys.path.insert(0, str(Path(file).parent))
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
@@ -67,7 +67,7 @@ def _function(file: str, name: str) -> Any:
 
 
 def main(batches: str, file: str, name: str) -> None:
-    """Call a function with an Accelerator and with the slices of global batches that are this process's."""
+    """Call a function with an Accelerator and with this process's shards of the global batches."""
     step = _function(file, name)
     data = GlobalBatches(torch.load(batches, weights_only=False))
     accelerator = Accelerator()

@@ -1,8 +1,7 @@
-"""What makes two runs of one script differ by itself: clocks, ranks and generators without a seed.
+"""Detects what makes two runs of one script differ without a plan: clocks, ranks and unseeded generators.
 
-Reads are noted with the line of the script that makes them. In a varied run clocks go another way and generators begin
-elsewhere: a script that computes something else then cannot be compared. In a run with another rank the script believes
-to be another process.
+Each read is recorded with the script's line. A varied run has another clock and other seeds; a script that computes
+other results with them cannot be compared. In a run with another rank, the script reads that rank.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ _RANKS: Final = (
     "sequence_parallel_rank",
 )
 _SHIFT: Final = 86_400.0 * 40
-"""Seconds by which a varied clock is ahead, and how much faster it goes."""
+"""Seconds by which a varied clock is ahead, and the factor of its speed."""
 
 _PACE: Final = 100_000.0
 _SEED: Final = 90_713
 
 
 class Variation:
-    """Notes what the script reads, and varies it.
+    """Records what the script reads, and varies it.
 
     Args:
-        script: the file of the script; what it and the modules beside it read is noted.
-        varied: clocks and generators are others.
-        rank: which process the script believes it is; 0 for the true one.
+        script: the script's file. Its reads and those of other modules in its folder are recorded.
+        varied: change clocks and seeds.
+        rank: the rank that the script reads; 0 for the true one.
     """
 
     def __init__(self, script: str, varied: bool = False, rank: int = 0) -> None:
@@ -60,7 +59,7 @@ class Variation:
         self._begun: dict[str, str] = {}
 
     def install(self) -> None:
-        """Take the places of clocks, generators and ranks, for as long as the process lives."""
+        """Replace clocks, generators and ranks until the process ends."""
         if self._varied:
             random.seed(_SEED)
             np.random.seed(_SEED)
@@ -71,12 +70,12 @@ class Variation:
         self._begun = states()
 
     def reads(self) -> list[list[str]]:
-        """(what, place) of all reads so far, generators that were used without a seed among them."""
+        """(what, place) of all reads so far, including generators used without a seed."""
         self._note_unseeded(name for name in self._begun if name not in self._seeded)
         return [list(pair) for pair in self._reads]
 
     def _note_unseeded(self, names: Iterable[str]) -> None:
-        """Note those generators that have drawn since the script began."""
+        """Record the generators that were used since the script began."""
         if self._begun:
             now = states()
             for name in names:
@@ -86,7 +85,7 @@ class Variation:
     # ------------------------------------------------------------------ where something is read
 
     def _place(self) -> str | None:
-        """The line of the script that calls, or None where somebody else does."""
+        """The calling line of the script, or None if the caller is another module."""
         frame = sys._getframe(2)
         name = frame.f_code.co_filename
         if not name.startswith(self._folder) or "site-packages" in name:
