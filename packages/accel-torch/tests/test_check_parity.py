@@ -280,7 +280,7 @@ def mask(step: int, given: str, dropped: str) -> list[StepNotes]:
         ([("x", "m"), ("y", "n")], {}, None),
         ([("x", "m"), ("y", "m")], {}, "drop the same elements"),
         ([("x", "m"), ("x", "m")], {"data": 0}, None),
-        ([("x", "m"), ("x", "n")], {"data": 0}, "drop different ones"),
+        ([("x", "m"), ("x", "n")], {"data": 0}, "drop different elements"),
         ([("x", "m"), ("y", "m")], {"data": 0}, "drop the same elements"),
     ],
 )
@@ -296,7 +296,7 @@ def test_gradients_that_are_zero_and_losses_that_do_not_move_are_remarked() -> N
     still = notes()
     alone = Notes([[*still, still[1]]], without_gradient=["head.bias"])
     assert remarks(alone, alone) == [
-        "parameters without a gradient, or with one of zero: head.bias",
+        "parameters without a gradient, or with a zero gradient: head.bias",
         "the loss does not change: it is [2.0] in every step",
     ]
 
