@@ -38,9 +38,9 @@ def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")]
     tested = run_command(command, timeout=500, env=env)
     assert tested.returncode == 0, tested.stdout
-    # A backend whose members stay the same has no other members to test with.
+    # A backend whose processes do not change has no other processes to test with.
     skipped = [line for line in tested.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert [line for line in skipped if "the members of very-fancy stay the same" not in line] == []
+    assert [line for line in skipped if "the processes of very-fancy do not change" not in line] == []
     assert len(skipped) <= 2
 
 

@@ -94,7 +94,7 @@ class PreparedObjects(ObjectsByKind):
         """
         given = list(objects)
         without = [
-            f"Argument {index} is a {type(item).__name__}."
+            f"Item at index {index} is a {type(item).__name__}."
             for index, item in enumerate(given)
             if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]

@@ -1,4 +1,4 @@
-"""`accel merge-weights`: put the shards of a checkpointed model together into one file."""
+"""`accel merge-weights`: merge the shards of a model's checkpoint into one file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ("COMMAND", "MergeWeights")
 
 
 class MergeWeights:
-    """The command, as the entry-point group `accel.commands` offers it."""
+    """The entry point of the command in the group `accel.commands`."""
 
     help = "merge the shards of a model that FSDP saved into one file"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Where the shards are and where the file goes."""
+        """Declare the input and output folders."""
         parser.add_argument("checkpoint_directory", help="Folder of shards, such as checkpoint/pytorch_model_fsdp_0.")
-        parser.add_argument("output_path", help="Folder to write model.safetensors to.")
+        parser.add_argument("output_path", help="Folder in which to write model.safetensors.")
         parser.add_argument(
             "--unsafe_serialization",
             "--unsafe-serialization",
@@ -30,11 +30,11 @@ class MergeWeights:
             "--remove_checkpoint_dir",
             "--remove-checkpoint-dir",
             action="store_true",
-            help="Remove the folder of shards once the file is written.",
+            help="Remove the folder of shards after the file is written.",
         )
 
     def run(self, arguments: Namespace) -> int:
-        """Merge, and say where the file is; all weights are in memory meanwhile."""
+        """Merge, and print the path of the file. All weights are in memory at once."""
         from accel_plugins.fsdp.weights import merge_weights
 
         written = merge_weights(

@@ -1,10 +1,10 @@
-"""`accel new-backend`: write a package that brings a backend.
+"""`accel new-backend`: create a package with a backend.
 
     accel new-backend fancy                 writes ./accel-backend-fancy
     accel new-backend fancy --into folder   writes folder/accel-backend-fancy
 
-The package is complete: it trains by data parallelism, has one setting, and passes the conformance kit. Its author
-then changes one method after the other; docs/how-to/write-a-backend.md says which.
+The package is complete: it trains with data parallelism, has one setting, and passes the test kit. Its author then
+changes one method at a time, as docs/how-to/write-a-backend.md describes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ dependencies = ["accel-plugins>=0.1,<0.2", "accel-state>=0.1,<0.2", "torch>=2.9"
 [project.optional-dependencies]
 testing = ["accel-plugins[testing]>=0.1,<0.2"]
 
-# This is how accel finds the backend: the name that users choose it by, and the object that is its Manifest.
+# accel finds the backend by this entry point: the name that users choose, and the Manifest object.
 [project.entry-points."accel.backends"]
 {name} = "{module}.manifest:MANIFEST"
 
@@ -71,7 +71,7 @@ __all__ = ("{title}Config",)
 '''
 
 _MANIFEST: Final = '''\
-"""What the backend declares about itself; read without torch, whenever somebody lists or chooses backends."""
+"""The manifest of the backend; read without torch, when backends are listed or chosen."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ MANIFEST: Final = Manifest(
     config="{module}.config:{title}Config",
     strategy="{module}.strategy:{title}Strategy",
     axes=frozenset({{Axis.REPLICATE}}),
-    # `accel estimate-memory --training` lists the backend with plans of data parallelism.
+    # `accel estimate-memory --training` estimates the backend with these plans, those of data parallelism.
     memory_plans="accel_plugins.memory_plans:MemoryPlans",
     protocol=2,
 )
@@ -95,8 +95,8 @@ MANIFEST: Final = Manifest(
 _CONFIG: Final = '''\
 """Settings of the backend: plain data without torch, so that the launcher can read them.
 
-Each field made with `setting` is at once a flag of `accel launch`, a key of the config file, a variable of the started
-processes and an argument of this class.
+Each field defined with `setting` is also a flag of `accel launch`, a key of the config file, an environment variable
+and an argument of this class.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ __all__ = ("{title}Config",)
 
 @dataclass
 class {title}Config(KwargsHandler):
-    """How gradients travel.
+    """How gradients are averaged.
 
     Args:
-        bucket_mb: size in MiB of the pieces in which gradients travel.
+        bucket_mb: size of gradient buckets in MiB.
     """
 
     bucket_mb: int = setting(
@@ -129,10 +129,10 @@ class {title}Config(KwargsHandler):
 '''
 
 _STRATEGY: Final = '''\
-"""How one process trains with this backend.
+"""The strategy of the backend.
 
-`accel_plugins.Strategy` says of every method who calls it when, and what it must leave behind. What is not overridden
-here is answered as for a single process.
+The docstrings of `accel_plugins.Strategy` state for every method who calls it when, its preconditions and its
+postconditions. Methods that are not overridden here behave as on a single process.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class {title}Strategy(Strategy):
     def average_parameters(self, model: Module) -> None:
         transport = self.context.process.transport
         for parameter in self.unwrap(model).parameters():
-            # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+            # `detach()` instead of `.data`: the write then increments the parameter's version, which snapshots compare.
             mean = parameter.detach()
             transport.all_reduce(mean).wait()
             mean /= transport.world_size
@@ -197,7 +197,7 @@ class {title}Strategy(Strategy):
 
 @contextmanager
 def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
-    """Backward exchanges gradients, though forward ran under `no_sync` and did not prepare for it."""
+    """A context in which backward averages gradients, although forward ran under `no_sync`."""
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])
@@ -206,7 +206,7 @@ def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
 '''
 
 _TESTS: Final = '''\
-"""The backend passes the suite that every backend passes."""
+"""The test kit, run on this backend."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ class Test{title}Alone(BackendSuite):
 
 
 class NewBackend:
-    """Writes a package with a backend that passes the conformance kit."""
+    """Writes a package with a backend that passes the test kit."""
 
-    help = "create a package with a backend that passes the conformance kit"
+    help = "create a package with a backend that passes the test kit"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the name and the folder."""
@@ -238,7 +238,7 @@ class NewBackend:
         )
 
     def run(self, arguments: Namespace) -> int:
-        """Write the package, and print what comes next.
+        """Write the package, and print the next commands.
 
         Raises:
             SettingError: the name is malformed or taken, or the folder of the package exists.
@@ -250,7 +250,7 @@ class NewBackend:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
         install, test = f"pip install -e '{folder}[testing]'", f"pytest {folder / 'tests'}"
-        print(f"{folder} is written. Next: {install} && {test}")  # noqa: T201 - what the command is for
+        print(f"{folder} was created. Next: {install} && {test}")  # noqa: T201 - what the command is for
         return 0
 
 
@@ -262,20 +262,21 @@ def _check(name: str, folder: Path) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise SettingError(
             f"Cannot name a backend {name!r}.",
-            f"A name has lower-case letters and digits, in parts joined by - or _, and is at most {_LONGEST} long.",
+            f"A name consists of lower-case letters and digits, in parts joined by - or _, at most {_LONGEST} "
+            "characters.",
             "Choose another name.",
         )
     if name in taken:
         raise SettingError(
             f"Cannot name a backend {name!r}.",
-            f"{taken[name]} has a backend of that name.",
+            f"{taken[name]} already provides a backend with that name.",
             "Choose another name.",
         )
     if folder.exists():
         raise SettingError(
             f"Cannot write {folder}.",
             "The folder exists already.",
-            "Choose another name, or another folder by --into.",
+            "Choose another name, or another folder with --into.",
         )
 
 

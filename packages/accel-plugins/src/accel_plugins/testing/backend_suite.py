@@ -4,7 +4,7 @@
         target = "accel_example.manifest:MANIFEST"
 
 The suite runs the backend in real processes over gloo on the CPU and compares it with plain torch on the same global
-batches. What a manifest declares away (`lacks`) is skipped. A subclass must not override a test, unless it marks it
+batches. Tests of abilities that the manifest `lacks` are skipped. A subclass may override a test only with the mark
 `pytest.mark.xfail(strict=True, reason=...)`.
 """
 
@@ -41,7 +41,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def needs(*abilities: Ability) -> Callable[[T], T]:
-    """Skip a test where the manifest declares one of the abilities away."""
+    """Skip a test if the manifest lacks one of the abilities."""
 
     def mark(test: T) -> T:
         test.needs = abilities  # type: ignore[attr-defined]
@@ -51,13 +51,14 @@ def needs(*abilities: Ability) -> Callable[[T], T]:
 
 
 class BackendSuite:
-    """Subclass this in a test file, and set what is different.
+    """The tests of a backend; subclass this in a test file and set `target`.
 
     Attributes:
-        target: "module:attribute" of the manifest.
-        config: settings to test with; those of the environment when None.
-        processes: how many processes to start.
-        tolerance: relative difference allowed between losses, weights and gradients.
+        target: the manifest as "module:attribute".
+        config: the settings object for the tests; None: read from the environment.
+        processes: number of processes to start.
+        tolerance: maximum relative difference between losses, weights and gradients of the backend and of plain
+            PyTorch.
     """
 
     target: ClassVar[str]
@@ -73,24 +74,25 @@ class BackendSuite:
                 raise PluginError(
                     f"{cls.__name__} overrides {name}.",
                     "A test of the suite may only be overridden by a strict expected failure with a reason.",
-                    "Mark it pytest.mark.xfail(strict=True, reason=...), or declare in the manifest what is lacking.",
+                    "Mark it pytest.mark.xfail(strict=True, reason=...), or add the missing ability to `lacks` in the "
+                    "manifest.",
                 )
 
     @pytest.fixture(scope="class")
     @classmethod
     def group(cls) -> Iterator[Processes]:
-        """The processes; override it to start them in another way."""
+        """The processes; override this fixture to start them in another way."""
         with Processes(cls.processes) as group:
             yield group
 
     @pytest.fixture
     def driver(self) -> str:
-        """ "module:class" of the `Session` that drives the strategy: the short loop of the kit, unless overridden."""
+        """ "module:class" of the `Session` that calls the strategy; the default is the kit's short training loop."""
         return Case.session
 
     @pytest.fixture
     def run(self, group: Processes) -> Run:
-        """Calls a function of `backend_tasks` in every process and returns the answers by rank."""
+        """Calls a function of `backend_tasks` in every process and returns the results by rank."""
         return group.run
 
     @pytest.fixture(autouse=True)
@@ -105,19 +107,19 @@ class BackendSuite:
 
     @property
     def manifest(self) -> Manifest:
-        """The declaration under test."""
+        """The manifest under test."""
         module, _, attribute = self.target.partition(":")
         found: Manifest = getattr(importlib.import_module(module), attribute)
         return found
 
     def case(self, **changes: Any) -> Case:
-        """A training run with this backend."""
+        """The case of a training run with this backend."""
         return Case(self.manifest, self.config, session=self._driver, **changes)
 
     def reference(self, run: Run, case: Case) -> list[dict[str, Any]]:
-        """Losses and weights that each process is compared with: those of plain PyTorch in one process.
+        """The expected losses and weights of each process: those of plain PyTorch in one process.
 
-        Strategies of local steps train differently, so they are compared with themselves.
+        Strategies of local steps train differently, so they are compared with a second run of their own.
         """
         if Ability.SYNCHRONOUS in self.manifest.lacks:
             return run(tasks.train, case)
@@ -125,7 +127,7 @@ class BackendSuite:
         return [{"losses": plain.losses, "weights": plain.weights()}] * self.processes
 
     def near(self, expected: Any) -> Any:
-        """What compares equal within the tolerance, through lists and dicts."""
+        """An object that equals `expected` within the tolerance, in nested lists and dicts."""
         if isinstance(expected, dict):
             return {name: self.near(value) for name, value in expected.items()}
         if isinstance(expected, list) and expected and isinstance(expected[0], (list, dict)):
@@ -133,7 +135,7 @@ class BackendSuite:
         return pytest.approx(expected, rel=self.tolerance, abs=self.tolerance / 10)
 
     def written(self, answers: list[dict[str, Any]]) -> list[Any]:
-        """Weights of those processes that have complete ones; at least the first has."""
+        """The weights of processes that have complete ones; the first process must have them."""
         assert answers[0]["weights"], "the first process has no complete weights to write"
         return [answer["weights"] for answer in answers if answer["weights"]]
 
@@ -153,14 +155,16 @@ class BackendSuite:
             offered = inspect.signature(getattr(strategy, name)).parameters
             open_ended = {parameter.kind for parameter in offered.values()}
             if not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} <= open_ended:
-                assert list(offered)[: len(asked)] == list(asked), f"{name} takes {list(offered)}, not {list(asked)}"
+                assert list(offered)[: len(asked)] == list(asked), (
+                    f"{name} has the parameters {list(offered)}, expected {list(asked)}"
+                )
 
     def test_manifest_and_settings_load_without_torch(self) -> None:
         modules = {self.target, self.manifest.config, self.manifest.present or ""}
         imports = ", ".join(sorted(target.partition(":")[0] for target in modules if target))
         code = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, f"importing {imports} loads torch, or fails:\n{done.stderr}"
+        assert done.returncode == 0, f"importing {imports} imports torch, or fails:\n{done.stderr}"
 
     def test_settings_have_defaults_and_survive_pickling(self) -> None:
         if self.manifest.config:
@@ -174,18 +178,20 @@ class BackendSuite:
             for settings in (usual, *changed):
                 assert from_environment(config, to_environment(settings)) == settings
             if any(known.variable for known in settings_of(config).values()):
-                assert any(settings != usual for settings in changed), "no variable changes a setting"
+                assert any(settings != usual for settings in changed), "no environment variable changes a setting"
 
     def test_memory_plans_set_fields_of_the_settings(self) -> None:
         if not self.manifest.memory_plans:
             pytest.skip(f"the memory of {self.manifest.name} is not estimated")
         plans = memory_plans(self.manifest)
-        assert any(plans.trains_on(processes) for processes in (1, 2, 8)), "there is no plan for 1, 2 or 8 processes"
+        assert any(plans.trains_on(processes) for processes in (1, 2, 8)), (
+            "there is no memory plan for 1, 2 or 8 processes"
+        )
         known = settings_of(_imported(self.manifest.config)) if self.manifest.config else {}
         for variant, recompute in itertools.product(plans.variants, (False, True)):
             for name, value in plans.settings(variant, ("Block",), recompute).items():
-                assert name in known, f"{name} is a field without a flag of the launch"
-                assert known[name].flag, f"{name} has no flag of the launch"
+                assert name in known, f"{name} is not a setting of the backend"
+                assert known[name].flag, f"{name} has no launch flag"
                 assert known[name].key, f"{name} has no key in the config file"
                 assert known[name].parse(known[name].type.format(value), "plan") is not None
 
@@ -248,7 +254,7 @@ class BackendSuite:
             assert self.processes == 1 or answer["inside"][1] < answer["outside"][1]
 
     def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
-        """Models come from a seed of each process's own; buffers are equal too."""
+        """Each process creates its model from a different seed; afterwards weights and buffers are equal."""
         answers = run(tasks.look_at_start, self.case())
         for weights in self.written(answers):
             assert weights == answers[0]["first"]
@@ -362,7 +368,7 @@ class BackendSuite:
     def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
         for answer in run(tasks.count_collectives, self.case()):
             assert (answer["held"][1], answer["nested"][1]) == (0, 0)
-            # The first forward that is held back may still make buffers equal, before it computes anything.
+            # The first forward under `no_sync` may still broadcast buffers before it computes anything.
             assert answer["nested"][0] == 0 or Ability.LOCAL_PASSES in self.manifest.lacks
             assert answer["again"][1] == answer["sync"][1]
             if self.processes > 1:
@@ -458,7 +464,7 @@ class BackendSuite:
     @needs(Ability.EXACT_RESUME)
     @pytest.mark.parametrize("adam", [False, True])
     def test_a_resumed_run_goes_on_bit_for_bit(self, run: Run, tmp_path: Path, adam: bool) -> None:
-        """Saved off the boundary of a window; weights and all states are compared after further steps."""
+        """Save inside an accumulation window, resume, and compare weights and all states after further steps."""
         for answer in run(tasks.save_and_resume, self.case(adam=adam), str(tmp_path)):
             assert answer["step"] == tasks.SAVED
             assert answer["same_weights"]
@@ -490,7 +496,7 @@ class BackendSuite:
             assert set(answer) <= {"CheckpointError"}
 
     def test_a_layer_around_the_model_changes_nothing(self, run: Run, tmp_path: Path) -> None:
-        """What `torch.compile` puts around a model is kept from the strategy, and taken off by unwrapping."""
+        """The strategy does not receive the wrapper of `torch.compile`, and unwrapping removes it."""
         case = self.case(accumulation=2)
         answers = run(tasks.behind_a_layer, case, str(tmp_path))
         for answer, expected in zip(answers, self.reference(run, case), strict=True):
@@ -504,9 +510,9 @@ class BackendSuite:
     # --------------------------------------------------------------------------- duties
 
     def test_members_of_each_step_agree_and_steps_are_counted(self, run: Run) -> None:
-        """As long as nobody leaves, all processes begin the same steps, and share the samples of each."""
+        """As long as no process leaves, all begin the same steps, and each step's samples are divided among them."""
         if not self.manifest.traits.elastic:
-            pytest.skip(f"the members of {self.manifest.name} stay the same")
+            pytest.skip(f"the processes of {self.manifest.name} do not change during a run")
         answers = run(tasks.begin_steps, self.case())
         first, following = answers[0]["first"], answers[0]["following"]
         assert {answer["first"]["index"] for answer in answers} == set(range(first["count"]))
@@ -536,7 +542,7 @@ class BackendSuite:
 
     @needs(Ability.SYNCHRONOUS)
     def test_a_declared_duty_is_really_taken(self, run: Run) -> None:
-        """Nobody else accumulates, clips or casts for a strategy that says it does."""
+        """If a strategy owns accumulation, clipping or precision, no other code does it."""
         if Duty.ACCUMULATION in self.manifest.owns:
             self.test_accumulation_equals_the_big_batch(run, 2)
         if Duty.CLIPPING in self.manifest.owns:
@@ -551,7 +557,7 @@ def _imported(target: str) -> Any:
 
 
 def _changed_by_one_variable(config: type) -> Iterator[Any]:
-    """Settings of which one is not the default, for each that has a variable and takes another value alone."""
+    """Settings objects that differ from the default in one field, for each field that has an environment variable."""
     for known in settings_of(config).values():
         for text in (*reversed(known.type.choices), "3", "0.5", "true", "false", "text") if known.variable else ():
             with contextlib.suppress(AccelError, ValueError):

@@ -1,4 +1,4 @@
-"""What the tests of the suite do inside the processes; every function returns plain data to compare."""
+"""Functions that the suite's tests call inside the processes; each returns plain data to compare."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Answer = dict[str, Any]
 
 
 def train(case: Case) -> Answer:
-    """Train, and tell everything that can be compared."""
+    """Train, and return everything that can be compared."""
     session = case.open()
     losses, norms = session.train()
     return {
@@ -47,7 +47,7 @@ def _shards(session: Session) -> tuple[int, int]:
 
 
 def is_present(case: Case) -> object:
-    """What the probe of the backend answers for this process."""
+    """The result of the manifest's `present` for this process."""
     assert case.manifest.present is not None
     PartialState(cpu=True)
     module, _, function = case.manifest.present.partition(":")
@@ -55,7 +55,7 @@ def is_present(case: Case) -> object:
 
 
 def look_at_prepared(case: Case) -> Answer:
-    """What became of model and optimizer."""
+    """Whether model and optimizer are wrapped, and have the parameters that train."""
     session = case.open()
     training = {id(parameter) for parameter in session.model.parameters()}
     held = [id(parameter) for group in session.optimizer.param_groups for parameter in group["params"]]
@@ -71,7 +71,7 @@ def look_at_prepared(case: Case) -> Answer:
 
 
 def look_at_start(case: Case) -> Answer:
-    """Weights, buffers and random numbers after set-up, of processes with seeds of their own."""
+    """Weights, buffers and random numbers after `prepare`, when each process has a different seed."""
     session = case.but(own_start=True).open()
     bare: nn.Module = session.strategy.unwrap(session.made)
     return {
@@ -84,7 +84,7 @@ def look_at_start(case: Case) -> Answer:
 
 
 def read_loader(case: Case) -> Answer:
-    """What two epochs of a prepared loader give, its length, and what they are to give."""
+    """The batches of two epochs of a prepared loader, its length, and the expected batches."""
     session, data = case.open(), list(batches(case))
     loader: Any = session.loader(data)
     epochs = [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
@@ -93,19 +93,19 @@ def read_loader(case: Case) -> Answer:
 
 
 def weights_of_the_run(case: Case) -> Answer:
-    """Weights inside of `global_weights`, and whether training has its own again afterwards."""
+    """Weights inside `global_weights`, and whether the model has its training weights again afterwards."""
     session = case.open()
     session.train()
     before = states(session)
     with session.strategy.global_weights(session.made):
         inside = session.weights()
     with suppress(LookupError), session.strategy.global_weights(session.made):
-        raise LookupError("an evaluation failed")
+        raise LookupError("the evaluation failed")
     return {"inside": inside, "changed": differences(before, states(session))}
 
 
 def check_twice(case: Case) -> Answer:
-    """Whether checking changes anything."""
+    """Whether `check` leaves the objects unchanged."""
     session = case.open()
     model = make_model(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,7 +125,7 @@ def check_twice(case: Case) -> Answer:
 
 
 def forward_and_unwrap(case: Case) -> Answer:
-    """Outputs of the prepared model before and after it was unwrapped, and of the plain one."""
+    """Outputs of the prepared model before and after unwrapping, and of the plain model."""
     session = case.open()
     inputs = next(iter(batches(case)))[0].to(session.process.device)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def forward_and_unwrap(case: Case) -> Answer:
 
 
 def call_as_users_do(case: Case) -> Answer:
-    """Outputs for an input by name, those of the plain model, and the modes of all modules after `eval` and `train`."""
+    """Outputs for an input passed by name, those of the plain model, and modes after `eval` and `train`."""
     session = case.open()
     bare: nn.Module = session.strategy.unwrap(session.made)
     inputs = next(iter(batches(case)))[0].to(session.process.device)
@@ -153,7 +153,7 @@ def call_as_users_do(case: Case) -> Answer:
 
 
 def build_inside(case: Case) -> Answer:
-    """Weights of a model that was built inside `init_module` and prepared, and those that the first process gives."""
+    """Weights of a prepared model that was built inside `init_module`, and the expected ones of the first process."""
     session = case.open()
 
     def build() -> nn.Module:
@@ -167,13 +167,13 @@ def build_inside(case: Case) -> Answer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (made,) = session.prepare(Bundle.of([model, optimizer])).models
     found = session_lists(session.strategy.state_dict(strategy_model(made)))
-    # Other devices draw other numbers.
+    # Other devices generate other random numbers.
     compared = session.process.device.type == "cpu" and writes(session)
     return {"weights": found if compared else expected, "expected": expected}
 
 
 def prepare_without_optimizer(case: Case) -> Answer:
-    """Outputs of a model that is evaluated only, and of the plain one."""
+    """Outputs of a model that is only evaluated, and of the plain model."""
     session, model = case.open(), make_model(2)
     (prepared,) = session.prepare(Bundle.of([model])).models
     inputs = next(iter(batches(case)))[0].to(session.process.device)
@@ -183,7 +183,7 @@ def prepare_without_optimizer(case: Case) -> Answer:
 
 
 def several_models(case: Case) -> Answer:
-    """Two models with an optimizer each in one call, trained alternately."""
+    """Train two models, prepared in one call with an optimizer each, alternately."""
     session = case.open()
     models = [make_model(1), make_model(2)]
     bundle = session.prepare(Bundle.of([*models, *[torch.optim.SGD(m.parameters(), lr=0.3) for m in models]]))
@@ -210,7 +210,7 @@ def several_models_plain(case: Case) -> list[dict[str, Any]]:
 
 
 def no_sync_of_one(case: Case) -> Answer:
-    """Of two models, how many collectives a pass of each makes, outside of `no_sync` and inside that of the second."""
+    """The number of collectives in a pass of each of two models, outside `no_sync` and inside the second model's."""
     session = case.open()
     other = make_model(1)
     bundle = session.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
@@ -221,7 +221,7 @@ def no_sync_of_one(case: Case) -> Answer:
         session.strategy.backward(loss_of(models[index], inputs, targets), strategy_model(models[index]))
 
     for index in (0, 1, 0, 1):
-        backward(index)  # The first backward pass does what a backend does once.
+        backward(index)  # The first backward pass may include work that a backend does once.
     outside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
     with session.strategy.no_sync(strategy_model(models[1])):
         inside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
@@ -229,7 +229,7 @@ def no_sync_of_one(case: Case) -> Answer:
 
 
 def writes(session: Session) -> bool:
-    """Whether complete weights are here."""
+    """Whether this process has complete weights."""
     return session.strategy.writes_weights()
 
 
@@ -237,9 +237,9 @@ def writes(session: Session) -> bool:
 
 
 def count_collectives(case: Case) -> Answer:
-    """(all collectives, those that reduce) of one backward, one held back, two held back by nesting, one afterwards.
+    """(collectives, reductions): one backward, one under `no_sync`, two under nested `no_sync`, one afterwards.
 
-    Between the last two, a block of `no_sync` ends by an exception.
+    Between the last two cases, a block of `no_sync` ends with an exception.
     """
     session = case.open()
     inputs, targets = session.slice(next(iter(batches(case))))
@@ -258,11 +258,11 @@ def count_collectives(case: Case) -> Answer:
             backward()
 
     for _ in range(2):
-        backward()  # The first backward pass does what a backend does once.
+        backward()  # The first backward pass may include work that a backend does once.
     actions = {"sync": backward, "held": held, "nested": nested}
     counted = {name: _collectives(action) for name, action in actions.items()}
     with suppress(LookupError), session.strategy.no_sync(session.made):
-        raise LookupError("a batch failed")
+        raise LookupError("the batch failed")
     return {**counted, "again": _collectives(backward)}
 
 
@@ -274,7 +274,7 @@ def _collectives(action: Callable[[], None]) -> tuple[int, int]:
 
 
 def gradients_of(case: Case, late: bool = False) -> Answer:
-    """Gradients of one global batch; `late` holds back forward and synchronises in backward."""
+    """Gradients of one global batch; with `late`, forward runs under `no_sync` and backward synchronises."""
     session = case.open()
     batch = next(iter(batches(case)))
     if late:
@@ -291,7 +291,7 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
 
 
 def weighted_backward(case: Case) -> Answer:
-    """Gradients of a batch whose loss has the gradient 2."""
+    """Gradients of a batch when backward starts from the gradient 2."""
     session = case.open()
     inputs, targets = session.slice(next(iter(batches(case))))
     loss = loss_of(session.model, inputs, targets)
@@ -301,7 +301,7 @@ def weighted_backward(case: Case) -> Answer:
 
 
 def step_with_closure(case: Case) -> Answer:
-    """Weights after steps whose closures compute the gradients, or the name of the error that refuses them."""
+    """Weights after steps with closures that compute the gradients, or the name of the raised error."""
     session = case.open()
     inner = session.optimizer.optimizer
     for batch in batches(case):
@@ -329,7 +329,7 @@ def gradients_plain(case: Case) -> Answer:
 
 
 def join_uneven(case: Case) -> Answer:
-    """The second process has three batches more than the first."""
+    """Train when the second process has three batches more than the first."""
     session = case.open()
     with session.strategy.join([session.made]):
         for _ in range(2 + 3 * session.process.rank):
@@ -339,7 +339,7 @@ def join_uneven(case: Case) -> Answer:
 
 
 def average(case: Case) -> Answer:
-    """Parameters after each process filled them with its rank and they were averaged."""
+    """Parameters after each process set them to its rank and all averaged them."""
     session = case.open()
     with torch.no_grad():
         for parameter in session.model.parameters():
@@ -349,7 +349,7 @@ def average(case: Case) -> Answer:
 
 
 def clipped_gradients(case: Case) -> Answer:
-    """Gradients of one batch after clipping, and the norm before."""
+    """Gradients of one batch after clipping, and the norm before clipping."""
     session = case.open()
     session.backward(next(iter(batches(case))))
     return {"norm": session.clip(), "gradients": session.gradients()}
@@ -370,7 +370,7 @@ def clipped_plain(case: Case) -> Answer:
 
 
 def overflow(case: Case) -> Answer:
-    """Whether a step is made when the loss of the last process is infinite, and when none is."""
+    """Whether a step is made when the last process has an infinite loss, and when no process has one."""
     session = case.open()
     before, stepped, unchanged = session.weights(), [], []
     for bad in (True, False):
@@ -390,18 +390,18 @@ def overflow(case: Case) -> Answer:
 SAVED, RESUMED = 7, 9
 """Steps before a save, and after it.
 
-The number before is not a multiple of 2 to 6, and both are more than 6, so that a strategy that does something only
-every few steps has done it before the save, is in the middle of a window then, and does it again afterwards.
+The number before the save is not a multiple of 2 to 6, and both are more than 6. A strategy that does something every
+few steps (up to six) has thus done it before the save, is between two times at the save, and does it again later.
 """
 
 
 def _train_on(session: Session, data: list[Any]) -> list[float]:
-    """Losses of batches that get noise of each process's own generator."""
+    """Losses of batches with noise from each process's random-number generator."""
     return [session.train([(inputs + 0.01 * torch.randn(inputs.shape), targets)])[0][0] for inputs, targets in data]
 
 
 def save_and_resume(case: Case, folder: str) -> Answer:
-    """Save in the middle of a run, go on, and resume from there with objects that were made differently."""
+    """Save in the middle of a run and train further; then resume with objects that had other values."""
     case = case.but(steps=SAVED + RESUMED, scheduled=True)
     session, data = case.open(), list(batches(case))
     _train_on(session, data[:SAVED])
@@ -424,7 +424,7 @@ def save_and_resume(case: Case, folder: str) -> Answer:
 
 
 def states(session: Session) -> Answer:
-    """Everything that this process has of a run, as plain data."""
+    """The complete state of a run on this process, as plain data."""
     bare: nn.Module = session.strategy.unwrap(session.made)
     return {
         "weights": _plain({**dict(bare.named_parameters()), **dict(bare.named_buffers())}),
@@ -435,7 +435,7 @@ def states(session: Session) -> Answer:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as lists, here without those parts that other processes hold."""
+    """Tensors as lists; of sharded tensors, this process's shard."""
     if isinstance(value, torch.Tensor):
         return getattr(value, "to_local", lambda: value)().tolist()
     if isinstance(value, Mapping):
@@ -444,14 +444,14 @@ def _plain(value: Any) -> Any:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested states differ, as paths of their keys."""
+    """The paths of keys at which two nested states differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}".lstrip("."))]
     return [] if repr(one) == repr(other) else [path]
 
 
 def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
-    """Losses of a run that saves after every step, or does not."""
+    """Losses of a run, with or without a save after every step."""
     session, losses = case.open(), []
     for number, batch in enumerate(batches(case)):
         losses += session.train([batch])[0]
@@ -464,19 +464,19 @@ def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
 
 
 class Layer(nn.Module):
-    """Something around a model that the strategy does not know, such as what `torch.compile` makes."""
+    """A wrapper that the strategy does not know, like that of `torch.compile`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.inner = model
 
     def forward(self, *args: Any) -> Any:
-        """What the model computes."""
+        """The model's outputs."""
         return self.inner(*args)
 
 
 class Around(Transform):
-    """Puts a `Layer` around what the strategy made, unless the strategy compiles by itself."""
+    """Wraps the strategy's model in a `Layer`, unless the strategy compiles models itself."""
 
     name: ClassVar[str] = "layer"
     stage: ClassVar[Stage] = Stage.COMPILE
@@ -492,7 +492,7 @@ class Around(Transform):
 
 
 def behind_a_layer(case: Case, folder: str) -> Answer:
-    """Accumulate, save and load a model that has a layer around what the strategy made."""
+    """Accumulate, save and load with a layer around the strategy's model."""
     session = case.but(transforms=(Around(),)).open()
     losses, _ = session.train()
     counted = count_collectives(case.but(transforms=(Around(),)))
@@ -512,7 +512,7 @@ def behind_a_layer(case: Case, folder: str) -> Answer:
 
 
 def load_from_nothing(case: Case, folder: str) -> list[str]:
-    """For each part, the name of the error when it is loaded from an empty folder."""
+    """For each kind of object, the name of the error when it is loaded from an empty folder."""
     session = case.but(scheduled=True).open()
     items = {Part.MODEL: session.made, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: session.schedulers[0]}
     return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.traits.load_order]
@@ -529,7 +529,7 @@ def _error_of(session: Session, part: Part, item: Any, folder: Path) -> str:
 
 
 def weights_out_and_in(case: Case) -> Answer:
-    """Weights through `state_dict` and `load_weights`, and a plain model that was given them."""
+    """Weights after `state_dict` and `load_weights`, and those of a plain model that loaded them."""
     session = case.open()
     session.train()
     state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.made).items()}
@@ -542,7 +542,7 @@ def weights_out_and_in(case: Case) -> Answer:
     with torch.no_grad():
         expected = other.to(session.process.device)(inputs)
         answer["computes"] = torch.allclose(session.model(inputs), expected, atol=1e-5)
-    # Last, since where names are wrong it raises on the processes that write, and the others would wait for them.
+    # This must be last: with wrong names it raises on the writing processes only, and the others would wait for them.
     known = {name: value.detach() for name, value in make_model(6).state_dict().items() if name != "head.bias"}
     session.strategy.load_weights(session.made, known, strict=False)
     answer["reads_some"] = session.weights() == session_lists(source | known) or not writes(session)
@@ -562,7 +562,7 @@ def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def release(case: Case) -> Answer:
-    """Whether anything keeps a model and an optimizer that were released, and whether others can be prepared then."""
+    """Whether a released model and optimizer still have references, and whether others can be prepared afterwards."""
     session = case.open()
     session.train()
     strategy = session.strategy
@@ -575,7 +575,7 @@ def release(case: Case) -> Answer:
 
 
 def close_at_the_end(case: Case) -> Answer:
-    """Whether a strategy can be closed after training, and be read then, and whether a new one can follow."""
+    """Whether weights can be read after `close`, and whether a new strategy can follow."""
     session = case.open()
     session.train()
     weights = session.weights()
@@ -585,7 +585,7 @@ def close_at_the_end(case: Case) -> Answer:
 
 
 def release_another(case: Case) -> Answer:
-    """Train after another model and its optimizer were released."""
+    """Train after another model and optimizer were released."""
     session, other = case.open(), make_model(2)
     bundle = session.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
     session.strategy.release([strategy_model(bundle.models[0])], bundle.optimizers)
@@ -594,7 +594,7 @@ def release_another(case: Case) -> Answer:
 
 
 def begin_steps(case: Case) -> Answer:
-    """Members of the first step, asked for twice, and those of the step after it."""
+    """The result of `begin_step` for the first step, called twice, and for the step after it."""
     session = case.open()
 
     def members() -> Answer:
@@ -606,7 +606,7 @@ def begin_steps(case: Case) -> Answer:
 
 
 def refuse_foreign_settings(case: Case) -> str:
-    """Name of the error when the backend is started with settings that are not its own."""
+    """The name of the error when the backend is started with settings of another class."""
     try:
         case.but(config=nullcontext()).open()
     except AccelError as error:
@@ -615,7 +615,7 @@ def refuse_foreign_settings(case: Case) -> str:
 
 
 def compute_dtype(case: Case) -> Answer:
-    """In which dtype the first layer computes, and which dtype comes out."""
+    """The dtype in which the first layer computes, and the dtype of the model's output."""
     session = case.open()
     seen: list[str] = []
     layer: nn.Module = session.strategy.unwrap(session.made)

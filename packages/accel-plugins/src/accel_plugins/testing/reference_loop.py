@@ -1,7 +1,7 @@
-"""The shortest loop that uses every part of a strategy, and the same loop in plain torch to compare with.
+"""A short training loop that uses every part of a strategy, and the same loop in plain torch for comparison.
 
-Functions here run inside the processes of the kit. Each global batch is cut into equal slices by `strategy.shards()`,
-so every strategy has to arrive at what one process does with the whole batch.
+Functions here run inside the processes of the kit. `strategy.shards()` divides each global batch into equal shards, so
+every strategy must produce the results of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = (
 )
 
 WIDTH, CLASSES, BATCH = 6, 3, 24
-"""Size of the model, and samples of a global batch; divisible by 1, 2, 3 and 4 processes and 2 and 3 micro-batches."""
+"""Sizes of the model, and samples of a global batch; divisible by 1, 2, 3 and 4 processes and 2 and 3 micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,22 @@ class Case:
     """One training run.
 
     Args:
-        manifest: the backend.
-        config: its settings, or None for those of the environment.
+        manifest: the manifest of the backend.
+        config: the settings of the backend; None: read from the environment.
         precision: name of the precision.
         steps: optimizer steps.
         accumulation: micro-batches per step.
-        no_sync: whether micro-batches before the last run under `no_sync`.
-        clip_norm: total norm to clip to at every step, or None.
-        norm_type: which norm.
-        clip_value: value to clip to at every step, or None.
-        adam: Adam in place of SGD with momentum.
-        scheduled: whether a learning-rate scheduler is prepared with the optimizer and steps after it.
-        model: which of `MODELS` is trained.
-        grouped: whether the optimizer has two groups of parameters with options of their own.
-        own_start: whether each process makes its model from a seed of its own, in place of the same.
-        tail: samples of the last global batch.
-        session: "module:class" of the `Session` that drives the run.
+        no_sync: whether all micro-batches except the last run under `no_sync`.
+        clip_norm: maximum total norm of the gradients at every step, or None.
+        norm_type: the order of the norm, such as 2.0.
+        clip_value: maximum absolute value of gradients at every step, or None.
+        adam: whether to train with Adam instead of SGD with momentum.
+        scheduled: whether a learning-rate scheduler is prepared and steps after the optimizer.
+        model: key of the model in `MODELS`.
+        grouped: whether the optimizer has two groups of parameters with different options.
+        own_start: whether each process creates its model from a different seed.
+        tail: number of samples of the last global batch.
+        session: the `Session` that runs the training, as "module:class".
         parallelism_config: the axes of the run, or None.
         transforms: changes of the model, in any order.
     """
@@ -110,13 +110,13 @@ class Case:
     transforms: tuple[Transform, ...] = ()
 
     def open(self, model: nn.Module | None = None) -> Session:
-        """Start the run, with a model of its own or the usual one."""
+        """Start the run, with `model` or the default one."""
         module, _, name = self.session.partition(":")
         session: Session = getattr(importlib.import_module(module), name)(self, model)
         return session
 
     def make(self, seed: int = 0) -> Small:
-        """The model of this run, as its author makes it."""
+        """Create the user's model of this run."""
         return MODELS[self.model](seed)
 
     def but(self, **changes: Any) -> Case:
@@ -125,7 +125,7 @@ class Case:
 
 
 class Small(nn.Module):
-    """A model with parts of different shapes and a buffer that forward uses."""
+    """A model with layers of different shapes and a buffer that forward uses."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Small(nn.Module):
 
 
 class Frozen(Small):
-    """The model with a layer that does not train."""
+    """The model with a frozen layer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -167,7 +167,7 @@ class Tied(Small):
 
 
 MODELS: Final[dict[str, type[Small]]] = {"usual": Small, "frozen": Frozen, "tied": Tied}
-"""By name in a `Case`."""
+"""Models by the name that a `Case` contains."""
 
 
 def make_model(seed: int = 0) -> Small:
@@ -176,7 +176,7 @@ def make_model(seed: int = 0) -> Small:
 
 
 def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
-    """The optimizer of a case."""
+    """Create the optimizer of a case."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case.adam:
         return torch.optim.Adam(trained, lr=0.05)
@@ -189,7 +189,7 @@ def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
 
 
 def make_scheduler(optimizer: Optimizer) -> Any:
-    """The learning-rate scheduler of a case that has one."""
+    """The learning-rate scheduler of a case, if it has one."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
 
 
@@ -208,12 +208,12 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Plain:
-    """The case in plain torch, on whole batches.
+    """The training of a case in plain torch, on full batches.
 
     Attributes:
-        model: trained by `run`.
-        losses: of each step.
-        norms: total norm of the gradients of each step before clipping, where it clips.
+        model: the model that `run` trains.
+        losses: the loss of each step.
+        norms: total gradient norm of each step before clipping, if the case clips.
         rates: learning rate after each step.
     """
 
@@ -250,14 +250,14 @@ class Plain:
 
 
 class Session:
-    """A strategy at work, prepared the way an Accelerator prepares.
+    """A strategy with prepared objects, prepared in the same way as by an Accelerator.
 
-    Every process starts with a seed of its own, as a script that seeds nothing does.
+    Every process has a different random seed, as in a script that sets none.
 
     Attributes:
-        strategy, manifest, gradient: what the case asks for.
-        model, optimizer, schedulers: prepared, as users have them.
-        user_model: the model as its author made it.
+        strategy, manifest, gradient: the strategy, its manifest and the gradient state of the case.
+        model, optimizer, schedulers: the prepared objects.
+        user_model: the user's model before `prepare`.
         rates: learning rate after each step of `train`.
     """
 
@@ -287,15 +287,15 @@ class Session:
 
     @property
     def made(self) -> nn.Module:
-        """What the strategy made of the model, inside the layers that transforms put around it."""
+        """The strategy's model, inside the layers that transforms added."""
         return strategy_model(self.model)
 
     def start(self) -> None:
-        """Make the state of the process: on the CPU, unless a subclass works on another device."""
+        """Create the state of the process, on the CPU unless a subclass uses another device."""
         PartialState(cpu=True)
 
     def make_strategy(self, handlers: Sequence[Any]) -> None:
-        """Make the strategy of the case, with settings of its precision."""
+        """Create the strategy of the case."""
         case, self.process = self.case, current.process()
         self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
         precision = choose(case.precision, self.process.family, handlers)
@@ -327,7 +327,7 @@ class Session:
         return bundle
 
     def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
-        """A prepared loader of this process's parts of global batches."""
+        """A prepared loader over this process's shards of the global batches."""
         parts: Any = [self.slice(batch) for batch in data]
         return self.strategy.wrap_loader(DataLoader(parts, batch_size=None))
 
@@ -337,7 +337,7 @@ class Session:
         barrier(self.process.transport, "wait_for_everyone")
 
     def load(self, folder: Path) -> int:
-        """Read a checkpoint; the step it was written at."""
+        """Load a checkpoint; return the step at which it was written."""
         return load_folder(folder, self._contents(), self.strategy, self.process)
 
     def _contents(self) -> PreparedObjects:
@@ -345,7 +345,7 @@ class Session:
         return PreparedObjects([self.model], [self.optimizer], self.schedulers, scaler=precision)
 
     def slice(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """This process's part of a global batch, on its device."""
+        """This process's shard of a global batch, on its device."""
         shards = self.strategy.shards()
         size = len(batch[0]) // shards.count
         mine = slice(shards.index * size, (shards.index + 1) * size)
@@ -353,13 +353,13 @@ class Session:
         return batch[0][mine].to(device), batch[1][mine].to(device)
 
     def micro_batches(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """This process's part, cut for accumulation."""
+        """This process's shard, divided into micro-batches."""
         inputs, targets = self.slice(batch)
         size = len(inputs) // self.case.accumulation
         return list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Forward and backward of a global batch; its mean loss on this process."""
+        """Run forward and backward of a global batch; return its mean loss on this process."""
         parts = self.micro_batches(batch)
         divisor = 1 if Duty.ACCUMULATION in self.manifest.owns else len(parts)
         total = 0.0
@@ -378,14 +378,14 @@ class Session:
         return loss.item()
 
     def complete_gradients(self) -> None:
-        """What has to happen before gradients are clipped or looked at."""
+        """Complete and unscale the gradients, as needed before clipping or reading them."""
         inner = self.optimizer.optimizer
         self.strategy.finalize_gradients(inner)
         if Duty.PRECISION not in self.manifest.owns:
             self.strategy.context.precision.unscale(inner)
 
     def clip(self) -> float | None:
-        """Clip the way the case asks for; the norm before, where there is one."""
+        """Clip as the case specifies; return the norm before clipping, if the case clips by norm."""
         norm: Tensor | None = None
         if self.case.clip_norm is not None:
             self.complete_gradients()
@@ -397,7 +397,7 @@ class Session:
         return None if norm is None else float(_full(norm))
 
     def step(self) -> bool:
-        """Step and forget the gradients; whether the step was made."""
+        """Step and reset the gradients; return whether the step was not skipped."""
         self.strategy.finalize_gradients(self.optimizer.optimizer)
         self.optimizer.step()
         stepped = not self.optimizer.step_was_skipped
@@ -407,7 +407,7 @@ class Session:
         return stepped
 
     def train(self, data: Sequence[tuple[Tensor, Tensor]] | None = None) -> tuple[list[float], list[float | None]]:
-        """(loss over all processes, norm before clipping) of each step."""
+        """Train; return the mean loss over all processes and the norm before clipping of each step."""
         losses, norms = [], []
         for batch in batches(self.case) if data is None else data:
             loss = self.backward(batch)
@@ -420,23 +420,23 @@ class Session:
         return losses, norms
 
     def mean(self, value: float) -> float:
-        """Mean of a number over all processes."""
+        """The mean of a number over all processes."""
         total = torch.tensor(value, device=self.process.transport.device, dtype=torch.float64)
         self.process.transport.all_reduce(total).wait()
         return total.item() / self.process.world_size
 
     def weights(self) -> dict[str, list[Any]]:
-        """Complete weights as plain lists; empty where this process has none to write."""
+        """Full weights as plain lists; empty if this process has none to write."""
         state = self.strategy.state_dict(self.made)
         return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
 
     def gradients(self) -> dict[str, list[Any]]:
-        """Complete gradients as plain lists, by the user's names."""
+        """Full gradients as plain lists, by their names in the user's model."""
         return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.made).items()}
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """A tensor that is spread over processes, put together."""
+    """The full tensor of one that may be sharded over processes."""
     complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     return complete.detach()
 
@@ -445,17 +445,17 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 class CUDASession(Session):
-    """Each process works on a GPU of its own."""
+    """Each process uses a different GPU."""
 
     def start(self) -> None:
         PartialState()
 
 
 class SimulatedSession(Session):
-    """Each process works on a device made of CPU memory, which refuses to mix its tensors with others."""
+    """Each process uses the simulated device, which raises for calls that mix its tensors with CPU tensors."""
 
     def start(self) -> None:
-        # Importing it makes the device known to torch, which counts devices at the first backward pass.
+        # The import registers the device with torch, which counts devices at the first backward pass.
         import accel_state.testing.simulated_device  # noqa: F401
         from accel_state.testing.simulated_device import MODULE
 
@@ -470,7 +470,7 @@ HALF = 2
 
 
 def first_half(given: Case, folder: str) -> dict[str, Any]:
-    """Train to the checkpoint, write it, and go on: the weights that were saved, and the losses after them."""
+    """Train, write a checkpoint, and train further; return the saved weights and the losses after the checkpoint."""
     session = Session(given)
     session.train(list(batches(given))[:HALF])
     save_folder(folder, PreparedObjects([session.model], [session.optimizer]), session.strategy, session.process)
@@ -480,7 +480,7 @@ def first_half(given: Case, folder: str) -> dict[str, Any]:
 
 
 def second_half(given: Case, folder: str) -> dict[str, Any]:
-    """Go on from the checkpoint with a model that had other weights; or the error that loading ends in."""
+    """Resume from the checkpoint with a model of other weights; return the same, or the error that loading raised."""
     session = Session(given, make_model(9))
     contents = PreparedObjects([session.model], [session.optimizer])
     try:
@@ -494,7 +494,7 @@ def second_half(given: Case, folder: str) -> dict[str, Any]:
 
 
 def near(expected: Any, rel: float = 2e-5, abs: float = 2e-6) -> Any:  # noqa: A002 - the words of pytest.approx
-    """Something that equals every value that is near to `expected`: numbers, and lists and dictionaries of them.
+    """An object that equals every value near `expected`: numbers, and nested lists and dicts of them.
 
     Example:
         >>> {"losses": [[1.0], [2.0]]} == near({"losses": [[1.000001], [2.0]]})
@@ -512,11 +512,11 @@ def near(expected: Any, rel: float = 2e-5, abs: float = 2e-6) -> Any:  # noqa: A
 QUESTIONS: Final = frozenset(
     name for name, value in vars(Strategy).items() if callable(value) and not name.startswith("_")
 )
-"""Names of the methods of a strategy."""
+"""The names of a strategy's public methods."""
 
 
 class FakeStrategy(Strategy):
-    """Answers like one process.
+    """A strategy with the behaviour of one process, which records the calls of its methods.
 
     Attributes:
         calls: names of the called methods, in order.

@@ -1,6 +1,6 @@
-"""A small model of causal attention, its data, and its runs with every combination of axes that processes can have.
+"""A small causal attention model, its data, and its runs with every supported combination of mesh axes.
 
-Every axis finds something to shard in it: blocks, layers of a block, heads, a sequence, samples.
+The model has something to shard for every axis: blocks, layers of a block, heads, a sequence, samples.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ PLAN: Final = {
     "blocks.*.values": "colwise",
     "blocks.*.out": "rowwise",
 }
-"""How its layers are sharded along the axis of tensors."""
+"""How its layers are sharded along the tensor-parallel axis."""
 
 
 class AttentionBlock(nn.Module):
-    """Causal attention of several heads; the number of heads is read from the projections, as some may be elsewhere."""
+    """Causal attention with several heads; their number follows from the projections, which may be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class AttentionBlock(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(samples, length, WIDTH), from the same."""
+        """From and to shape (samples, length, WIDTH)."""
         normal = self.norm(inputs)
         projected = (self.queries(normal), self.keys(normal), self.values(normal))
         queries, keys, values = (one.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in projected)
@@ -65,7 +65,7 @@ class AttentionBlock(nn.Module):
 
 
 class SequenceModel(nn.Module):
-    """Two blocks and a head; the same in every process."""
+    """Two blocks and a head, with the same weights on every process."""
 
     _no_split_modules: ClassVar = ("AttentionBlock",)
 
@@ -76,7 +76,7 @@ class SequenceModel(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(samples, length, WIDTH), from the same."""
+        """From and to shape (samples, length, WIDTH)."""
         for block in self.blocks:
             inputs = block(inputs)
         out: Tensor = self.head(inputs)
@@ -84,7 +84,7 @@ class SequenceModel(nn.Module):
 
 
 def sequences(samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of shape (samples, LENGTH, WIDTH), the same in every process."""
+    """Inputs and targets of shape (samples, LENGTH, WIDTH), equal on all processes."""
     generator = torch.Generator().manual_seed(21)
     shape = (samples, LENGTH, WIDTH)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -94,7 +94,7 @@ SAMPLES, STEPS = 4, 3
 BY_BLOCK = FullyShardedDataParallelPlugin(
     2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["AttentionBlock"]
 )
-"""Each block is sharded by itself."""
+"""FSDP settings that shard each block separately."""
 _CONFIGS: Final = {"fsdp1": dataclasses.replace(BY_BLOCK, fsdp_version=1), "fsdp2": BY_BLOCK}
 
 COMBINATIONS: list[tuple[Manifest, frozenset[Axis]]] = [
@@ -103,7 +103,7 @@ COMBINATIONS: list[tuple[Manifest, frozenset[Axis]]] = [
     for manifest in (DDP, FSDP1, FSDP2)
     if takes(manifest, combination.axes) and len(combination.axes) <= 2
 ]
-"""Every backend with every combination that it takes and that four processes can have."""
+"""All pairs of a backend and a supported combination of axes that four processes can form."""
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -118,7 +118,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def case_of(manifest: Manifest, axes: frozenset[Axis], *more: Transform) -> Case:
-    """A run of four processes, or of eight with three axes."""
+    """A run of four processes, or of eight if it has three axes."""
     sizes: dict[str, Any] = {f"{axis.value}_size": 4 if len(axes) == 1 else 2 for axis in axes}
     if Axis.SEQUENCE in axes:
         sizes["sp_backend"] = "torch"
@@ -128,7 +128,7 @@ def case_of(manifest: Manifest, axes: frozenset[Axis], *more: Transform) -> Case
 
 
 def name_of(value: object) -> str | None:
-    """How a combination is called among the names of tests."""
+    """The name of a combination in test names."""
     if isinstance(value, Manifest):
         return value.name
     if isinstance(value, frozenset):

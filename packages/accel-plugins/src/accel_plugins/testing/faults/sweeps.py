@@ -1,7 +1,7 @@
-"""Faults at every place where they can happen, and what is found after each: death, full disks, lost power, damage.
+"""Inject kills, full disks, power losses and damage at every possible place, and check the folder after each.
 
-A machine that loses its power forgets what was not flushed: contents last once their file was flushed, names once their
-folder was. What was not flushed may be there or not, so each moment has several outcomes.
+After a power loss, data that was not flushed may be lost: contents are safe after an fsync of the file, names after an
+fsync of the folder. Unflushed data may or may not be on disk, so each moment has several outcomes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------ loss of power
+# --------------------------------------------------------------------------------------------------------- power loss
 
 
 class Outcome(str, Enum):
-    """What became of that which was not flushed."""
+    """What a power loss leaves of data that was not flushed."""
 
-    NOTHING = "nothing that was not flushed is there"
-    NAMES = "names are there, contents are not"
-    LENGTHS = "names and lengths are there, contents are zeros"
-    EVERYTHING = "everything is there"
+    NOTHING = "unflushed names and contents are lost"
+    NAMES = "names exist, contents are lost"
+    LENGTHS = "names and lengths exist, contents are zeros"
+    EVERYTHING = "nothing is lost"
 
 
 @dataclass
@@ -71,14 +71,14 @@ class _Folder:
 
 
 class _Disk:
-    """A folder and all below it, as memory and as the disk have it."""
+    """A folder and everything below it, as in memory and as on disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.top = _read(root)
 
     def apply(self, operation: Operation) -> None:
-        """Do what a process did."""
+        """Apply one file operation of a process."""
         kind, path, other = operation.kind, operation.path, operation.other
         if kind in ("write", "truncate", "copy"):
             self._change(self._file(path), operation)
@@ -138,7 +138,7 @@ class _Disk:
 
 
 def _read(path: Path) -> _Folder:
-    """A folder as it is now, all of it lasting."""
+    """The current content of a folder, all of it flushed."""
     entries: dict[str, _File | _Folder] = {}
     for entry in path.iterdir():
         if entry.is_symlink():
@@ -169,19 +169,19 @@ def crashes(
     scratch: Path,
     outcomes: Iterable[Outcome] = tuple(Outcome),
 ) -> Iterator[tuple[int, Outcome, Path]]:
-    """What is found when power is lost after each number of operations, with each outcome.
+    """Simulate a power loss after each number of operations, with each outcome.
 
     Args:
-        before: a copy of the folder as it was, all of it flushed.
-        root: the folder itself, whose paths are in the operations.
-        operations: what was done, in order.
-        scratch: where what is found is laid out; removed before the next.
+        before: a copy of the folder before the operations; treated as flushed.
+        root: the folder itself; the operations contain its paths.
+        operations: the recorded operations, in order.
+        scratch: the folder in which each resulting state is written; removed before the next.
 
     Yields:
-        How many operations were done, what became of what was not flushed, and the folder that is found.
+        The number of operations done, the outcome, and the folder with the resulting state.
 
     Raises:
-        NotOffered: an operation reaches outside of the folder.
+        NotOffered: an operation has a path outside the folder.
     """
     chosen = tuple(outcomes)
     disk = _Disk(before)
@@ -202,9 +202,9 @@ def _check_inside(operation: Operation, root: Path) -> None:
     for path in (operation.path, *others):
         if root != path and root not in path.parents:
             raise NotOffered(
-                f"Cannot simulate a loss of power after {operation.kind} of {operation.path}.",
+                f"Cannot simulate a power loss after {operation.kind} of {operation.path}.",
                 f"{path} is outside of {root}.",
-                "Record below a folder that holds everything that is written.",
+                "Record operations below a folder that contains all written files.",
             )
 
 
@@ -212,12 +212,12 @@ def _check_inside(operation: Operation, root: Path) -> None:
 
 
 class Damage(NamedTuple):
-    """What was done to a file.
+    """The damage to one file.
 
     Args:
         kind: "truncated", "emptied", "bit flipped", "missing" or "extra file".
-        path: which one.
-        serious: whether the checkpoint is incomplete now.
+        path: the damaged file.
+        serious: whether the damage makes the checkpoint incomplete.
     """
 
     kind: str
@@ -255,7 +255,7 @@ def _versions(content: bytes) -> Iterator[tuple[str, bytes | None]]:
 
 Save = Callable[[], Any]
 Check = Callable[[Path], "str | None"]
-"""Looks at a folder after a fault, and says what is wrong with what is found there; None when all is well."""
+"""Checks a folder after a fault; returns a description of what is wrong, or None."""
 
 _FILLING = ("create", "write", "mkdir", "link", "copy", "symlink")
 _WRITING = (*_FILLING, "rename", "exchange", "fsync", "truncate")
@@ -263,13 +263,13 @@ _WRITING = (*_FILLING, "rename", "exchange", "fsync", "truncate")
 
 @dataclass
 class Tally:
-    """What a sweep found.
+    """The results of a sweep.
 
     Attributes:
-        kind: which faults.
-        injected: how many of them struck.
-        survived: after how many all was well.
-        lost: what was wrong after the others.
+        kind: the kind of faults.
+        injected: number of faults that occurred.
+        survived: number of faults after which the check found nothing wrong.
+        lost: descriptions of what was wrong after the other faults.
     """
 
     kind: str
@@ -278,7 +278,7 @@ class Tally:
     lost: list[str] = field(default_factory=list)
 
     def count(self, what: str, wrong: str | None) -> None:
-        """Add one fault and what was found after it."""
+        """Add one fault and the result of the check after it."""
         self.injected += 1
         if wrong is None:
             self.survived += 1
@@ -288,15 +288,15 @@ class Tally:
 
 @dataclass
 class Workload:
-    """What is hit by faults.
+    """The operation into which faults are injected.
 
     Args:
-        folder: holds good checkpoints; each fault finds it as it is now.
-        save: saves one more below it; called in a forked child.
-        check: called after each fault with the folder.
-        companion: what a second process of the same run does, which must not hang.
-        prepare: called before each pair of them is forked.
-        timeout: seconds that the children may take.
+        folder: contains valid checkpoints; restored to its current state before each fault.
+        save: saves another checkpoint below it; called in a forked child.
+        check: called with the folder after each fault.
+        companion: called in a second process of the same run, which must not hang.
+        prepare: called before each pair of processes is forked.
+        timeout: maximum run time of the children, in seconds.
     """
 
     folder: Path
@@ -308,20 +308,21 @@ class Workload:
 
 
 def kill_everywhere(workload: Workload, *, every: int = 1) -> Tally:
-    """Kill (SIGKILL) a process that saves, before every `every`-th of its file operations."""
+    """Kill (SIGKILL) a saving process before every `every`-th of its file operations."""
     return _strike_everywhere("SIGKILL before a file operation", workload, every, None)
 
 
 def fail_everywhere(workload: Workload, error: int, *, every: int = 1) -> Tally:
-    """Let every `every`-th operation that writes fail with an error.
+    """Make every `every`-th writing operation fail with an error.
 
     Args:
-        workload: what is hit.
-        error: its number. After `errno.ENOSPC` whatever needs room fails too; others strike once.
+        workload: the operation under test.
+        error: the error number. After `errno.ENOSPC` all later operations that need space fail too; other errors occur
+            once.
         every: number of operations between two faults.
     """
     full = error == errno.ENOSPC
-    kind = "disk full from an operation on" if full else f"{errno.errorcode[error]} from an operation that writes"
+    kind = "disk full from a file operation on" if full else f"{errno.errorcode[error]} from a writing operation"
     return _strike_everywhere(kind, workload, every, error)
 
 
@@ -349,11 +350,11 @@ def _strike_everywhere(kind: str, workload: Workload, every: int, error: int | N
 
 
 def lose_power(workload: Workload, *, every: int = 1) -> Tally:
-    """Record one save, and look at what is found when power is lost after every `every`-th of its operations.
+    """Record one save, and check the folder after a simulated power loss at every `every`-th of its operations.
 
-    The workload's `check` is called with a folder of the same contents at another place.
+    The workload's `check` receives another folder, with the resulting state.
     """
-    tally = Tally("loss of power after a file operation, unflushed writes lost")
+    tally = Tally("power loss after a file operation, unflushed writes lost")
     with _Kept(workload.folder) as kept:
         workload.prepare()
         ended = run(workload.save, workload.folder, companion=workload.companion, timeout=workload.timeout)
@@ -366,11 +367,11 @@ def lose_power(workload: Workload, *, every: int = 1) -> Tally:
 
 
 def harm_everything(folder: Path, check: Callable[[bool, Path], str | None]) -> Tally:
-    """Harm each file of a checkpoint in each way.
+    """Damage each file of a checkpoint in each way.
 
     Args:
         folder: the checkpoint.
-        check: given whether the harm is serious and which file it struck, says what is wrong with what happens then.
+        check: receives `Damage.serious` and `Damage.path`; returns a description of what is wrong, or None.
     """
     tally = Tally("file truncated, emptied, changed by a bit, missing or extra")
     for damage in damages(folder):
@@ -384,7 +385,7 @@ def _told(operation: Operation, folder: Path) -> str:
 
 
 class _Kept:
-    """A folder that can be put back as it was."""
+    """A folder that can be restored to its earlier content."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
-"""File operations of a process: a function runs in a forked child, which is stopped at each of them and hit at one.
+"""Trace the file operations of a function in a forked child, and inject a fault at one of them.
 
-The child is traced by `ptrace` of Linux. Its system calls are read as operations on files, recorded, and made to fail;
-`refuse_exchange` lets the kernel refuse one operation without a tracer.
+The tracer uses Linux's `ptrace`. It records the child's system calls as file operations and makes one fail.
+`refuse_exchange` makes the kernel refuse one kind of operation, without a tracer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ("Ended", "Fault", "Operation", "obstacle", "refuse_exchange", "run")
 _TRACEME, _CONT_TO_CALL, _GETREGS, _SETREGS = 0, 24, 12, 13
 _SETOPTIONS, _GET_CALL = 0x4200, 0x420E
 _OPTIONS: Final = 0x1 | 0x8 | 0x00100000
-"""Mark stops at calls; follow new threads; kill what is traced when the tracer dies."""
+"""Mark stops at system calls; trace new threads; kill the traced process when the tracer dies."""
 
 _X86_64: Final = {
     1: "write",
@@ -86,20 +86,20 @@ _AARCH64: Final = {
 }
 
 CALLS: Final = {"x86_64": _X86_64, "aarch64": _AARCH64}.get(platform.machine(), {})
-"""Names by number of the calls that change files, on this machine."""
+"""Names, by number, of the system calls that change files on this machine."""
 
 _REGISTERS: Final = 27
 _RAX, _ORIGINAL_RAX = 10, 15
 
 
 class Stop(NamedTuple):
-    """Where a traced thread stands.
+    """The system call at which a traced thread has stopped.
 
     Args:
-        entering: before a call, not after it.
-        number: which call; 0 after it.
-        arguments: of the call; empty after it.
-        result: of the call; 0 before it.
+        entering: True before the call, False after it.
+        number: the number of the call; 0 after it.
+        arguments: the arguments of the call; empty after it.
+        result: the result of the call; 0 before it.
     """
 
     entering: bool
@@ -109,11 +109,11 @@ class Stop(NamedTuple):
 
 
 def obstacle(errors: bool = False) -> str | None:
-    """Why file operations cannot be traced here, or None; `errors`: why calls cannot be made to fail."""
+    """Why this machine cannot trace file operations (with `errors`: make them fail), or None."""
     if sys.platform != "linux" or not CALLS:
-        return "File operations are traced by ptrace of Linux on x86-64 and ARM64."
+        return "Tracing needs ptrace of Linux on x86-64 or ARM64."
     if errors and platform.machine() != "x86_64":
-        return "Calls are made to fail on x86-64 only."
+        return "Making system calls fail is implemented for x86-64 only."
     return None
 
 
@@ -129,22 +129,22 @@ def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> int:
 
 
 def trace_me() -> None:
-    """Let the parent trace this process; followed by a SIGSTOP to itself."""
+    """Allow the parent to trace this process; the caller then sends itself SIGSTOP."""
     _ptrace(_TRACEME, 0)
 
 
 def follow(pid: int) -> None:
-    """Say what is wanted of a process that has stopped for the first time."""
+    """Set the tracing options of a process that has stopped for the first time."""
     _ptrace(_SETOPTIONS, pid, 0, _OPTIONS)
 
 
 def next_call(thread: int, signal_number: int = 0) -> None:
-    """Let a stopped thread run to its next call, or to the end of the one it is in."""
+    """Continue a stopped thread until it enters or leaves a system call."""
     _ptrace(_CONT_TO_CALL, thread, 0, signal_number)
 
 
 def read_stop(thread: int) -> Stop:
-    """Where a thread that stopped at a call stands."""
+    """The system call at which a thread has stopped."""
     memory = ctypes.create_string_buffer(88)
     _ptrace(_GET_CALL, thread, len(memory), ctypes.addressof(memory))
     raw = memory.raw
@@ -155,7 +155,7 @@ def read_stop(thread: int) -> Stop:
 
 
 def fail_call(thread: int, number: int | None) -> None:
-    """Let a call not happen (`number` is None, before it), and return an error (its number, after it)."""
+    """Skip a call (`number` None, before it), or set the error that it returns (`number`, after it)."""
     registers = (ctypes.c_ulong * _REGISTERS)()
     _ptrace(_GETREGS, thread, 0, ctypes.addressof(registers))
     if number is None:
@@ -176,15 +176,15 @@ _LONGEST_PATH: Final = 4096
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """One file operation.
 
     Args:
         kind: "create", "write", "truncate", "fsync", "rename", "exchange", "mkdir", "rmdir", "unlink", "link",
             "symlink" or "copy".
-        path: what it works on.
+        path: the file or folder that it changes.
         other: the second path of a rename or a link; the target text of a symlink.
-        offset: where is written; the new length of a truncation.
-        data: what is written.
+        offset: the position of a write; the new length of a truncation.
+        data: the written bytes.
     """
 
     kind: str
@@ -195,7 +195,7 @@ class Operation:
 
 
 class _Call:
-    """A call of a stopped thread, with access to its memory."""
+    """A system call of a stopped thread, with access to the thread's memory."""
 
     def __init__(self, thread: int, arguments: tuple[int, ...]) -> None:
         self._thread = thread
@@ -210,9 +210,9 @@ class _Call:
             return found
 
     def path(self, index: int, folder: int | None = None) -> Path:
-        """The path in an argument, relative to the folder that is open under another argument."""
+        """The path in an argument, relative to the folder of the descriptor in another argument."""
         address = self.arguments[index]
-        # A path may end where memory ends.
+        # The readable memory may end directly after the path.
         page = 4096 - address % 4096
         text = self.memory(address, page)
         if b"\0" not in text:
@@ -228,11 +228,11 @@ class _Call:
         return Path(os.fsdecode(self.memory(self.arguments[index], 256).partition(b"\0")[0]))
 
     def opened(self, index: int) -> Path:
-        """The path of what is open under the descriptor in an argument."""
+        """The path of the open descriptor in an argument."""
         return Path(os.readlink(f"/proc/{self._thread}/fd/{self.arguments[index] & 0xFFFFFFFF}"))
 
     def position(self, index: int) -> int:
-        """Where the descriptor in an argument stands."""
+        """The file position of the descriptor in an argument."""
         descriptor = self.arguments[index] & 0xFFFFFFFF
         with open(f"/proc/{self._thread}/fdinfo/{descriptor}") as file:
             facts = dict(line.split(":", 1) for line in file if ":" in line)
@@ -241,17 +241,17 @@ class _Call:
         return int(facts["pos"])
 
     def pieces(self) -> bytes:
-        """What the vector of a `writev` holds."""
+        """The data of the vector of a `writev`."""
         address, count = self.arguments[1], self.arguments[2]
         places = struct.iter_unpack("<QQ", self.memory(address, 16 * count))
         return b"".join(self.memory(base, size) for base, size in places)
 
 
 def operation_of(name: str, thread: int, arguments: tuple[int, ...]) -> Operation | None:
-    """The operation of a call that is about to happen; None when it changes nothing.
+    """The file operation of a call, before it runs; None when it changes no file.
 
     Raises:
-        NotOffered: files are written in a way that cannot be recorded.
+        NotOffered: the call writes a file in a way that cannot be recorded.
     """
     call = _Call(thread, arguments)
     if name in ("write", "pwrite64", "writev", "pwritev"):
@@ -287,13 +287,13 @@ def _refuse_writing_through_memory(call: _Call) -> None:
     if writes_to_file and call.opened(4).is_file():
         raise NotOffered(
             "Cannot record file operations.",
-            f"{call.opened(4)} (descriptor {descriptor}) is written through memory.",
-            "Write it through calls in what is tested.",
+            f"{call.opened(4)} (descriptor {descriptor}) is written through mapped memory.",
+            "Use write() instead of mmap() in the function under test.",
         )
 
 
 def _of_names(name: str, call: _Call) -> Operation | None:
-    """Operations on entries of folders."""
+    """Operations on folder entries."""
     if name in ("rename", "renameat", "renameat2"):
         paths = (call.path(0), call.path(1)) if name == "rename" else (call.path(1, 0), call.path(3, 2))
         exchanges = name == "renameat2" and call.arguments[4] & _EXCHANGE
@@ -320,13 +320,13 @@ _AT_CALL: Final = signal.SIGTRAP | 0x80
 
 
 class Fault(NamedTuple):
-    """What happens, and at which operation (counted from 0).
+    """A fault, and the operation (counted from 0) at which it occurs.
 
     Args:
-        at: before which operation.
-        error: number of an error that the operation gives in place of happening; None kills the process.
-        only: kinds of operations that are counted; all when empty.
-        lasting: whether all operations that are counted fail from then on, as on a full disk.
+        at: the fault occurs before this operation.
+        error: number of the error that the operation returns instead of running; None kills the process.
+        only: the kinds of operations that are counted; empty means all.
+        lasting: whether all later counted operations fail too, as on a full disk.
     """
 
     at: int
@@ -340,11 +340,11 @@ class Ended:
     """How a traced child ended.
 
     Attributes:
-        operations: what it did below the folder, in order; the one that was hit is not among them.
+        operations: its operations below the folder, in order, without the one at which the fault occurred.
         code: its exit code, negative for a signal.
-        companion_code: the same of the companion; None when there was none, or it was killed.
-        hung: whether one of them was killed because time was up.
-        hit: the operation at which the fault struck, or None.
+        companion_code: the exit code of the companion; None when there was none, or it was killed.
+        hung: whether a process was killed because of the timeout.
+        hit: the operation at which the fault occurred, or None.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -363,18 +363,18 @@ def run(
     timeout: float = 60.0,
     log: Path | None = None,
 ) -> Ended:
-    """Call a function in a child that is forked from this process, and record its operations below a folder.
+    """Call a function in a forked child, and record its file operations below a folder.
 
     Args:
-        function: what the child does; what it raises gives exit code 1.
-        below: operations elsewhere are neither recorded nor counted.
-        fault: what happens to it.
-        companion: what a second child does meanwhile, without being traced: another process of the same run.
-        timeout: seconds after which they are killed.
-        log: file that takes what the child prints; this process's output by default.
+        function: called in the child; if it raises, the exit code is 1.
+        below: the folder; operations elsewhere are neither recorded nor counted.
+        fault: the fault to inject, or None.
+        companion: called at the same time in a second child, which is not traced: another process of the same run.
+        timeout: seconds after which the children are killed.
+        log: file for the child's output; by default this process's output.
 
     Raises:
-        NotOffered: this machine cannot trace.
+        NotOffered: tracing is not possible on this machine.
     """
     reason = obstacle(errors=fault is not None and fault.error is not None)
     if reason is not None:
@@ -422,7 +422,7 @@ def _fork(function: Callable[[], Any], log: Path | None, *, traced: bool = True)
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:  # a child must not go on in the code of its parent
+    except BaseException:  # a child must not return into its parent's code
         traceback.print_exc()
     finally:
         for thread in threading.enumerate():
@@ -449,7 +449,7 @@ class _Tracer:
         try:
             _, status = os.waitpid(self._pid, 0)
             if os.WIFSIGNALED(status):
-                # Time was up before it came to its first stop.
+                # The timeout passed before its first stop.
                 self._ended.code = os.waitstatus_to_exitcode(status)
                 return self._ended
             follow(self._pid)
@@ -483,7 +483,7 @@ class _Tracer:
             self._at_call(thread)
             self._go_on(thread)
         else:
-            # A new thread begins with a stop of its own; whatever else is meant for the child.
+            # A new thread starts with a stop; other signals go to the child.
             own = number in (signal.SIGTRAP, signal.SIGSTOP)
             self._go_on(thread, 0 if own else number)
         return True
@@ -500,7 +500,7 @@ class _Tracer:
             else:
                 self._leaving(thread, stop)
         except (ProcessLookupError, FileNotFoundError):
-            # It was killed meanwhile.
+            # The thread was killed in the meantime.
             return
 
     def _entering(self, thread: int, stop: Stop) -> None:
@@ -513,7 +513,7 @@ class _Tracer:
             self._kill()
             raise
         except OSError:
-            # The call itself will meet the same: a descriptor that is not open, for example.
+            # The call itself will fail too, for example because a descriptor is not open.
             return
         if operation is None or not self._concerns(operation):
             return
@@ -556,15 +556,15 @@ class _Tracer:
         self._ended.operations.append(operation)
 
 
-# -------------------------------------------------------------------------- file systems without an exchange of names
+# --------------------------------------------------------------------------- file systems that cannot exchange names
 
 _RENAMEAT2: Final = {"x86_64": (0xC000003E, 316), "aarch64": (0xC00000B7, 276)}
-"""Identity of the machine in the data that a filter reads, and the number of the call there."""
+"""This machine's architecture number in the data of a seccomp filter, and the number of the system call."""
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NUMBER, _MACHINE, _FLAGS = 0, 4, 16 + 4 * 8
-"""Where the call, the machine and the fifth argument are in that data."""
+"""Offsets of the system call, the architecture and the fifth argument in that data."""
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 
@@ -574,13 +574,13 @@ class _Program(ctypes.Structure):
 
 
 def refuse_exchange() -> None:
-    """Let every exchange of two names fail in this process and what it starts, for good; call it in a forked child.
+    """Make every exchange of two names fail in this process and its children, permanently; call it in a forked child.
 
     Raises:
-        NotOffered: this machine has no such filter.
+        NotOffered: seccomp filters are not available on this machine.
     """
     if sys.platform != "linux" or platform.machine() not in _RENAMEAT2:
-        raise _not_offered("Linux on x86-64 and ARM64 has such filters.")
+        raise _not_offered("The filter is implemented for Linux on x86-64 and ARM64.")
     machine, number = _RENAMEAT2[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _MACHINE),
