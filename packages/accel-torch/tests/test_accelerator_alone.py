@@ -72,7 +72,7 @@ def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() 
     first.gradient_state.sync_gradients = False
     assert not Accelerator().gradient_state.sync_gradients
     assert not Accelerator(gradient_accumulation_steps=2).gradient_state.sync_gradients
-    with pytest.raises(Conflict, match=r"(?s)num_steps=3.*accumulates itself.*num_steps=2"):
+    with pytest.raises(Conflict, match=r"(?s)num_steps=3.*accumulates gradients itself.*num_steps=2"):
         Accelerator(gradient_accumulation_steps=3)
     with pytest.raises(Conflict, match="sync_with_dataloader=False"):
         Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False))
