@@ -89,7 +89,7 @@ def test_a_script_that_makes_too_few_steps_is_not_verified() -> None:
     code, (outcome,) = check("--at", "500", SCRIPT)
     assert (code, outcome["reason"]) == (
         3,
-        "the straight run shows nothing: the script made 54 steps; give --at less than that",
+        "the uninterrupted run failed: the script made 54 steps; give --at less than that",
     )
 
 

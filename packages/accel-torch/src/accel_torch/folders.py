@@ -1,4 +1,4 @@
-"""The names of an Accelerator's checkpoints: given by the script, or numbered in the folder of the project."""
+"""The names of an Accelerator's checkpoints: given by the script, or numbered in the project's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
 
 
 def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[str] | None) -> str:
-    """What the next checkpoint is called; that of the first process counts.
+    """The path of the next checkpoint; the main process decides.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
@@ -36,10 +36,10 @@ def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[s
 
 
 def follow_number(project: ProjectConfiguration, loaded: str) -> None:
-    """Give the next automatic checkpoint a number after that of one that was loaded by its name.
+    """Number the next automatic checkpoint after one that was loaded by its name.
 
     Args:
-        project: of the Accelerator.
+        project: the Accelerator's project configuration.
         loaded: the folder or URL.
     """
     if is_url(loaded):
@@ -59,7 +59,7 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
     if later or target.exists():
         raise CheckpointNameError(
             f"Cannot save {target} by automatic naming.",
-            f"{(later or [target.name])[-1]} is there already, and load_state() would take it for the newest.",
+            f"{(later or [target.name])[-1]} exists already, and load_state() would load it as the newest.",
             "Call load_state() first to continue after it, set project_configuration.iteration to a later number, or "
             "use another project_dir.",
         )
@@ -67,15 +67,15 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
 
 
 def given_folder(given: str | os.PathLike[str] | None, method: str) -> str:
-    """The folder that a script named in a call of `method`.
+    """The folder that a script gave to `method`.
 
     Raises:
-        SettingError: it named none.
+        SettingError: it gave none.
     """
     if given is None:
         raise SettingError(
             f"Cannot call {method}() without a folder.",
             "Automatic naming of checkpoints is off.",
-            "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
+            "Give a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
         )
     return os.path.expanduser(os.fspath(given))

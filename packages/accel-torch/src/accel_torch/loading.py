@@ -1,4 +1,4 @@
-"""Loading everything back: which checkpoint is taken, whether it is sound, and its states."""
+"""Loading a checkpoint: choose it, verify it, and restore its states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ("load_state",)
 
 _REPORTED: Final = 10
-"""How many damaged ranges each process reports to the others."""
+"""The number of damaged ranges that each process reports to the others."""
 
 
 def load_state(
@@ -41,7 +41,7 @@ def load_state(
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
-        CheckpointError: it cannot be trusted or does not fit.
+        CheckpointError: the checkpoint is incomplete or damaged, or does not fit the prepared objects.
     """
     project, process = accelerator._options.project, accelerator.state._process
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
@@ -87,8 +87,8 @@ def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Ma
     """Refuse gradients of an unfinished accumulation window that this run cannot add to.
 
     Raises:
-        CheckpointError: its windows have another number of micro-batches, or its processes are fewer than those that
-            have gradients in the checkpoint.
+        CheckpointError: this run accumulates over another number of micro-batches, or has fewer processes than the
+            checkpoint has gradients.
     """
     if not (folder / gradients_name(0)).is_file():
         return
@@ -100,32 +100,32 @@ def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Ma
     if other:
         raise CheckpointError(
             f"Cannot load the checkpoint {folder}.",
-            f"It was saved in the middle of an accumulation window, and {', and '.join(other)}: its gradients do not "
-            "fit into a window of this run.",
-            "Resume with the same numbers, or from a checkpoint saved at the end of a window.",
+            f"It was saved in the middle of an accumulation window, and {', and '.join(other)}: this run cannot "
+            "continue the window.",
+            "Resume with the same numbers, or from a checkpoint that was saved at the end of a window.",
         )
 
 
 def _follow(accelerator: AcceleratorMembers, place: str, facts: Mapping[str, Any]) -> None:
-    """Count steps, windows and automatic names from where the checkpoint was saved."""
+    """Set the counters of steps, windows and automatic names to those of the checkpoint."""
     step = facts.get("run_step")
     if isinstance(step, int) and not isinstance(step, bool):
         PROGRESS.went_back_to(step)
     steps = accelerator.gradient_state.num_steps
     if facts.get("gradient_accumulation_steps", steps) != steps:
-        # It was saved between two windows, and the next micro-batch begins one.
+        # It was saved between two windows, so the next micro-batch begins a window.
         accelerator._accumulation.step = 0
     follow_number(accelerator._options.project, place)
 
 
 def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:
-    """Where tensors are read to, before they go to where the objects have theirs."""
+    """The device to which tensors are read, before they are copied to the devices of the objects."""
     places = {None: "cpu", "cpu": "cpu", "on_device": accelerator.state.device}
     if not isinstance(asked, (str, type(None))) or asked not in places:
         raise UnknownKind(
             f"Cannot load a state with map_location={asked!r}.",
             "The value must be 'cpu' or 'on_device'.",
-            "Remove it: tensors move to the device of the prepared objects.",
+            "Remove map_location: tensors are moved to the devices of the prepared objects.",
         )
     return places[asked]
 
@@ -135,8 +135,8 @@ class _Chosen:
     """A checkpoint to load.
 
     Args:
-        folder: where its files are on this node.
-        place: the folder or URL that it was saved to.
+        folder: the folder of its files on this node.
+        place: the folder or URL to which it was saved.
     """
 
     folder: Path
@@ -150,18 +150,18 @@ def _chosen(
     missing_ok: bool,
     stack: ExitStack,
 ) -> _Chosen | None:
-    """The checkpoint to load, verified; None when there is none and that is right. Called on every process.
+    """Choose the checkpoint to load and verify it; called on every process.
 
     Args:
         accelerator: the Accelerator.
-        barrier: of the load.
-        input_dir: a folder, the URL of a checkpoint, or None for the newest one of the project.
-        missing_ok: whether there may be none.
-        stack: removes local copies of a checkpoint on a store when it is closed.
+        barrier: the barrier of the load.
+        input_dir: a folder, the URL of a checkpoint, or None for the project's newest checkpoint.
+        missing_ok: whether to return None if there is no checkpoint.
+        stack: deletes local copies of a checkpoint on a store when it is closed.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
-        CheckpointError: it cannot be trusted, or there is none.
+        CheckpointError: the checkpoint is incomplete or damaged, or there is none.
     """
     if input_dir is None and accelerator._options.project.automatic_checkpoint_naming:
         return _newest_good(accelerator, barrier, missing_ok, stack)
@@ -174,24 +174,24 @@ def _chosen(
     folder = Path(named)
     mains = Path(barrier.wait("name", str(folder)))
     if folder.is_dir() and not any(folder.iterdir()):
-        # Saving to folders of different names has put everything into that of the main process.
+        # If processes gave different names to save_state, the files are in the main process's folder.
         folder = mains
     found = _found(accelerator, barrier, folder)
     if found is None and missing_ok:
         return None
     asked = f"Cannot load the checkpoint {folder}."
     if found is None:
-        raise CheckpointNameError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
+        raise CheckpointNameError(asked, "There is no such folder.", "Give a folder that save_state() wrote.")
     if damage := _damage(accelerator, barrier, found, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return _Chosen(found, str(found))
 
 
 def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path) -> Path | None:
-    """Where a named checkpoint is read; the first process of each node puts back what a dead run had moved aside.
+    """The folder of a named checkpoint; each local main process restores one that a crashed run had moved aside.
 
     Raises:
-        CheckpointError: some processes see it and others do not.
+        CheckpointError: only some processes can see the folder.
     """
     process = accelerator.state._process
     with barrier.reporting():
@@ -217,7 +217,7 @@ def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path)
 def _newest_good(
     accelerator: AcceleratorMembers, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack
 ) -> _Chosen | None:
-    """The newest checkpoint of the project that no process finds damaged, from the store where that has a newer one."""
+    """The project's newest checkpoint that no process finds damaged; from the store if that one is newer."""
     project = accelerator._options.project
     damaged: dict[Path, str] = {}
     while True:
@@ -241,7 +241,7 @@ def _newest_good(
 
 
 def _damage(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path, phase: str) -> str:
-    """What the processes find wrong with a folder, on every process; each compares its share of the contents."""
+    """The problems that the processes find in a folder, on every process; each verifies its share of the contents."""
     with barrier.reporting():
         found = _own_damage(folder, accelerator.state._process, accelerator._options.project.verify == "hashes")
     return barrier.wait(phase, json.dumps(found[:_REPORTED]), _in_one_text)
@@ -259,7 +259,7 @@ def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
 
 
 def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
-    """The newest checkpoint whose files have the right sizes, and a number that is free for the next."""
+    """The newest checkpoint whose files have the expected sizes, and a free number for the next one."""
     folder = automatic_folder(accelerator._options.project)
     known = available(folder)
     following = known[-1].number + 1 if known else 0
@@ -286,7 +286,7 @@ def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missin
 def _decided_by_main(
     accelerator: AcceleratorMembers, barrier: StoreBarrier, phase: str, decide: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `decide` returns on the main process, on every process; its error is raised on every process too."""
+    """Call `decide` on the main process, and return its result, or raise its error, on every process."""
     with barrier.reporting():
         mine = json.dumps(decide()) if accelerator.state._process.rank == 0 else ""
     decided: dict[str, Any] = json.loads(barrier.wait(phase, mine))

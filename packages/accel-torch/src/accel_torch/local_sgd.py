@@ -1,4 +1,4 @@
-"""Local SGD: every process trains by itself for some steps, then all average their parameters.
+"""Local SGD: every process trains independently for some steps, then all average their parameters.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019).
 """
@@ -22,17 +22,17 @@ __all__ = ("LocalSGD",)
 
 
 class LocalSGD:
-    """A block in which gradients stay on their process and parameters are averaged every few steps and at its end.
+    """Context manager without gradient synchronisation, which averages parameters every few steps and at its end.
 
     Args:
         accelerator: the Accelerator that prepared the model.
         model: a prepared model.
         local_sgd_steps: optimizer steps between two averages.
-        enabled: False leaves gradients synchronised as without the block; a single process has nothing to average.
+        enabled: False synchronises gradients as usual; on a single process the block has no effect.
 
     Raises:
         SettingError: `local_sgd_steps` is not an int of at least 1.
-        NotOffered: the backend gives each process another shard of the parameters.
+        NotOffered: the backend shards the parameters.
 
     Example:
         >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -48,8 +48,8 @@ class LocalSGD:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise SettingError(
                 f"Cannot use LocalSGD with local_sgd_steps={local_sgd_steps!r}.",
-                "It is the number of optimizer steps between two averages.",
-                "Pass an int of at least 1.",
+                "The number of optimizer steps between two averages must be an int of at least 1.",
+                "Give for example local_sgd_steps=8.",
             )
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
@@ -73,12 +73,12 @@ class LocalSGD:
             return
         self.model_sync_obj.__exit__(kind, error, trace)
         self.model_sync_obj = None
-        # A process that failed would leave the others waiting for their average.
+        # After an error the other processes may never reach the collective.
         if kind is None:
             self._average()
 
     def step(self) -> None:
-        """Count a micro-batch, and average when enough optimizer steps were made; called by every process."""
+        """Count a micro-batch, and average after every `local_sgd_steps` optimizer steps; call it on every process."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -87,6 +87,6 @@ class LocalSGD:
 
     def _average(self) -> None:
         if self.accelerator._saver is not None:
-            # A checkpoint that is being saved holds the parameters from before.
+            # A checkpoint in the background must contain the parameters from before the average.
             self.accelerator._saver.wait_for_copy()
         self.accelerator._backend.strategy.average_parameters(strategy_model(self.model))

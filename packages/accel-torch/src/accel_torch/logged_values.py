@@ -1,4 +1,4 @@
-"""What `log` adds to the values given: those of the other processes, and what the sources of mixtures gave so far."""
+"""What `log` adds: reductions over processes, and the sample counts of mixtures."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ REDUCTIONS: Final[Mapping[str, Callable[[list[float]], float]]] = {
     "min": min,
     "max": max,
 }
-"""How the values of all processes become one."""
+"""How the values of all processes are reduced to one."""
 
 
 def reduced(values: Mapping[str, Any], reduction: str) -> dict[str, float]:
-    """One value for each name, out of those of all processes; in a single collective, called on every process.
+    """Reduce the values of all processes to one value for each name, in one collective; called on every process.
 
     Args:
-        values: numbers by name, or nested dicts of those; names inside of a dict follow its own after a slash.
+        values: numbers by name, or nested dicts of numbers, whose names are joined with slashes.
         reduction: one of `REDUCTIONS`.
 
     Raises:
-        SettingError: an unknown reduction; on every process, a value that is not a number.
-        ShapeMismatch: on every process, when they have different names.
+        SettingError: `reduction` is unknown, or a value is not a number; raised on every process.
+        ShapeMismatch: the processes have different names; raised on every process.
     """
     if reduction not in REDUCTIONS:
         raise SettingError(
@@ -59,14 +59,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """Numbers by name; None for another value, so that every process can report it."""
+    """Numbers by name; None for a value that is not a number, so that every process can report it."""
     found: dict[str, float] = {}
     alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             alike.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
     for tensors in alike.values():
-        # One transfer from the device for all of them.
+        # One copy from the device for all numbers.
         found.update(zip(tensors, map(float, torch.stack(list(tensors.values())).tolist()), strict=True))
     return {name: found[name] if name in found else _number(value) for name, value in values.items()}
 
@@ -88,7 +88,7 @@ def _check_names(everyones: list[dict[str, Any]]) -> None:
         raise ShapeMismatch(
             f"Process {current.process().rank} logged {len(everyones[current.process().rank])} metrics with reduce=.",
             f"Some are not logged by every process: {listed}.",
-            "Log the same names on every process, or log those without reduce=.",
+            "Log the same names on every process, or log these metrics without reduce=.",
         )
 
 
@@ -99,17 +99,17 @@ def _check_numbers(everyones: list[dict[str, float | None]]) -> None:
         raise SettingError(
             "Cannot log with reduce=...",
             f"These values are not numbers: {listed}.",
-            "Log texts, images and the like without reduce=.",
+            "Log other values, such as texts and images, without reduce=.",
         )
 
 
 def log_sample_counts(tracking: TrackerGroup, loaders: Iterable[Any], step: int | None) -> None:
-    """Add a table of the sources of every mixture that a prepared loader reads; nothing where there is none.
+    """Log the sample counts of every mixture that a prepared loader reads.
 
     Args:
         tracking: the trackers of this process.
-        loaders: prepared ones.
-        step: where on the x-axis the table belongs.
+        loaders: prepared loaders.
+        step: the position on the x-axis.
     """
     rows = [row for number, loader in enumerate(loaders) for row in _rows(number, loader)]
     if not rows:

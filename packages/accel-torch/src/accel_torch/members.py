@@ -1,4 +1,4 @@
-"""What an Accelerator consists of, and how it takes part in the run of its process."""
+"""The attributes of an Accelerator, and how it joins the run of its process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ __all__ = ("AcceleratorMembers",)
 
 
 class AcceleratorMembers:
-    """The members of an Accelerator, which its mixins and the functions beside them read.
+    """The attributes of an Accelerator, which its mixins and the functions of this package use.
 
     Attributes:
         state: the process and its run.
-        gradient_state: where the training is inside of a window of micro-batches.
-        flag_tensor: the flag of `set_trigger`, on the device: 1 where this process has set it; None before it was
-            first used.
+        gradient_state: the position in the window of micro-batches.
+        flag_tensor: the flag of `set_trigger`, on the device: 1 if this process has set it; None before the first use.
     """
 
     state: AcceleratorState
@@ -59,7 +58,7 @@ class AcceleratorMembers:
     _guards_first_steps: bool = True
 
     def _begin(self, options: Options) -> None:
-        """Take part in the run of this process."""
+        """Join the run of this process."""
         for observer in RUN_OBSERVERS:
             options = observer.configures(options)
         self._options = options
@@ -86,14 +85,14 @@ class AcceleratorMembers:
         return other
 
     def __reduce__(self) -> Any:
-        # What is unpickled takes part in the run of the process that it is in.
+        # An unpickled Accelerator joins the run of the process that unpickles it.
         remembered = {name: value for name, value in vars(self._prepared).items() if name != "scaler"}
         options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
         return _taking_part, (type(self), options, remembered)
 
 
 def _account_of(options: Options) -> GoodputRecorder | None:
-    """What keeps the account of this process's time, or None; in a launched run, the ids of samples are kept too."""
+    """The recorder of this process's time, or None. In a launched run, also start recording the ids of samples."""
     if os.environ.get(STATUS_FOLDER):
         from accel_torch.samples_at_hand import record_samples
 

@@ -24,13 +24,13 @@ __all__ = ("gather_for_metrics",)
 def gather_for_metrics(
     gradient: GradientState, input_data: Any, use_gather_object: bool = False, mesh: DeviceMesh | None = None
 ) -> Any:
-    """What all processes computed for the batch given out last, without the samples that were added for evenness.
+    """Gather the results of all processes for the current batch, without the samples that `even_batches` added.
 
     Args:
-        gradient: knows the loader in iteration, or that was left at its last batch.
-        input_data: tensors in any nesting, or objects.
-        use_gather_object: gather as objects even if there are tensors; for tensors of different shapes.
-        mesh: where processes that differ in no data axis read the same samples, of which one is kept.
+        gradient: has the active loader, or the one that yielded its last batch.
+        input_data: a pytree of tensors, or picklable objects.
+        use_gather_object: pickle tensors too, which allows different shapes.
+        mesh: the device mesh; of processes that read the same samples, one is kept.
     """
     tensors = not use_gather_object and any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_with_paths(input_data))
     gathered = gather(input_data) if tensors else gather_object(input_data)
@@ -46,18 +46,18 @@ def gather_for_metrics(
 
 
 def _full_batch(loader: Any, mesh: DeviceMesh | None) -> int | None:
-    """Samples of one process in a full step; None where batches have no size of their own."""
+    """Samples of one process in a full step; None if batches have no size."""
     size: int | None = loader.source.step_size
     return None if size is None else size // _readers(mesh)
 
 
 def _readers(mesh: DeviceMesh | None) -> int:
-    """How many processes read different samples."""
+    """The number of processes that read different samples."""
     return current.process().world_size if mesh is None else len(set(coordinates(mesh, mesh.size())))
 
 
 def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
-    """What was gathered, from one of the processes that read the same samples each."""
+    """The gathered values, from one of each group of processes that read the same samples."""
     parts = coordinates(mesh, mesh.size())
     chosen = [parts.index(part) for part in range(max(parts) + 1)]
     if not tensors:
@@ -67,10 +67,10 @@ def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
 
 
 def _real_objects(gathered: list[Any], padding: Padding | None) -> list[Any]:
-    """Objects of real samples, where each process gave one for every sample of its batch."""
+    """The objects of real samples, if each process gave one object for each sample of its batch."""
     if not padding:
         return gathered
-    # Samples that are not batched are real as a whole or not at all, so every process gave as many objects.
+    # Unbatched samples are entirely real or entirely added, so every process gave equally many objects.
     size = padding.batch_size or len(gathered) // padding.processes
     if len(gathered) != size * padding.processes:
         return gathered

@@ -1,7 +1,7 @@
-"""`accel check-resume`: whether a run that is loaded from a checkpoint goes on as the run that saved it.
+"""`accel check-resume`: check that a run resumed from a checkpoint continues exactly like the run that saved it.
 
-`command` starts the runs. `recording` notes in each of their processes what the training computes, as digests of
-`digests`. `comparison` names the first difference.
+`command` starts the runs. `recording` records the results of training in each process, as the digests of `digests`.
+`comparison` finds the first difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`accel check-resume`: check that a script that is resumed from a checkpoint computes what it would have computed.
+"""`accel check-resume`: check that a script resumed from a checkpoint computes the same as an uninterrupted run.
 
-The script runs straight for some steps after the checkpoint. New processes load the checkpoint and run the same steps.
-All that both compute is compared byte for byte: samples, losses, gradients, weights, states, generators.
+The uninterrupted run continues for some steps after saving the checkpoint. New processes load the checkpoint and run
+    the same steps. The results of both are compared byte for byte: samples, losses, gradients, weights, optimizer
+    states, random-number generators.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _CODES: Final = {"equal": EQUAL, "differs": DIFFERS, "not verified": NOT_VERIFIE
 
 @dataclass
 class Outcome:
-    """What one resumed run showed.
+    """The result for one resumed run.
 
     Args:
         at: step of the checkpoint.
-        processes: of the resumed run.
+        processes: world size of the resumed run.
         verdict: "equal", "differs" or "not verified".
         reason: one sentence.
-        step, rank, what: of the first difference.
+        step, rank, what: step, rank and name of the first difference.
         used: groups of state that the script uses.
-        unsaved: plain variables of the script that differ, and that no checkpoint holds.
+        unsaved: plain variables of the script that differ and are not in the checkpoint.
     """
 
     at: int
@@ -55,10 +56,10 @@ class CheckResume:
     help = "check that a resumed run computes the same as an uninterrupted one"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the options, then the script and what is its own."""
+        """Declare the options, then the script and its arguments."""
         parser.description = (
-            "Run a training script for some steps, save checkpoints on the way, load them in new processes, and "
-            "compare what both runs compute, byte for byte. The script needs no change."
+            "Run a training script for some steps and save checkpoints, load them in new processes, and compare the "
+            "results of both runs byte for byte. The script needs no change."
         )
         parser.epilog = f"Exit code {EQUAL}: equal; {DIFFERS}: differs; {NOT_VERIFIED}: not verified."
         parser.add_argument(
@@ -71,23 +72,24 @@ class CheckResume:
             "--processes",
             type=_numbers,
             default=(1,),
-            help="Numbers of processes: the first runs without a break, and each resumes (2,3; default: 1).",
+            help="World sizes: the first is that of the uninterrupted run, each is that of a resumed run (2,3; "
+            "default: 1).",
         )
         parser.add_argument(
             "--in_window",
             action="store_true",
-            help="Save one batch after each step, in the middle of an accumulation window.",
+            help="Save one batch after each step, inside an accumulation window.",
         )
         parser.add_argument("--steps", type=int, default=5, help="Steps to compare after each checkpoint (default: 5).")
         parser.add_argument(
             "--resume_args",
             default="",
             metavar="ARGUMENTS",
-            help="Arguments by which the script loads a checkpoint, such as '--resume_from {checkpoint}'; without them "
-            "the command loads it before the first batch.",
+            help="Arguments with which the script loads a checkpoint, such as '--resume_from {checkpoint}'; "
+            "without them the command loads it before the first batch.",
         )
         parser.add_argument("--cpu", action="store_true", help="Run on the CPU.")
-        parser.add_argument("--mixed_precision", help="Precision of the runs (no, fp16, bf16, fp8).")
+        parser.add_argument("--mixed_precision", help="Mixed precision of the runs (no, fp16, bf16, fp8).")
         parser.add_argument("--backend", help="Backend of the runs, as `accel backends` lists it.")
         parser.add_argument(
             "--launch",
@@ -96,14 +98,14 @@ class CheckResume:
             help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
         )
         parser.add_argument(
-            "--timeout", type=float, default=600.0, help="Seconds that one run may take (default: 600)."
+            "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
         )
         parser.add_argument("--json", action="store_true", help="Print one line of JSON for each resumed run.")
         parser.add_argument("script", help="The training script.")
         parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
     def run(self, arguments: Namespace) -> int:
-        """Make the runs, print what they show and return the exit code."""
+        """Run the check, print its results and return the exit code."""
         if min((*arguments.at, *arguments.processes, arguments.steps)) < 1:
             raise SettingError(
                 "Cannot check a resumed run with a value below 1 in --at, --processes or --steps.",
@@ -128,7 +130,7 @@ class _Check:
         self._runs = 0
 
     def outcomes(self) -> list[Outcome]:
-        """Run straight, then resume at each step on each number of processes."""
+        """Run without interruption, then resume from each step with each number of processes."""
         arguments, steps = self._arguments, sorted(set(self._arguments.at))
         task = Task("", str(self._folder / "checkpoints"), steps[-1] + arguments.steps, tuple(steps))
         task = replace(task, saved_on=arguments.processes[0], in_window=arguments.in_window)
@@ -139,7 +141,7 @@ class _Check:
         elif made and made <= steps[-1]:
             failure = f"the script made {made} steps; give --at less than that{f'; {failure}' if failure else ''}"
         if failure is not None:
-            reason = f"the straight run shows nothing: {failure}"
+            reason = f"the uninterrupted run failed: {failure}"
             return [Outcome(at, count, "not verified", reason) for at in steps for count in arguments.processes]
         self._straight = straight
         return [self._resumed(at, count, task) for at in steps for count in arguments.processes]
@@ -151,7 +153,7 @@ class _Check:
         expected = _until(self._straight, last)
         notes, failure = self._run(task, processes)
         if failure is not None:
-            # A backend may refuse another number of processes, and says so.
+            # A backend may refuse another number of processes, with an error.
             verdict = "differs" if processes == self._arguments.processes[0] else "not verified"
             return Outcome(at, processes, verdict, f"the resumed run failed: {failure}")
         finding = compare_notes(expected, notes, at)
@@ -167,7 +169,7 @@ class _Check:
     def _equal(self, expected: Notes, notes: Notes, at: int, processes: int) -> Outcome:
         unsaved = tuple(unsaved_variables(expected, notes))
         if len(expected.ranks) != len(notes.ranks):
-            reason = f"the loaded state and the order of samples are equal, losses within {LOSS_TOLERANCE:g}"
+            reason = f"the loaded state and the order of samples are equal, and losses within {LOSS_TOLERANCE:g}"
             return Outcome(at, processes, "equal", reason)
         used, unseen = controls(self._straight, notes, at)
         if unseen:
@@ -187,7 +189,7 @@ class _Check:
         return [*(["--cpu"] if arguments.cpu else []), *named, *shlex.split(arguments.launch)]
 
     def _run(self, task: Task, processes: int) -> tuple[Notes, str | None]:
-        """The notes of one run, and why it failed."""
+        """The records of one run, and why it failed."""
         arguments = self._arguments
         self._runs += 1
         folder = self._folder / f"run_{self._runs}"
@@ -205,7 +207,7 @@ class _Check:
 
 
 def compare_runs(one: Notes, other: Notes) -> str | None:
-    """How two runs from the same checkpoint differ; None where they are equal."""
+    """How two runs from the same checkpoint differ; None if they are equal."""
     for step in range(1, one.last_step + 1):
         for rank in range(len(one.ranks)):
             ours, theirs = one.steps(rank).get(step), other.steps(rank).get(step)
@@ -217,16 +219,18 @@ def compare_runs(one: Notes, other: Notes) -> str | None:
 
 
 def _until(notes: Notes, last: int) -> Notes:
-    """The notes of a run up to a step, as if it had ended there."""
+    """The records of a run up to a step, as if it had ended there."""
     return Notes([[note for note in rank if note["step"] <= last] for rank in notes.ranks])
 
 
 def _described(outcome: Outcome) -> str:
     lines = [f"resumed after step {outcome.at} on {outcome.processes} processes: {outcome.verdict}: {outcome.reason}"]
     if outcome.used:
-        lines.append(f"  state that the script uses, each noticed if it were missing: {', '.join(outcome.used)}")
+        lines.append(
+            f"  state that the script uses (the check would notice if it were missing): {', '.join(outcome.used)}"
+        )
     if outcome.unsaved:
-        lines.append(f"  variables that differ, and that no checkpoint holds: {', '.join(outcome.unsaved)}")
+        lines.append(f"  variables that differ and are not in the checkpoint: {', '.join(outcome.unsaved)}")
     return "\n".join(lines)
 
 

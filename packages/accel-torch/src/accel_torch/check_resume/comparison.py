@@ -1,4 +1,4 @@
-"""Compares the notes of a straight run with those of one that was resumed; plain data, without torch."""
+"""Compares the records of an uninterrupted run with those of a resumed run; plain data, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 __all__ = ("Difference", "Notes", "compare_notes", "controls")
 
 LOSS_TOLERANCE: Final = 1e-4
-"""Relative difference of losses of other numbers of processes: they add the same float32 terms in other orders."""
+"""Largest relative difference of losses between numbers of processes, which add float32 terms in another order."""
 
 _ORDER: Final = (
     "loader",
@@ -24,7 +24,7 @@ _ORDER: Final = (
     "buffers",
     "registered",
 )
-"""Groups of state in the order in which one that differs makes the next ones differ, within a step."""
+"""Groups of state; within a step, a difference in one causes differences in the next."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Difference:
     """A difference between two runs.
 
     Args:
-        step: after which optimizer step of the straight run.
-        rank: of which process; None for all.
-        what: the piece of state, by its name.
-        detail: both values, where they are readable.
-        loaded: whether it was there right after loading.
+        step: the optimizer step of the uninterrupted run after which it appears.
+        rank: the rank of the process; None for all.
+        what: name of the piece of state.
+        detail: both values, if they are readable.
+        loaded: whether it appears right after loading.
     """
 
     step: int
@@ -53,17 +53,17 @@ class Difference:
 
 @dataclass
 class Notes:
-    """What the processes of one run noted.
+    """The records of all processes of one run.
 
     Attributes:
-        ranks: the notes of each rank, in the order in which they were taken.
+        ranks: the records of each rank, in order of time.
     """
 
     ranks: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, processes: int) -> Notes:
-        """The notes in a folder; none for a process that took none."""
+        """The records in a folder; empty for a process that recorded nothing."""
         found = []
         for rank in range(processes):
             path = folder / f"rank_{rank}.jsonl"
@@ -72,29 +72,29 @@ class Notes:
         return cls(found)
 
     def steps(self, rank: int = 0) -> dict[int, dict[str, Any]]:
-        """The notes that a rank took after steps, by step."""
+        """The records of a rank after steps, by step."""
         return {note["step"]: note for note in self.ranks[rank] if "samples" in note}
 
     def beginning(self, rank: int = 0) -> dict[str, Any] | None:
-        """The note that a rank took before its first step."""
+        """The record of a rank before its first step."""
         return next((note for note in self.ranks[rank] if "loaded" in note), None)
 
     def saved(self, at: int, rank: int = 0) -> dict[str, Any]:
-        """The note that a rank took when the checkpoint of a step was saved."""
+        """The record of a rank when the checkpoint of a step was saved."""
         return next(note for note in self.ranks[rank] if "saved" in note and note["step"] == at)
 
     @property
     def last_step(self) -> int:
-        """The last step that all ranks noted."""
+        """The last step that all ranks recorded."""
         return min((max(self.steps(rank), default=0) for rank in range(len(self.ranks))), default=0)
 
 
 def compare_notes(straight: Notes, resumed: Notes, at: int) -> Difference | None:
-    """The first difference of a resumed run from the straight one; None where all is equal.
+    """The first difference between a resumed run and the uninterrupted one; None if they are equal.
 
     Args:
-        straight: the run that saved.
-        resumed: the run that loaded.
+        straight: the uninterrupted run, which saved the checkpoint.
+        resumed: the run that loaded it.
         at: the step of the checkpoint.
     """
     if len(straight.ranks) == len(resumed.ranks):
@@ -108,8 +108,8 @@ def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Differenc
     ranks = range(len(straight.ranks))
     for rank in ranks:
         loaded, saved = resumed.beginning(rank), straight.saved(at, rank)
-        # Loaders are compared by what they give: a script may skip batches by itself.
-        # Buffers of other ranks get those of the first one in the next forward, or differ after it.
+        # Loaders are compared by their batches: a script may skip batches itself.
+        # Buffers of other ranks become those of rank 0 in the next forward, or differ after it.
         later = ("loader", "buffers") if rank else ("loader",)
         expected = _without(saved["pieces"], later)
         yield from _pieces(expected, loaded["pieces"] if loaded else {}, at, rank, loaded=True)
@@ -128,20 +128,22 @@ def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Differenc
 def _variables(
     straight: Mapping[int, Any], resumed: Mapping[int, Any], step: int, rank: int, kept: bool = True
 ) -> Iterator[Difference]:
-    """Variables of the script that differ though all that was prepared is equal.
+    """Variables of the script that differ although all prepared objects are equal.
 
     Args:
-        straight, resumed: the notes of one rank, by step.
-        step: the last one.
-        rank: whose notes they are.
-        kept: those that keep a state for training; False for the others.
+        straight, resumed: the records of one rank, by step.
+        step: the last step.
+        rank: the rank of the records.
+        kept: whether to compare objects with a state for training, or the other variables.
     """
     ours = straight.get(step, {}).get("variables", {})
     theirs = resumed.get(step, {}).get("variables", {})
     for name in sorted(ours.keys() & theirs.keys()):
         (one, keeps), (other, _) = ours[name], theirs[name]
         if one != other and keeps is kept:
-            yield Difference(step, rank, f"the variable {name}", "no checkpoint holds it; register_for_checkpointing()")
+            yield Difference(
+                step, rank, f"the variable {name}", "it is not in the checkpoint; register_for_checkpointing()"
+            )
 
 
 def unsaved_variables(straight: Notes, resumed: Notes) -> list[str]:
@@ -159,7 +161,7 @@ def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Differenc
     after = [step for step in straight.steps() if step > at]
     ours = _global_order([straight.steps(rank) for rank in range(len(straight.ranks))], after)
     theirs = _global_order([resumed.steps(rank) for rank in range(len(resumed.ranks))], list(resumed.steps()))
-    # What is left out or repeated at the end of an epoch depends on the number of processes.
+    # The samples dropped or repeated at the end of an epoch depend on the number of processes.
     common = min(len(ours), len(theirs))
     for position, (one, other) in enumerate(zip(ours[:common], theirs[:common], strict=True)):
         if one[0] != other[0]:
@@ -171,7 +173,7 @@ def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Differenc
 
 
 def _global_order(ranks: Sequence[Mapping[int, Any]], steps: Iterable[int]) -> list[tuple[tuple[int, int], str]]:
-    """((loader, epoch), id) of the samples of all processes, in the order of the data."""
+    """((loader, epoch), id) of the samples of all processes, in global order."""
     found = []
     for step in steps:
         fetched = [note[step]["samples"] for note in ranks if step in note]
@@ -182,7 +184,7 @@ def _global_order(ranks: Sequence[Mapping[int, Any]], steps: Iterable[int]) -> l
 
 
 def _losses(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
-    """Compare mean losses of steps that had the same number of samples."""
+    """Compare mean losses of steps with the same number of samples."""
     for step in range(at + 1, min(straight.last_step, resumed.last_step) + 1):
         one, other = (_mean_loss(notes, step) for notes in (straight, resumed))
         if one is None or other is None or one[1] != other[1]:
@@ -249,13 +251,13 @@ def _without(pieces: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, 
 
 
 def controls(straight: Notes, resumed: Notes, at: int) -> tuple[list[str], list[str]]:
-    """Which pieces of state the script uses, and which of them could be missing without a difference.
+    """Which pieces of state the script uses, and which of them a checkpoint could omit without a difference.
 
-    A piece is used when it changes during the straight run. A checkpoint without it would leave what a new process has;
-    where that equals what was saved, this check could not notice.
+    A piece is used if it changes during the uninterrupted run. If a checkpoint omits it, the resumed run keeps the
+    piece of a new process. If that equals the saved one, this check cannot notice the omission.
 
     Returns:
-        The groups that are used, and those of them that would not be noticed.
+        The groups used, and those whose omission would not be noticed.
     """
     used: set[str] = set()
     unseen: set[str] = set()

@@ -1,6 +1,6 @@
-"""Digests of what a checkpoint holds: short texts that are equal for equal bytes.
+"""Digests of the contents of a checkpoint: short texts that are equal for equal bytes.
 
-Every piece of state has a name in two accelerator, its group and its path: `("optimizer 0", "state.3.exp_avg")`.
+The name of a piece of state has two parts, its group and its path: `("optimizer 0", "state.3.exp_avg")`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ _DEPTH: Final = 4
 
 
 def state_pieces(accelerator: AcceleratorMembers, full: bool) -> Pieces:
-    """Digests of everything that a checkpoint of an Accelerator holds, except the positions of loaders.
+    """Digests of the contents of an Accelerator's checkpoint, except loader positions; called on every process.
 
-    Buffers that `state_dict` leaves out are among them.
-
-    Called on every process.
+    They include non-persistent buffers, which `state_dict` omits.
 
     Args:
         accelerator: the Accelerator.
-        full: digests of full tensors where processes hold shards, which do not depend on the number of processes; the
-            generators of processes are then left out.
+        full: digest full tensors instead of shards, independent of the number of processes, and omit the
+            random-number generators, which each process has.
     """
     prepared, engine = accelerator._prepared, accelerator._backend
     found: Pieces = {}
@@ -109,7 +107,7 @@ def _chunks(value: Any, full: bool) -> Iterator[bytes]:
     elif isinstance(value, (int, float, str, bytes, bool, type(None))):
         yield repr(value).encode()
     else:
-        # The text of other objects may hold their address.
+        # The text of other objects may contain their address.
         yield type(value).__qualname__.encode()
 
 
@@ -117,7 +115,7 @@ def _chunks(value: Any, full: bool) -> Iterator[bytes]:
 
 
 def sample_digests(batch: Any) -> list[str]:
-    """A digest of each sample of a batch: of its row in all arrays whose first dimension is that of the first one."""
+    """A digest of each sample of a batch: of its row in all arrays that have as many rows as the first one."""
     arrays = [leaf for _, leaf in _leaves(batch, "") if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim]
     if not arrays:
         return [_digest(batch)]
@@ -130,16 +128,16 @@ def sample_digests(batch: Any) -> list[str]:
 
 
 def variables_of(frame: FrameType | None, script: str, known: Iterable[Any]) -> dict[str, tuple[str, bool]]:
-    """Digests of the variables that a script keeps in its functions and globals, by name.
+    """Digests of a script's local and global variables, by name.
 
     Args:
-        frame: the innermost one of those that run.
-        script: the file of the script.
-        known: objects that are left out: what the checkpoint holds.
+        frame: the innermost running frame.
+        script: the script's file.
+        known: objects to omit, because the checkpoint contains them.
 
     Returns:
-        For each name, the digest, and whether the variable is an object that keeps a state for training, such as a
-        module, a generator, or whatever has `state_dict` and `load_state_dict`.
+        For each name, the digest, and whether the variable is an object with a state for training, such as a module, a
+        generator, or an object with `state_dict` and `load_state_dict`.
     """
     passed = {id(item) for item in known}
     found: dict[str, tuple[str, bool]] = {}
@@ -163,7 +161,7 @@ _GENERATORS: Final[dict[type, Callable[[Any], Any]]] = {
     np.random.Generator: lambda generator: generator.bit_generator.state,
     np.random.RandomState: lambda generator: generator.get_state(legacy=False),
 }
-"""How the state of each kind of generator is read."""
+"""How to read the state of each type of generator."""
 
 
 def _keeps_state(value: Any) -> bool:
@@ -173,7 +171,7 @@ def _keeps_state(value: Any) -> bool:
 
 
 def _state_of(value: Any, passed: set[int], depth: int) -> Any:
-    """Plain values that change when the object does; None for what has none, or too much."""
+    """Plain values that represent the object's state; None if there are none, or too many."""
     if id(value) in passed or depth == 0:
         return None
     if isinstance(value, (bool, int, float, str, torch.Tensor, np.ndarray)):

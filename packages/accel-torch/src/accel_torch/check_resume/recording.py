@@ -1,9 +1,9 @@
-"""Runs a training script as it is, and notes after each step what it computed.
+"""Runs an unchanged training script, and records its results after each step.
 
     accel launch --module accel_torch.check_resume.recording TASK.json train.py its arguments
 
-A *step* is one step of the optimizer. Notes are taken between two batches of the prepared loader that is trained on,
-when all work of the step is done and the script's own counters are up to date. There the checkpoints are saved too.
+A *step* is one step of the optimizer. Results are recorded, and checkpoints saved, between two batches of the prepared
+loader that is trained on, when all work of the step is complete and the script's own counters are up to date.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ("RunRecorder", "main")
 
 
 class RunRecorder(RunObserver):
-    """Notes what one process of a run computes.
+    """Records what one process of a run computes.
 
     Args:
-        task: what to do at which step.
-        script: the file of the script.
+        task: the task of the run.
+        script: the script's file.
     """
 
     def __init__(self, task: Task, script: str) -> None:
@@ -54,18 +54,18 @@ class RunRecorder(RunObserver):
 
     @property
     def _steps(self) -> int:
-        """Steps that this process made; a script may step the optimizers inside of the prepared ones."""
+        """The number of steps on this process; a script may step the optimizers inside the prepared ones."""
         return PROGRESS.steps or max(self._plain_steps.values(), default=0)
 
     @property
     def step(self) -> int:
-        """Steps since the straight run began."""
+        """Steps since the start of the uninterrupted run."""
         return self.task.resumed_at + self._steps
 
     # ------------------------------------------------------------------ called by the Accelerator and its loaders
 
     def begins(self, accelerator: Accelerator) -> None:
-        """Note a new Accelerator."""
+        """Record a new Accelerator."""
         self._accelerators.append(weakref.ref(accelerator))
         if self.task.resumes:
             accelerator.register_load_state_pre_hook(self._before_load)
@@ -80,9 +80,10 @@ class RunRecorder(RunObserver):
         self._lead_checkpoints(accelerator)
 
     def _lead_checkpoints(self, accelerator: Accelerator) -> None:
-        """Lead automatic names of checkpoints away from the folder of the script's project.
+        """Use another folder for automatic checkpoint names than the script's project.
 
-        There a straight run might find checkpoints of earlier runs, and a resumed one would not find the right one.
+        In the project's folder, the uninterrupted run could find checkpoints of earlier runs, and the resumed run could
+        load one of them.
         """
         project = accelerator._options.project
         load, save = accelerator.load_state, accelerator.save_state
@@ -108,7 +109,7 @@ class RunRecorder(RunObserver):
         accelerator.save_state = save_state  # type: ignore[method-assign]
 
     def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
-        """Take part between the batches of a prepared loader."""
+        """Attach to a prepared loader, to be called between its batches."""
         if not hasattr(loader, "between_batches"):
             return
         number = len(accelerator._prepared.loaders)
@@ -122,7 +123,9 @@ class RunRecorder(RunObserver):
             steps = self._steps
             if self._to_save is not None and not first:
                 if trained:
-                    raise SystemExit("check-resume: the script steps after each batch; leave --in_window out.")
+                    raise SystemExit(
+                        "check-resume: the script steps after each batch: it has no window. Remove --in_window."
+                    )
                 self._save(accelerator, self._to_save)
             if trained:
                 self._after_step(accelerator)
@@ -131,7 +134,7 @@ class RunRecorder(RunObserver):
         loader.observer = _Observer(self, accelerator, number, loader.progress)
 
     def epoch_begins(self, accelerator: Accelerator) -> None:
-        """Load, where the script does not do it by itself; note the state before the first step."""
+        """Load the checkpoint unless the script does it, and record the state before the first step."""
         if self._begun:
             return
         self._begun = True
@@ -141,10 +144,10 @@ class RunRecorder(RunObserver):
                     f"check-resume: the script did not load {self.task.checkpoint} when it was called with "
                     f"{self.task.resume_arguments}."
                 )
-            # Generators of processes cannot be given to another number of them.
+            # The generators of processes are not restored on another number of processes.
             allowed = () if accelerator.num_processes == self.task.saved_on else ("random_states",)
             accelerator.load_state(self.task.checkpoint, allow_missing=allowed)
-        # Loading may step an optimizer, with gradients of zero, so that it makes its states.
+        # Loading may step an optimizer with zero gradients to create its states.
         self._plain_steps.clear()
         self._gradients = {}
         note = {"step": self.step, "loaded": self.task.resumes, "pieces": self._state_of(accelerator)}
@@ -153,7 +156,7 @@ class RunRecorder(RunObserver):
         self._write(note)
 
     def batch_given(self, number: int, epoch: int, batch: Any) -> None:
-        """Note the samples of a batch."""
+        """Record the samples of a batch."""
         self._samples.append((number, epoch, sample_digests(batch)))
 
     # ------------------------------------------------------------------ notes
@@ -200,7 +203,7 @@ class RunRecorder(RunObserver):
             raise StopRun
 
     def _save(self, accelerator: Accelerator, step: int) -> None:
-        """Save the checkpoint of a step; what was read since belongs to it."""
+        """Save the checkpoint of a step; it includes the batches read since."""
         self._to_save = None
         self._samples, self._losses = [], []
         full = state_pieces(accelerator, full=True)
@@ -208,7 +211,7 @@ class RunRecorder(RunObserver):
         accelerator.save_state(self.task.folder_of(step))
 
     def _state_of(self, accelerator: Accelerator) -> Pieces:
-        """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
+        """Digests of the state that this process saves in a checkpoint, and the positions of its loaders."""
         pieces = state_pieces(accelerator, full=False)
         prepared = accelerator._prepared
         for index, loader in enumerate(prepared.loaders):
@@ -229,7 +232,7 @@ class RunRecorder(RunObserver):
 
 
 class _Observer:
-    """Forwards what a loader does; see `accel_data.hooks.LoaderObserver`."""
+    """Forwards the calls of a loader; see `accel_data.hooks.LoaderObserver`."""
 
     def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
         self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
@@ -248,7 +251,7 @@ class _Observer:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script of the arguments under the task of the first one."""
+    """Run the script in the arguments with the task in the first argument."""
     task = Task.read(arguments[0])
     script = str(Path(arguments[1]).resolve())
     run_script(arguments[1], [*arguments[2:], *task.resume_arguments], RunRecorder(task, script))

@@ -1,4 +1,4 @@
-"""What one run of a check does; written by the command, read by every process of the run."""
+"""The task of one run of a check; written by the command, read by every process of the run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ("Task",)
 
 @dataclass(frozen=True)
 class Task:
-    """One run.
+    """The task of one run.
 
     Args:
-        notes: folder for the notes of the processes.
-        checkpoints: folder of the checkpoints of the straight run.
-        last_step: after which the run ends.
+        notes: folder for the records of the processes.
+        checkpoints: folder of the uninterrupted run's checkpoints.
+        last_step: the step after which the run ends.
         save_at: steps after which a checkpoint is saved.
-        resumed_at: step whose checkpoint the run loads; 0 for the straight run.
-        saved_on: processes of the straight run.
-        in_window: whether a checkpoint is saved one batch after its step, in the middle of an accumulation window.
-        resume_arguments: further arguments of the script; empty where the command loads for the script.
+        resumed_at: step whose checkpoint the run loads; 0 for the uninterrupted run.
+        saved_on: world size of the uninterrupted run.
+        in_window: whether a checkpoint is saved one batch after its step, inside an accumulation window.
+        resume_arguments: further arguments of the script; empty if the command loads the checkpoint.
     """
 
     notes: str
@@ -41,7 +41,7 @@ class Task:
 
     @property
     def loads(self) -> bool:
-        """Whether the script is not told to load by itself."""
+        """Whether the command loads the checkpoint, instead of the script."""
         return not self.resume_arguments
 
     @property
@@ -54,12 +54,12 @@ class Task:
         return os.path.join(self.checkpoints, f"step_{step}")
 
     def write(self, path: Path) -> None:
-        """Write the task into a file."""
+        """Write the task to a file."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str) -> Task:
-        """Read the task of a file."""
+        """Read the task from a file."""
         given = json.loads(Path(path).read_text(encoding="utf-8"))
         given["save_at"], given["resume_arguments"] = tuple(given["save_at"]), tuple(given["resume_arguments"])
         return cls(**given)
