@@ -97,7 +97,7 @@ def test_only_a_scheduler_outside_of_prepare_is_warned_about(stage: int) -> None
     plugin = {"zero_stage": stage, "gradient_clipping": 1.0, "zero3_save_16bit_model": True}
     right, wrong = (launch(plugin=plugin, accumulation=2, schedules_itself=itself) for itself in (False, True))
     assert "MisuseWarning" not in right.stderr
-    assert "MisuseWarning: A learning-rate scheduler moved within an accumulation window." in wrong.stderr
+    assert "MisuseWarning: A learning-rate scheduler steps within an accumulation window." in wrong.stderr
     assert [reported(done)["watched"] for done in (right, wrong)] == [False, False]
 
 

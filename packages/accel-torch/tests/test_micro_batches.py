@@ -244,7 +244,7 @@ def test_a_batch_that_is_left_in_its_middle_is_named() -> None:
         with accelerator.accumulate(model, weight=samples):
             accelerator.backward(model(part).sum())
         break
-    with pytest.raises(NotReady, match="left before its last micro-batch"):
+    with pytest.raises(NotReady, match="not read to its last micro-batch"):
         list(plan.split(torch.ones(8, 3)))
 
 

@@ -209,10 +209,10 @@ def scheduler_of_a_wrapped_optimizer_outside_of_prepare(accelerator: Any) -> Non
             "The optimizer that was passed to prepare() steps within an accumulation",
         ),
         (plain_backward, "The optimizer steps with gradients that accelerator.backward() did not compute."),
-        (scheduler_outside_of_prepare, "A learning-rate scheduler moved within an accumulation window."),
+        (scheduler_outside_of_prepare, "A learning-rate scheduler steps within an accumulation window."),
         (
             scheduler_of_a_wrapped_optimizer_outside_of_prepare,
-            "A learning-rate scheduler moved within an accumulation window.",
+            "A learning-rate scheduler steps within an accumulation window.",
         ),
     ],
 )
@@ -336,7 +336,7 @@ def test_no_warning_for_a_right_loop_on_two_processes(two: Processes, loop: Call
 def test_a_forward_through_the_unprepared_model_is_warned_about(two: Processes) -> None:
     for found in two.run(on_two, unprepared_model_called, {}):
         assert len(found) == 1
-        assert found[0].startswith("An optimizer steps with gradients of Linear, and the model that prepare() returned")
+        assert found[0].startswith("An optimizer steps with gradients of Linear, but the model that prepare() returned")
         assert "model = accelerator.prepare(model)" in found[0]
 
 

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ("MicroBatches", "Search", "find_micro_batch_size")
 
 _WITHIN: Final = 0.05
-"""How much smaller than the true limit the size found may be, as a part of it."""
+"""How much smaller than the true limit the size found may be, as a fraction of the limit."""
 _FEW: Final = 128
-"""So many sizes leave a trial for the largest one: seven more find the limit among those below."""
+"""The number of candidate sizes: one trial for the largest, and seven more to find the limit below it."""
 _FILE: Final = "micro_batch_size.json"
 _LOOK: Final = 0.1
 """Seconds between checks whether another rank ran out of memory."""
 _INNER_AXES: Final = frozenset({Axis.CONTEXT.value, Axis.SEQUENCE.value, Axis.TENSOR.value})
-"""Axes whose processes compute a forward pass together."""
+"""Mesh axes whose processes compute a forward pass together."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class MicroBatches:
     Args:
         size: samples of a micro-batch; the last one of a step may be smaller.
         per_process: samples of one process in a global batch: the batch size of its loader.
-        trials: how many sizes were tried.
-        accelerator: whose gradients are accumulated.
+        trials: the number of sizes tried.
+        accelerator: the Accelerator that accumulates gradients.
     """
 
     size: int
@@ -70,17 +70,17 @@ class MicroBatches:
         return tuple(min(self.size, self.per_process - start) for start in range(0, self.per_process, self.size))
 
     def split(self, batch: Any) -> Iterator[tuple[Any, int]]:
-        """The micro-batches of one batch of the loader in the order of its samples, each with its number of samples.
+        """Yield the micro-batches of one batch of the loader in order, each with its number of samples.
 
-        Together they are one window of gradient accumulation, so that the optimizer steps at the last one. Give the
-        number of samples as the weight of the micro-batch: a last one that is smaller then counts for less.
+        Together they are one window of gradient accumulation, so the optimizer steps at the last one. Give the number
+        of samples to `accumulate` as the weight, so that a smaller last micro-batch counts less.
 
         Args:
-            batch: tensors in any nesting, with the samples in their first dimension.
+            batch: a pytree of tensors with the samples in their first dimension.
 
         Raises:
-            NotReady: the batch before was not read to its last micro-batch.
-            NotOffered: the backend counts micro-batches itself.
+            NotReady: the previous batch was not read to its last micro-batch.
+            NotOffered: the backend accumulates gradients itself.
 
         Example:
             >>> for batch in loader:
@@ -104,15 +104,15 @@ def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
     if accelerator._backend.owns(Duty.ACCUMULATION):
         raise NotOffered(
             failed,
-            f"The backend {accelerator._backend.manifest.name!r} counts micro-batches itself.",
-            "Give it the number of steps and the micro-batch size in its settings, and loaders of that batch size.",
+            f"The backend {accelerator._backend.manifest.name!r} accumulates gradients itself.",
+            "Set the accumulation steps and the micro-batch size in its settings, and use loaders of that batch size.",
         )
     gradient = accelerator.gradient_state
     plugin = gradient.plugin
     if not gradient.sync_gradients:
         raise NotReady(
             failed,
-            "The batch before was left before its last micro-batch, or accumulation began in another way.",
+            "The previous batch was not read to its last micro-batch, or gradient accumulation is already active.",
             "Read each batch to its last micro-batch, and set gradient_accumulation_steps to 1.",
         )
     accelerator.step = 0
@@ -132,32 +132,32 @@ def find_micro_batch_size(
     file: str | os.PathLike[str] | None = None,
     deadline: float = 600.0,
 ) -> MicroBatches:
-    """Find the largest micro-batch that fits the memory of every rank; called on every rank.
+    """Find the largest micro-batch size that fits the memory of every rank; call it on every rank.
 
-    Sizes are bisected: the result is at most 5 % below the true limit (exact below 20), in at most 8 trials for up to
-    three million samples in a rank's shard. Out of memory on one rank counts for all. The global batch and the order
-    of its samples stay: loaders keep the batch size `per_process`, and `split` gives the micro-batches.
+    Sizes are bisected: the result is at most 5 % below the true limit (exact below 20), after at most 8 trials for up
+    to three million samples in a rank's shard. A size that is too large on one rank is too large for all. The global
+    batch and the order of its samples do not change: loaders have the batch size `per_process`, and `split` yields
+    the micro-batches.
 
-    The trials leave the weights' gradients, the buffers and the random generators as they were. Gradients are not
-    synchronised in them. A backend whose forward or backward has collectives (it lacks `Ability.LOCAL_PASSES`, or the
-    processes divide the layers) cannot go on after one rank ran out of memory there. Its run ends on every rank with
-    the exit code `accel_state.exit_codes.RESUME`, within the deadline; started again, it goes on with smaller sizes,
-    from the file.
+    Trials restore gradients, buffers and random-number generators, and do not synchronise gradients. If forward or
+    backward of the backend has collectives (it lacks `Ability.LOCAL_PASSES`, or processes shard the layers), the
+    ranks cannot continue after one of them ran out of memory. Such a run ends on every rank with the exit code
+    `accel_state.exit_codes.RESUME`, within the deadline. After a restart it reads the file and tries smaller sizes.
 
     Args:
-        step: computes forward and backward of so many samples as training does, without stepping the optimizer. Let the
-            optimizer step once before, if its state shall count.
+        step: computes forward and backward of the given number of samples as training does, without an optimizer
+            step. Step the optimizer once before the search if its state should count.
         global_batch_size: samples of one optimizer step on all ranks together.
-        accelerator: prepared the models that `step` computes; without it gradients of a distributed model are
-            synchronised in each trial, so that it has to be given in a run of several processes.
-        file: where a run that has to end keeps what it found, and finds it again; `micro_batch_size.json` in the
-            project's folder when None. Remove it when the model changes.
+        accelerator: the Accelerator that prepared the models of `step`. It is required in a run of several processes;
+            without it, each trial would synchronise gradients.
+        file: the file in which a run that must end stores its results for the restart. None uses
+            `micro_batch_size.json` in the project's folder. Delete it when the model changes.
         deadline: seconds that one trial may take.
 
     Raises:
-        SettingError: the global batch cannot be divided between the ranks, or there is no place for the file.
-        OutOfMemory: on every rank: a single sample does not fit.
-        CollectiveError: another rank failed in `step`, or did not come in time.
+        SettingError: the global batch is not divisible by the number of ranks, or there is no folder for the file.
+        OutOfMemory: a single sample does not fit; raised on every rank.
+        CollectiveError: another rank failed in `step`, or did not finish before the deadline.
 
     Example:
         >>> plan = find_micro_batch_size(lambda size: None, global_batch_size=96)
@@ -179,7 +179,7 @@ def find_micro_batch_size(
         raise OutOfMemory(
             f"Cannot find a micro-batch size for a global batch of {global_batch_size}.",
             "The device of at least one process ran out of memory with a single sample.",
-            "Take a smaller model or shorter samples, or shard the model.",
+            "Use a smaller model or shorter samples, or shard the model.",
         )
     return MicroBatches(search.found, search.largest, search.trials, accelerator)
 
@@ -198,7 +198,7 @@ def _shard_size(global_batch_size: int, process: Process, accelerator: Accelerat
 
 
 def _passes_are_local(accelerator: Accelerator) -> bool:
-    """Whether one rank alone may stop in the middle of forward or backward."""
+    """Whether one rank may stop inside forward or backward without blocking the others."""
     if accelerator.state._process.world_size == 1:
         return True
     mesh = accelerator.state.device_mesh
@@ -207,7 +207,7 @@ def _passes_are_local(accelerator: Accelerator) -> bool:
 
 
 class Search:
-    """Bisection over sizes of which each is at most 5 % below those that are left out before the next one.
+    """Bisection over candidate sizes, each at most 5 % smaller than any size up to the next candidate.
 
     Attributes:
         largest: the largest size.
@@ -223,7 +223,7 @@ class Search:
 
     @property
     def size(self) -> int | None:
-        """What to try next; None once the limit is known."""
+        """The size to try next; None when the limit is known."""
         index = self._index
         return None if index is None else self._sizes[index]
 
@@ -236,11 +236,11 @@ class Search:
 
     @property
     def found(self) -> int:
-        """The largest size that is known to fit; 0 while none is."""
+        """The largest size known to fit, or 0."""
         return self._sizes[self._fits] if self._fits >= 0 else 0
 
     def note(self, fits: bool) -> None:
-        """Learn whether the present size fits."""
+        """Record whether the current size fits."""
         index = self._index
         assert index is not None
         self.trials += 1
@@ -250,11 +250,11 @@ class Search:
             self._fails = index
 
     def state(self) -> list[int]:
-        """What is known so far."""
+        """The results so far, for `go_on`."""
         return [self.largest, self._fits, self._fails, self.trials]
 
     def go_on(self, state: object) -> None:
-        """Go on from what is known, if it is of this search."""
+        """Continue from earlier results, if they belong to this search."""
         if not isinstance(state, list) or len(state) != 4 or state[0] != self.largest:
             return
         _, fits, fails, trials = state
@@ -263,7 +263,7 @@ class Search:
 
 
 def _fits(step: Callable[[int], object], size: int, process: Process) -> bool:
-    """Whether a step of so many samples fits the memory of this rank."""
+    """Whether a step of this many samples fits the memory of this rank."""
     clear_device_cache(garbage_collection=True)
     try:
         step(size)
@@ -277,7 +277,7 @@ def _fits(step: Callable[[int], object], size: int, process: Process) -> bool:
 
 @contextmanager
 def _restored(accelerator: Accelerator | None) -> Iterator[None]:
-    """Synchronise no gradients inside the block, and leave behind what was there before."""
+    """Do not synchronise gradients inside the block, and restore the state from before it."""
     generators = snapshot()
     if accelerator is None:
         try:
@@ -306,10 +306,10 @@ def _restored(accelerator: Accelerator | None) -> Iterator[None]:
 
 
 class _Memory:
-    """The file in which a search that ends the run keeps what it found.
+    """The file in which a search stores its results if it must end the run.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,26 +317,27 @@ class _Memory:
 
     @classmethod
     def of(cls, accelerator: Accelerator, file: str | os.PathLike[str] | None) -> _Memory:
-        """The file that was given, or one in the project's folder."""
+        """The given file, or one in the project's folder."""
         folder = accelerator.project_dir or accelerator.logging_dir
         if file is None and folder is None:
             raise SettingError(
                 "Cannot find a micro-batch size with this backend.",
-                "Its forward or backward has collectives, so that the run ends where memory runs out; there is no "
-                "place to keep what was found.",
+                "Its forward or backward has collectives, so the run must end when memory runs out, and it has no "
+                "file to "
+                "store its results.",
                 "Give file=..., or project_dir to the Accelerator.",
             )
         return cls(Path(file) if file is not None else Path(folder or "") / _FILE)
 
     def read(self) -> str:
-        """What is there; empty where nothing is."""
+        """The text of the file, or an empty text."""
         try:
             return self._path.read_text()
         except OSError:
             return ""
 
     def write(self, search: Search, tried: bool = False) -> None:
-        """Keep what is known; with `tried`, the present size counts as one that does not fit."""
+        """Store the results; with `tried`, the current size counts as too large."""
         known = search.state()
         if tried and search._index is not None:
             known[2:] = search._index, search.trials + 1
@@ -355,14 +356,14 @@ def _search_with_restarts(
     memory: _Memory,
     deadline: float,
 ) -> None:
-    """Search where a rank that runs out of memory leaves the others in a collective: the run ends with each failure."""
+    """Search for backends with collectives in forward or backward: each failed trial ends the run."""
     with barrier.reporting():
         text = barrier.wait("begin", memory.read() if process.rank == 0 else "")
         search.go_on(_parsed(text))
     while search.size is not None:
         with barrier.reporting():
             if process.rank == 0:
-                # A run that ends in whatever way finds that this size did not fit.
+                # However the run ends, the next one reads that this size did not fit.
                 memory.write(search, tried=True)
             barrier.wait(f"ready {search.trials}")
         try:
@@ -373,7 +374,7 @@ def _search_with_restarts(
                 leave_to_resume()
             barrier.wait(f"trial {search.trials}")
         except OutOfMemory:
-            # Another rank's, heard at the end of the trial.
+            # Another rank ran out of memory, reported at the end of the trial.
             leave_to_resume()
         search.note(True)
         if process.rank == 0:
@@ -402,7 +403,7 @@ def _leaving_with_others(barrier: StoreBarrier, deadline: float) -> Iterator[Non
             except AccelError:
                 left = 0.0
             if left <= 0:
-                # The main thread is inside a collective that does not end.
+                # The main thread is blocked in a collective.
                 leave_to_resume(at_once=True)
 
     watcher = threading.Thread(target=watch, name="micro-batch watch", daemon=True)

@@ -1,8 +1,8 @@
-"""Mistakes in a training loop that raise nothing and train something else, noticed at the first optimizer steps.
+"""Detects mistakes in a training loop that raise no error but change the training, at the first optimizer steps.
 
-Each mistake is warned about once, with what to change; one that can never train anything is an error. A guard watches
-the first steps through torch's hooks for optimizers and through forward hooks of prepared models. After two steps of an
-optimizer it removes them, so later steps cost nothing.
+Each mistake is a warning with a remedy, shown once; a mistake that prevents any training is an error. A guard observes
+the first steps with torch's optimizer hooks and forward hooks on prepared models. It removes them after two steps of an
+optimizer, so later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 __all__ = ("MisuseGuard", "MisuseWarning")
 
 _STEPS: Final = 2
-"""Steps of an optimizer that are watched."""
+"""Steps of an optimizer that the guard checks."""
 
 _MOST_STEPS: Final = 100
-"""Steps of all optimizers after which the guard goes, whatever it has seen."""
+"""Steps of all optimizers after which the guard removes itself in any case."""
 
 
 class MisuseWarning(UserWarning):
-    """A training loop does something that trains other weights than it seems to."""
+    """A mistake in the training loop changes what is trained."""
 
 
 _spent: list[Any] = []
-"""Hooks of guards that are done, which are removed between steps: torch goes through them during one."""
+"""Hooks of finished guards, removed between steps because torch iterates over them during one."""
 
 
 def _remove_spent() -> None:
@@ -55,12 +55,12 @@ def _remove_spent() -> None:
 
 
 class MisuseGuard:
-    """Watches the first optimizer steps of an Accelerator.
+    """Checks the first optimizer steps of an Accelerator for mistakes.
 
     Args:
-        gradient: says whether gradients are synchronised.
-        backend: the strategy and precision of the run.
-        prepared: what was prepared; not kept alive.
+        gradient: the gradient state.
+        backend: the run's backend.
+        prepared: the prepared objects; weakly referenced.
         comparison: compares replicas after the second step, or None.
     """
 
@@ -95,12 +95,12 @@ class MisuseGuard:
     # ------------------------------------------------------------------ called by the Accelerator
 
     def prepared(self, given: Sequence[Module], before: Iterable[Parameter], made: Sequence[Module]) -> None:
-        """Take note of what a call of `prepare` made.
+        """Record the models of a call of `prepare`.
 
         Args:
-            given: the models of the caller.
-            before: their parameters at that time.
-            made: the models that the caller gets back, in the same order.
+            given: the caller's models.
+            before: their parameters before the call.
+            made: the models that the call returns, in the same order.
         """
         if not self.active or not made:
             return
@@ -123,16 +123,16 @@ class MisuseGuard:
             weakref.finalize(self, _spent.extend, self._step_hooks)
 
     def watching(self, stepping: SupportsStep) -> SupportsStep:
-        """The same way to step, by which the guard knows that it was the prepared optimizer that stepped."""
+        """Wrap a stepper, so that the guard can tell the steps of prepared optimizers."""
         return _Guarded(stepping, self) if self.active else stepping
 
     def guards(self, optimizer: Any) -> None:
-        """Take note of a prepared optimizer that is watched, to let it step without the guard later."""
+        """Register a prepared optimizer, whose stepper is unwrapped when the guard is done."""
         if self.active:
             self._guarded.append(weakref.ref(optimizer))
 
     def micro_batch_begins(self) -> None:
-        """Look for a scheduler that moved between two micro-batches of one accumulation window."""
+        """Detect a scheduler that stepped between two micro-batches of one accumulation window."""
         if self._gradient.num_steps == 1:
             return
         self.backward_ran = self.backward_ran and self._between
@@ -147,18 +147,18 @@ class MisuseGuard:
         if moved and self._between:
             self._warn(
                 "scheduler",
-                "A learning-rate scheduler moved within an accumulation window.",
-                "It did not go through prepare(), so it moves at every micro-batch and not at every optimizer step.",
+                "A learning-rate scheduler steps within an accumulation window.",
+                "It was not passed to prepare(), so it steps at every micro-batch instead of every optimizer step.",
                 "Pass it to prepare() and step the one that prepare() returns.",
             )
         self._between = not self._gradient.sync_gradients
 
     def watch_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Take note of the scaler that a script has assigned."""
+        """Record the scaler that a script has assigned."""
         self._scaler = scaler
 
     def expect_different_replicas(self) -> None:
-        """Do not compare replicas: they learn apart on purpose."""
+        """Do not compare replicas: they are trained independently on purpose."""
         self._comparison = None
 
     # ------------------------------------------------------------------ around a step
@@ -182,7 +182,7 @@ class MisuseGuard:
         self._check_forward(parameters)
 
     def check_scaler(self, optimizer: Optimizer) -> None:
-        """Refuse to step where the gradient scaler has never scaled a loss."""
+        """Raise an error if the gradient scaler has never scaled a loss."""
         if self._scaler is None or not self._scaler.is_enabled() or self.backward_ran:
             return
         if self._scaler._scale is None and any(one.grad is not None for one in _parameters(optimizer)):
@@ -206,7 +206,7 @@ class MisuseGuard:
             self._retire()
 
     def _retire(self) -> None:
-        """Let everything run without the guard."""
+        """Remove the guard from everything."""
         self.active = False
         for handle in self._handles:
             handle.remove()
@@ -236,7 +236,7 @@ class MisuseGuard:
                 )
 
     def _check_direct_step(self, optimizer: Optimizer, prepared: bool) -> None:
-        """Look for a step that did not go through a prepared optimizer, where that makes a difference."""
+        """Detect a step of an unprepared optimizer, if that matters."""
         remedy = "Step the optimizer that prepare() returned." if prepared else "Pass the optimizer to prepare()."
         what = "The optimizer that was passed to prepare()" if prepared else "An optimizer that was not prepared"
         if self._counts_backward and not self._gradient.sync_gradients:
@@ -253,12 +253,12 @@ class MisuseGuard:
                 self._warn(
                     "scaled",
                     f"{what} steps with gradients that are scaled for fp16.",
-                    "Only a prepared optimizer divides them by the scale of the loss again.",
+                    "Only a prepared optimizer divides them by the loss scale.",
                     remedy,
                 )
 
     def _check_forward(self, parameters: Sequence[Parameter]) -> None:
-        """Look for gradients of a model whose prepared form was never called."""
+        """Detect gradients of a model whose prepared version was never called."""
         own = {id(parameter) for parameter in parameters if parameter.grad is not None}
         for known in self._models:
             model = known.model()
@@ -267,14 +267,14 @@ class MisuseGuard:
             if any(id(parameter) in own for parameter in model.parameters()):
                 self._warn(
                     "forward",
-                    f"An optimizer steps with gradients of {type(known.inner(self._backend)).__name__}, and the model "
-                    "that prepare() returned was never called.",
-                    "Only a forward through that one lets backward average the gradients of all processes.",
+                    f"An optimizer steps with gradients of {type(known.inner(self._backend)).__name__}, but the "
+                    "model that prepare() returned was never called.",
+                    "Gradients are averaged over processes only after a forward of that model.",
                     "Write `model = accelerator.prepare(model)` and call this model.",
                 )
 
     def _lacks_backward(self) -> bool:
-        """Whether nobody called `Accelerator.backward` in this window, where it divides the loss."""
+        """Whether `Accelerator.backward`, which divides the loss, was not called in this window."""
         return self._counts_backward and not self.backward_ran and self._gradient.num_steps > 1
 
     def _unprepared_schedulers(self) -> list[tuple[weakref.ref[Any], Any]]:
@@ -283,7 +283,7 @@ class MisuseGuard:
             return []
         known = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in prepared.schedulers}
         followed = {id(one) for wrapped in prepared.optimizers for one in _layers(wrapped)}
-        # A scheduler refers to its optimizer and not the other way round; this is done once in a run.
+        # A scheduler refers to its optimizer but not vice versa; this search happens once in a run.
         return [
             (weakref.ref(found), found.last_epoch)
             for found in gc.get_objects()
@@ -308,7 +308,7 @@ class MisuseGuard:
         return next((index for index, one in enumerate(wrapped) if getattr(one, "optimizer", None) is optimizer), None)
 
     def reads_prepared_loader(self) -> bool:
-        """Whether a prepared loader is in iteration."""
+        """Whether a loop reads a prepared loader."""
         return self._gradient.active_dataloader is not None
 
     def _warn(self, kind: str, what: str, why: str, remedy: str) -> None:
@@ -318,11 +318,11 @@ class MisuseGuard:
 
 
 class _PreparedModel:
-    """A model that `prepare` returned, and what was seen of it.
+    """A model that `prepare` returned, and the calls of it.
 
     Args:
         model: the model.
-        synchronises: whether backward averages gradients only after a forward through it.
+        synchronises: whether backward averages gradients only after a forward of this model.
     """
 
     __slots__ = ("_parameters", "forwards", "inputs", "model", "synchronises")
@@ -343,9 +343,9 @@ class _PreparedModel:
 
 
 class _NoteForward:
-    """Counts the forwards of a prepared model that lead to a backward, and keeps digests of the first inputs.
+    """Counts the forward passes of a prepared model with gradients, and stores digests of the first inputs.
 
-    A copy or a pickle of the model has a hook that does nothing.
+    Copied or unpickled models have a hook that does nothing.
     """
 
     def __init__(self, guard: MisuseGuard, known: _PreparedModel) -> None:
@@ -374,7 +374,7 @@ class _Nothing:
 
 
 class _Guarded:
-    """Steps, and lets the guard know that the prepared optimizer does."""
+    """Steps, and reports the step of a prepared optimizer to the guard."""
 
     __slots__ = ("_guard", "stepping")
 
@@ -409,14 +409,14 @@ def _parameters(optimizer: Optimizer) -> list[Parameter]:
 
 
 def _layers(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and those within it: engines wrap the optimizer of the caller in one of their own."""
+    """An optimizer and the optimizers that it wraps: engines wrap the caller's optimizer."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
 
 
 def _outside() -> int:
-    """The stack level of the first frame that is neither ours nor torch's."""
+    """The stack level of the first frame outside of this library and torch."""
     import sys
 
     from accel_state.settings.extension import is_library

@@ -1,7 +1,7 @@
-"""Runs of unchanged training scripts that a command observes: how they are launched, and how they end.
+"""Runs unchanged training scripts under an observer, for the commands that check scripts.
 
-A command launches a module of its own with a task and a script. The module gives `run_script` an observer, which sees
-every Accelerator that the script makes and every loader that it prepares.
+A command launches its recording module with a task and a script. The module passes an observer to `run_script`; it is
+called for every Accelerator that the script constructs and every loader that it prepares.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TAIL: Final = 15
 
 
 class StopRun(BaseException):
-    """Ends a script after its last step; no handler of exceptions in the script should catch it."""
+    """Ends a script after its last step. It is no `Exception`, so that handlers in the script do not catch it."""
 
 
 def check_script(script: str) -> None:
-    """Refuse a script that does not exist.
+    """Check that a script exists.
 
     Raises:
         SettingError: there is no such file.
@@ -52,15 +52,15 @@ def launch(
     options: Sequence[str],
     timeout: float,
 ) -> str | None:
-    """Launch a script under an observer, wait for its end, and say why it failed; None where it did not.
+    """Launch a script under an observer, wait for its end, and return why it failed; None if it did not.
 
     Args:
-        observing: the module that observes; it is run with the path of the task, then the script and its arguments.
-        task: file with what the observer does; the output of the run is written beside it.
+        observing: the recording module, run with the path of the task, then the script and its arguments.
+        task: file of the observer's task; the run's output is written to the same folder.
         script: the script and its arguments.
-        processes: how many.
+        processes: the number of processes.
         options: further options of `accel launch`.
-        timeout: seconds that the run may take.
+        timeout: seconds after which the run is stopped.
     """
     launched = [sys.executable, "-m", "accel_cli.main", "launch", "--num_processes", str(processes)]
     launched += [*options, "--module", observing, str(task), *script]
@@ -84,7 +84,7 @@ def launch(
 
 
 def run_script(script: str, arguments: Sequence[str], observer: RunObserver) -> None:
-    """Run a script as `python script arguments` does, with an observer; returns at its end, or where `StopRun` ends it.
+    """Run a script as `python script arguments` does, with an observer, until its end or `StopRun`.
 
     Called in each process of a run.
     """

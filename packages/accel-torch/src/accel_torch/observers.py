@@ -1,4 +1,4 @@
-"""What watches a run; imported when it is needed, so that other runs do not pay for it."""
+"""Observers of a run; imported at their first use, so that runs without them start faster."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ __all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
 
 
 class RunObserver:
-    """What follows every Accelerator of a process, for commands that run scripts as they are.
+    """Called for every Accelerator of a process; commands that run unchanged scripts use it.
 
-    Its methods do nothing.
+    The methods of this base class do nothing.
     """
 
     def configures(self, options: Options) -> Options:
-        """Called with the arguments of each new Accelerator, before it takes part in a run; those that it uses."""
+        """Called with the arguments of each new Accelerator, before it joins a run; returns the arguments to use."""
         return options
 
     def begins(self, accelerator: Any) -> None:
         """Called with each new Accelerator, before it prepares anything."""
 
     def loader_prepared(self, accelerator: Any, loader: Any) -> None:
-        """Called with each loader that `prepare` made, before it is read."""
+        """Called with each prepared loader, before it is read."""
 
 
 RUN_OBSERVERS: Final[list[RunObserver]] = []
-"""Those of this process."""
+"""The observers of this process."""
 
 
 def reporting(options: Options) -> StragglerReport | None:
-    """What times this process, or None."""
+    """The straggler report of this process, or None."""
     if not options.straggler_report:
         return None
     from accel_torch.straggler import StragglerReport
@@ -50,7 +50,7 @@ def reporting(options: Options) -> StragglerReport | None:
 
 
 def watching(options: Options, prepared: PreparedObjects, strategy: Strategy) -> ReplicaChecker | None:
-    """What compares replicas, or None."""
+    """The periodic check of replicas, or None."""
     if not options.check_replicas_every:
         return None
     from accel_torch.replicas import ReplicaChecker
@@ -61,7 +61,7 @@ def watching(options: Options, prepared: PreparedObjects, strategy: Strategy) ->
 def guarding(
     options: Options, gradient: GradientState, backend: ActiveBackend, prepared: PreparedObjects
 ) -> MisuseGuard:
-    """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
+    """The guard that checks the first steps for mistakes; by default it also compares replicas once."""
     from accel_torch.misuse import MisuseGuard
 
     alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1

@@ -1,4 +1,4 @@
-"""The arguments of an Accelerator, checked and sorted before anything starts."""
+"""The arguments of an Accelerator, checked before the run starts."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ __all__ = (
 H = TypeVar("H", bound=KwargsHandler)
 
 UNSET: Final[Any] = object()
-"""Default of keywords that moved into `DataLoaderConfiguration`, so that giving them can be noticed."""
+"""Default of keywords that moved to `DataLoaderConfiguration`, which distinguishes them from given ones."""
 
 
 class Options(NamedTuple):
     """The arguments of one Accelerator.
 
     Args:
-        cpu: work on the CPU even if another device is present.
+        cpu: use the CPU even if another device is present.
         mixed_precision: name of the precision that the argument selects, or None.
         backend: name of the backend that the argument selects, or None.
         backend_config: settings object of a backend, or None.
         device_placement: move models and batches to the device.
         loader: how loaders are prepared.
-        project: where checkpoints and logs go.
+        project: the folders of checkpoints and logs.
         accumulation: how gradients are accumulated.
-        rng_types: generators that loaders synchronise at the start of an iteration.
+        rng_types: random-number generators that loaders synchronise at the start of each epoch.
         log_with: trackers, by name or as instances.
-        step_scheduler_with_optimizer: whether schedulers follow their optimizers.
-        handlers: settings objects for what is created on the way, such as `AutocastKwargs`.
-        backends: settings objects of backends that were given, by the name of their argument.
-        plugins: the same of what changes models.
-        parallelism_config: the axes of the run, or None.
-        transforms: changes of every model that were given as objects.
+        step_scheduler_with_optimizer: whether a scheduler steps only when its optimizer steps.
+        handlers: settings objects such as `AutocastKwargs`.
+        backends: the given settings objects of backends, by argument name.
+        plugins: the given settings objects of model transforms, by argument name.
+        parallelism_config: the sizes of the mesh axes, or None.
+        transforms: the given transforms of every model.
         check_replicas_every: see `checked_interval`.
-        straggler_report: whether processes tell at the end what they spent their time on.
-        goodput: whether they keep an account of it in the folder of the run.
+        straggler_report: whether to report at the end how each process spent its time.
+        goodput: whether to record how each process spends its time in the project folder.
     """
 
     cpu: bool
@@ -101,7 +101,7 @@ class Options(NamedTuple):
 
 
 def precision_given(mixed_precision: PrecisionType | str | None) -> str | None:
-    """Name of the precision that the argument selects; None without an argument.
+    """The name of the precision that the argument selects; None if it is not given.
 
     Raises:
         SettingError: there is no such precision.
@@ -110,14 +110,14 @@ def precision_given(mixed_precision: PrecisionType | str | None) -> str | None:
 
 
 def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[str, Any]) -> DataLoaderConfiguration:
-    """How loaders are prepared, from the configuration and from keywords that moved into it.
+    """The configuration of loaders, with keywords that moved into it.
 
     Args:
         given: the configuration, or None.
         moved: keywords by name; those that are `UNSET` were not given.
 
     Raises:
-        Conflict: a keyword says something else than the configuration.
+        Conflict: a keyword contradicts the configuration.
     """
     keywords = {name: value for name, value in moved.items() if value is not UNSET}
     if keywords:
@@ -135,7 +135,7 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
         if configured not in (value, getattr(defaults, name)):
             raise Conflict(
                 f"Cannot construct an Accelerator with {name}={value!r}.",
-                f"The dataloader_config says {name}={configured!r}.",
+                f"The dataloader_config has {name}={configured!r}.",
                 f"Give {name} in the DataLoaderConfiguration only.",
             )
     return dataclasses.replace(given, **keywords)
@@ -144,7 +144,7 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
 def project_configuration(
     given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Where checkpoints and logs go; `project_dir`, else that of the launch, fills in for a configuration without."""
+    """The project configuration. If it has no folder, that is `project_dir`, or the folder given to `accel launch`."""
     configuration = given if given is not None else ProjectConfiguration()
     folder = os.environ.get(PROJECT_DIR_VARIABLE) if project_dir is None else project_dir
     if folder and configuration.project_dir is None:
@@ -155,11 +155,11 @@ def project_configuration(
 def accumulation_plugin(
     given: GradientAccumulationPlugin | None, steps: int, loader: DataLoaderConfiguration
 ) -> GradientAccumulationPlugin:
-    """How gradients are accumulated: by plugin, else by number, else by variable.
+    """The accumulation settings: the plugin, else the number of steps, else the environment variable.
 
     Raises:
-        Conflict: two of the places that may say so say different things.
-        SettingError: the number of steps cannot be used.
+        Conflict: the plugin and another argument were given.
+        SettingError: the number of steps is invalid.
     """
     if given is not None and loader.gradient_accumulation_kwargs is not None:
         raise Conflict(
@@ -181,7 +181,7 @@ def accumulation_plugin(
 
 
 def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...]:
-    """Names of the generators to synchronise; by default that of the sampler.
+    """The names of the generators to synchronise; by default the sampler's.
 
     Raises:
         SettingError: there is no such generator.
@@ -202,7 +202,7 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
 
     Raises:
         UnknownKind: one of them is not a settings object.
-        Conflict: there are two of a kind.
+        Conflict: two of them have the same type.
     """
     checked: list[KwargsHandler] = []
     for handler in handlers or ():
@@ -215,7 +215,7 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
         if any(type(other) is type(handler) for other in checked):
             raise Conflict(
                 f"Cannot use two {type(handler).__name__} in kwargs_handlers.",
-                "Only one of a kind can be used.",
+                "Only one of each type can be used.",
                 "Give one.",
             )
         checked.append(handler)
@@ -223,7 +223,7 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
 
 
 def either(name: str, given: Any, older_name: str, older: Any) -> Any:
-    """One value out of two spellings of an argument.
+    """The value of an argument with two names.
 
     Raises:
         Conflict: both have a value.
@@ -238,7 +238,7 @@ def either(name: str, given: Any, older_name: str, older: Any) -> Any:
 
 
 def checked_interval(steps: int | None) -> int | None:
-    """Optimizer steps between two comparisons of replicas; 0 for none, None for one sample after the second step.
+    """Optimizer steps between two comparisons of replicas; 0 disables them, None compares once after the second step.
 
     Raises:
         SettingError: not an int of at least 0.
@@ -253,7 +253,7 @@ def checked_interval(steps: int | None) -> int | None:
 
 
 def account_kept(goodput: bool | None) -> bool:
-    """Whether an account of the time is kept: as said, else where the launch names the folder of the run.
+    """Whether to record goodput: the argument, or if it is None, whether `accel launch` was given a project folder.
 
     Raises:
         SettingError: not a bool or None.
@@ -261,8 +261,8 @@ def account_kept(goodput: bool | None) -> bool:
     if goodput is not None and not isinstance(goodput, bool):
         raise SettingError(
             f"Cannot use goodput={goodput!r}.",
-            "The value must be a bool: whether to keep an account of the time.",
-            "Leave it out to keep one where the run was started with accel launch --project_dir.",
+            "The value must be a bool or None: whether to record how each process spends its time.",
+            "Remove it to record runs that were started with accel launch --project_dir.",
         )
     return bool(os.environ.get(PROJECT_DIR_VARIABLE)) if goodput is None else goodput
 
@@ -289,7 +289,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
 
 
 def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
-    """How models are compiled: by plugin, else by name of a backend, else by variables; None when they are not.
+    """The compile settings: the plugin, else the backend's name, else environment variables; None without any.
 
     Raises:
         Conflict: plugin and name were both given.
@@ -311,10 +311,10 @@ def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | N
 
 
 def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transform, ...]:
-    """Changes of every model.
+    """The transforms of every model, checked.
 
     Raises:
-        UnknownKind: one of them is none.
+        UnknownKind: one of them is not a transform.
     """
     given = tuple(transforms or ())
     for one in given:
@@ -328,11 +328,11 @@ def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transfor
 
 
 def trackers_asked(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
-    """Trackers as a tuple, be it one, several or none; checked, because `init_trackers` may come late.
+    """The trackers as a tuple; checked here, since `init_trackers` may be called much later.
 
     Raises:
-        SettingError: an unknown name, or a tracker that needs a folder and has none.
-        Missing: the library of one is not installed.
+        SettingError: a name is unknown, or a tracker needs a folder and has none.
+        Missing: the library of a tracker is not installed.
     """
     if log_with is None:
         return ()

@@ -1,4 +1,4 @@
-"""`prepare`: what happens to models, optimizers, schedulers and loaders, in this order."""
+"""`prepare`: prepares loaders, models, optimizers and schedulers, in this order."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def prepare(
     device_placement: Sequence[bool] | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> Any:
-    """The objects, ready for this run, in the order given; a single one comes back by itself.
+    """Prepare objects for this run, and return them in the order given; see `Accelerator.prepare`.
 
     Args:
         accelerator: the Accelerator.
-        objects: models, optimizers, schedulers and loaders; what is of another kind comes back as it is.
-        device_placement: for each object, whether it is moved to the device; that of the Accelerator when None.
-        slice_fn_for_dispatch: cuts a batch when the main process reads it.
+        objects: models, optimizers, schedulers and loaders; objects of other types are returned unchanged.
+        device_placement: for each object, whether to move it to the device. None uses the Accelerator's setting.
+        slice_fn_for_dispatch: takes a process's shard from a global batch that the main process has read.
 
     Raises:
-        SettingError: `device_placement` has another length.
-        AccelError: the backend refuses; nothing was changed then.
+        SettingError: `device_placement` has another length than `objects`.
+        AccelError: the backend does not support these objects; none of them was changed.
     """
     placed = _placement(accelerator, objects, device_placement)
     bundle = Bundle.of(objects)
@@ -73,7 +73,7 @@ def prepare(
 
 
 def prepare_for_evaluation(accelerator: AcceleratorMembers, model: Module, device_placement: bool) -> Module:
-    """A model that is not trained: brought to the device, changed and autocast, but not wrapped."""
+    """Prepare a model that is not trained: moved, transformed and autocast, but not wrapped."""
     bundle = Bundle.of([model])
     changed: Module = _run_steps(accelerator, bundle, {id(model): device_placement}, trains=False).models[0]
     return changed
@@ -94,26 +94,26 @@ def _run_steps(accelerator: AcceleratorMembers, bundle: Bundle, placed: dict[int
 def _placement(
     accelerator: AcceleratorMembers, objects: Sequence[Any], asked: Sequence[bool] | None
 ) -> dict[int, bool]:
-    """By id of object, whether it is moved to the device."""
+    """Whether to move each object to the device, by id."""
     if asked is None:
         asked = [accelerator._options.device_placement] * len(objects)
     if len(asked) != len(objects):
         raise SettingError(
             f"Cannot prepare with device_placement={list(asked)!r}.",
             f"It has {len(asked)} entries for {len(objects)} objects.",
-            "Give one entry for each object, or none.",
+            "Give one entry for each object, or remove device_placement.",
         )
     return {id(item): move for item, move in zip(objects, asked, strict=True)}
 
 
 def _check_together(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
-    """Refuse a call that lacks what the backend has to be given at once."""
+    """Check that objects which the backend needs in one call are all in this call."""
     together = accelerator._backend.manifest.together
     given = {part for part in together if bundle.of_kind(part)}
     missing = together - given
     if given and missing:
         raise Conflict(
-            f"Cannot prepare {_named(given)} alone.",
+            f"Cannot prepare {_named(given)} separately.",
             f"The backend {accelerator._backend.manifest.name!r} needs {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
         )
@@ -155,7 +155,7 @@ def _wrap_schedulers(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
 
 
 def _wrapped_scheduler(accelerator: AcceleratorMembers, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
-    """A scheduler that follows the prepared optimizer it was made for, or all of them when it does not tell."""
+    """A scheduler that follows its optimizer, or all prepared optimizers if it has no attribute `optimizer`."""
     candidates = [*accelerator._prepared.optimizers, *bundle.optimizers]
     inner = getattr(scheduler, "optimizer", None)
     own = [optimizer for optimizer in candidates if optimizer is inner or optimizer.optimizer is inner]
@@ -175,10 +175,10 @@ def prepare_loader(
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> Any:
-    """The loader of this process's part of the data, as the strategy feeds it."""
+    """Prepare one loader, which yields this process's shard of the data."""
     options, strategy = accelerator._options, accelerator._backend.strategy
     if getattr(type(loader), "placeholder_for", None) is Part.LOADER:
-        # The backend makes the loader, of the part that is this process's.
+        # The backend creates the loader, with this process's shard of the data.
         return strategy.wrap_loader(loader)
     if strategy.traits.elastic:
         from accel_data.elastic import ElasticLoader
