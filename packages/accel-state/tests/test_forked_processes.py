@@ -72,7 +72,7 @@ def state_made_before_the_launch() -> list[str]:
 def test_a_state_made_before_the_fork_is_noticed_in_a_launched_process(one: Processes) -> None:
     (refused,) = one.run(state_made_before_the_launch)
     for message in refused:
-        assert "Rank 0 of 1 made it before this process was forked" in message
+        assert "Rank 0 of 1 created it before this process was forked" in message
         assert "in the function that is launched" in message
 
 

@@ -108,7 +108,7 @@ def test_a_folder_of_another_user_is_no_run(temporary: Path) -> None:
 
 
 def test_a_process_that_no_launcher_started_is_refused(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(NotFound, match=f"process {sleeper.pid} is not a run that `accel launch` started"):
+    with pytest.raises(NotFound, match=f"Process {sleeper.pid} does not belong to a run of `accel launch`"):
         find_run(str(sleeper.pid))
 
 
@@ -127,7 +127,7 @@ def test_a_process_of_another_user_is_refused(temporary: Path) -> None:
         return
     other = subprocess.Popen(["sleep", "600"], user=65534, group=65534)
     try:
-        with pytest.raises(NoAccess, match=f"process {other.pid} belongs to the user .*, and only this user can see"):
+        with pytest.raises(NoAccess, match=f"Process {other.pid} belongs to the user .*, and only this user can see"):
             find_run(str(other.pid))
     finally:
         other.kill()

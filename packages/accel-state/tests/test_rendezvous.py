@@ -99,7 +99,7 @@ def test_a_process_that_never_comes(told: Told) -> None:
 def test_a_process_that_never_comes_is_named_where_an_agent_hosts_the_store(told: Told) -> None:
     for text in told["missing at an agent"][1].result():
         assert text.startswith("CollectiveError")
-        assert "these ranks had not come: 1." in text
+        assert "Ranks that did not connect within" in text and ": 1." in text
 
 
 def test_a_port_that_another_program_holds(told: Told) -> None:

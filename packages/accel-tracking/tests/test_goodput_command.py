@@ -75,7 +75,7 @@ def test_the_picture(project, tmp_path, capsys):
 
 
 def test_runs_without_accounts(tmp_path):
-    with pytest.raises(NotFound, match="no goodput account of any process"):
+    with pytest.raises(NotFound, match="no goodput account"):
         run(tmp_path)
     with pytest.raises(NotFound, match="no such folder"):
         run(tmp_path / "none")

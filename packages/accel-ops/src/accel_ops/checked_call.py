@@ -154,7 +154,7 @@ def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
         operation: name of the function that the user called.
         name: of the argument.
         rank: what the user gave.
-        transport: between the processes.
+        transport: the transport between the processes.
 
     Raises:
         SettingError: no process of the group has this rank.
@@ -344,7 +344,7 @@ class CheckedCall(HeaderCall):
     """One checked collective; a context manager.
 
     Args:
-        transport: between more than one process.
+        transport: the transport between at least two processes.
         operation: name of the function that the user called.
         arguments: what must be equal on all processes, by name.
     """

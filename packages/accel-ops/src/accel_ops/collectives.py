@@ -56,7 +56,7 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False,
             in the group.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> predictions, labels = gather((predictions, labels))
@@ -92,7 +92,7 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
         SettingError: `src` is not a rank of the group, or this process is not in the group.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
     """
     transport = transport_of(group, "broadcast")
     src = transport.rank_in_run(0) if src is None else src
@@ -134,7 +134,7 @@ def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) 
             evenly; its path is named.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on the other processes, when `src` could not take part, or when the calls differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> mine = scatter({"images": images} if state.is_main_process else None)
@@ -177,7 +177,7 @@ def all_to_all(tensor: Any, *, group: Group = None) -> Any:
         SettingError: this process is not in the group, or a tensor cannot be split evenly; its path is named.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> from_everyone = all_to_all(for_everyone)

@@ -137,7 +137,7 @@ def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Call
 
     Args:
         state: of the transport.
-        transport: between the processes.
+        transport: the transport between the processes.
         all_gather_bytes: brings bytes of every process to all, by rank.
     """
     files: list[int] = []

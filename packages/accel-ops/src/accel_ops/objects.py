@@ -51,7 +51,7 @@ def gather_object(object: Any, *, group: Group = None) -> Any:  # noqa: A002 - t
         SettingError: this process is not in the group.
         UnknownKind: not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when they call different collectives.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> names = gather_object(["a.png", "b.png"])
@@ -82,7 +82,7 @@ def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Gr
         SettingError: `src` is not a rank of the group, or this process is not in the group.
         UnknownKind: not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when lengths or calls differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
     """
     transport = transport_of(group, "broadcast_object_list")
     src = transport.rank_in_run(0) if src is None else src

@@ -57,8 +57,8 @@ class ScatterStream(Protocol):
         """Complete a step, and return the message; the source may send another one.
 
         Raises:
-            ShapeMismatch: on every process, when one of them called something else.
-            CollectiveError: a process is gone or did not come in time.
+            ShapeMismatch: on every process, when one of them called another collective.
+            CollectiveError: a process ended or did not call this in time.
         """
 
     def release(self) -> None:
@@ -89,8 +89,8 @@ def open_scatter_stream(
         What the source said, and the stream.
 
     Raises:
-        ShapeMismatch: on every process, when one of them called something else.
-        CollectiveError: a process is gone or did not come in time; or a scatter of this run failed earlier, and its
+        ShapeMismatch: on every process, when one of them called another collective.
+        CollectiveError: a process ended or did not call this in time; or a scatter of this run failed earlier, and its
             message could be taken for the next one.
     """
     transport = current.process_or_start().transport

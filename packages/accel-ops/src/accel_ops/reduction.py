@@ -76,7 +76,7 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
         SettingError: an unknown `op`, or this process is not in the group.
         UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> loss = reduce(loss, "mean")
@@ -115,7 +115,7 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
             is named.
         UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> mine = reduce_scatter(torch.ones(8), "sum")

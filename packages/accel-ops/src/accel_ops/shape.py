@@ -50,7 +50,7 @@ def pad_across_processes(
         UnknownKind: a leaf is not a tensor; the error has its path.
         SettingError: a dtype cannot hold `pad_index`, or this process is not in the group.
         ShapeMismatch: on every process, when their calls, structures, numbers of dimensions or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
 
     Example:
         >>> tokens = pad_across_processes(tokens, dim=1, pad_index=tokenizer.pad_token_id)

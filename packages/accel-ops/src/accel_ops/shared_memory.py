@@ -49,7 +49,7 @@ class StreamCall(HeaderCall):
     """The steps of a stream of messages. Each process counts them, and the headers of other calls have the count.
 
     Args:
-        transport: between the processes.
+        transport: the transport between the processes.
         operation: name of the function that the user called.
     """
 
@@ -74,8 +74,8 @@ class StreamCall(HeaderCall):
                 when another process has left the stream, or waits for this one in another call.
 
         Raises:
-            ShapeMismatch: on every process, when one of them called something else.
-            CollectiveError: a process is gone or did not come in time.
+            ShapeMismatch: on every process, when one of them called another collective.
+            CollectiveError: a process ended or did not call this in time.
         """
         with self:
             deadline = time.monotonic() + self._transport.timeout.total_seconds()
@@ -180,7 +180,7 @@ class SharedMemoryStream:
     """The messages of one epoch, from the source to all others; see `accel_ops.pending.ScatterStream`.
 
     Args:
-        transport: between the processes.
+        transport: the transport between the processes.
         operation: name of the function that the user calls at each step.
         wrap: makes of a tensor what `buffers` and `wait` give out.
         src: the process that sends.

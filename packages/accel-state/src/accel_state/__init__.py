@@ -1,4 +1,4 @@
-"""Processes, devices, transports and settings: who am I, and how do I reach the others."""
+"""The rank, device, settings and transport of each process of a run."""
 
 from __future__ import annotations
 

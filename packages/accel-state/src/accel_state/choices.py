@@ -1,4 +1,4 @@
-"""Fixed names that config files, launches, device maps and `torch.compile` read; training without them needs none.
+"""Enums for config files, launches, device maps and `torch.compile`; training without these imports none of them.
 
 The values are those of the interface that this project implements.
 """
@@ -13,14 +13,14 @@ __all__ = ("ComputeEnvironment", "CustomDtype", "DynamoBackend", "SageMakerDistr
 
 
 class ComputeEnvironment(str, Enum, metaclass=EnumWithContains):
-    """Where a configured run takes place."""
+    """Where a configured run executes."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(str, Enum, metaclass=EnumWithContains):
-    """Kinds of distribution that SageMaker offers."""
+    """Types of distributed training on SageMaker."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -28,7 +28,7 @@ class SageMakerDistributedType(str, Enum, metaclass=EnumWithContains):
 
 
 class DynamoBackend(str, BaseEnum):
-    """Names of the backends that `torch.compile` takes, in the upper case of config files."""
+    """Names of the backends of `torch.compile`, in upper case as in config files."""
 
     NO = "NO"
     EAGER = "EAGER"

@@ -1,4 +1,4 @@
-"""Output to the terminal: progress bars that one process of a node draws, and coloured tracebacks."""
+"""Terminal output: progress bars that only one process of a node draws, and coloured tracebacks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """A progress bar of the library tqdm; only the local main process draws it.
 
     Args:
-        args: as `tqdm.auto.tqdm` takes them.
+        args: arguments of `tqdm.auto.tqdm`.
         main_process_only: False draws a bar on every process.
-        kwargs: as `tqdm.auto.tqdm` takes them.
+        kwargs: keyword arguments of `tqdm.auto.tqdm`.
 
     Raises:
         Missing: tqdm is not installed.
-        SettingError: the first argument is a bool, as an older form of this function took it.
+        SettingError: the first argument is a bool, which an older form of this function accepted.
     """
     _TQDM.demand("Cannot draw a progress bar.")
     if args and isinstance(args[0], bool):
@@ -38,7 +38,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         )
     from tqdm.auto import tqdm as bar
 
-    # A bar needs the local rank alone: it must not make this process join the others.
+    # A bar needs only the local rank. It must not connect this process to the others.
     process = current.process_or_none()
     topology = read_topology() if process is None else process.topology
     if main_process_only and not topology.is_local_main:

@@ -1,4 +1,4 @@
-"""The one slot of the process: the process, the run it is part of, and the newest gradient state.
+"""The state of this process, in one slot: its `Process`, its `Run`, and the newest gradient state.
 
 `PartialState`, `AcceleratorState` and `GradientState` are views of this slot. `Process` and `Run` are immutable; a
 change puts a new object into the slot.
@@ -57,7 +57,7 @@ class _SlotOfThread(_Slot, threading.local):
 
 @contextmanager
 def slot_per_thread() -> Iterator[None]:
-    """Give each thread a slot of its own inside the block, for `accel_state.testing.threads`."""
+    """Use a separate slot for each thread inside the block, for `accel_state.testing.threads`."""
     global _slot
     before, _slot = _slot, _SlotOfThread()
     try:
@@ -67,7 +67,7 @@ def slot_per_thread() -> Iterator[None]:
 
 
 def process() -> Process:
-    """The process.
+    """The `Process` in the slot.
 
     Raises:
         NoState: there is no state yet.
@@ -87,10 +87,10 @@ def process_or_none() -> Process | None:
 
 
 def process_or_start() -> Process:
-    """The process; made from the environment when there is no state yet.
+    """The process; created from the environment when there is no state yet.
 
     Raises:
-        NotReady: the state was made before this process was forked, and a launcher has assigned it another rank.
+        NotReady: the state was created before this process was forked, and a launcher has assigned it another rank.
     """
     if _slot.process is None:
         from accel_state.start import start_process
@@ -105,8 +105,8 @@ def _checked(process: Process) -> Process:
     if launched.distributed and launched.variables() != process.topology.variables():
         raise NotReady(
             "Cannot use the state of this process.",
-            f"Rank {process.rank} of {process.world_size} made it before this process was forked; since then the "
-            f"launcher has made this process rank {launched.rank} of {launched.world_size}.",
+            f"Rank {process.rank} of {process.world_size} created it before this process was forked. Since then the "
+            f"launcher has assigned rank {launched.rank} of {launched.world_size} to this process.",
             "Restart the notebook or script, and create the first state or Accelerator in the function that is "
             "launched.",
         )
@@ -117,7 +117,7 @@ _parents: list[Process | None] = []
 
 
 def _after_fork() -> None:
-    """Mark the process of a forked child as inherited, and replace the connections of the parent."""
+    """In a forked child, mark the process as inherited and replace the parent's connections."""
     _parents.append(_slot.process)
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
@@ -135,7 +135,7 @@ def set_process(process: Process | None) -> None:
 
 @contextmanager
 def replace_process(process: Process) -> Iterator[Process]:
-    """Put another process into the slot inside the block, for example one whose transport records its calls."""
+    """Put another process into the slot inside the block, for example one with a transport that records its calls."""
     before, _slot.process = _slot.process, process
     try:
         yield process
@@ -144,7 +144,7 @@ def replace_process(process: Process) -> Iterator[Process]:
 
 
 def require_run() -> Run:
-    """The run.
+    """The `Run` in the slot.
 
     Raises:
         NoState: there is no Accelerator yet.
@@ -174,7 +174,7 @@ def gradient() -> Any:
 
 
 def on_run_end(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the run ends; for releasing what the run opened."""
+    """Call `callback` once, when the run ends, for example to close what the run opened."""
     _slot.ending.append(callback)
 
 
@@ -186,7 +186,7 @@ def publish_for_run(variables: Mapping[str, str]) -> None:
 
 
 def end_run() -> None:
-    """Call the callbacks of `on_run_end`, and take the run out of the slot."""
+    """Call the callbacks of `on_run_end`, and remove the run from the slot."""
     callbacks, _slot.ending = _slot.ending, []
     for callback in callbacks:
         callback()
@@ -199,12 +199,12 @@ def set_gradient(gradient: Any) -> None:
 
 
 def on_clear(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the slot is cleared; for what other layers keep as long as the process."""
+    """Call `callback` once, when the slot is cleared, for example to reset a cache of another layer."""
     _slot.clearing.append(callback)
 
 
 def clear() -> None:
-    """Empty the slot; the next state is made from the environment again. The process group stays."""
+    """Empty the slot. The next state is created from the environment again; the process group stays open."""
     end_run()
     callbacks, _slot.clearing = _slot.clearing, []
     for callback in callbacks:

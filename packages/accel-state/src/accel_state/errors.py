@@ -1,7 +1,7 @@
-"""The errors that this project raises, in one tree.
+"""The exceptions of this project, in one class hierarchy.
 
 Each class is also a subclass of the builtin that fits it, so `except ValueError` works. Each message has three parts:
-what failed, what stands in the way, and what to do.
+what failed, why, and what to do.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class AccelError(Exception):
     """Base class of the errors that this project raises.
 
     Args:
-        failure: what failed, with the value that the caller gave: "Cannot use num_processes='two'."
-        obstacle: what stands in the way.
+        failure: what failed, with the caller's value: "Cannot use num_processes='two'."
+        obstacle: why it failed.
         remedy: what the caller can do.
     """
 
@@ -74,7 +74,7 @@ class UnknownKind(AccelError, TypeError):
 
 
 class Missing(AccelError, ImportError):
-    """Raised when a required package is not installed or too old; the message has the install line."""
+    """Raised when a required package is not installed or too old; the message contains the install command."""
 
 
 class NotReady(AccelError, RuntimeError):
@@ -90,7 +90,7 @@ class NotOffered(AccelError, NotImplementedError):
 
 
 class OutOfMemory(AccelError, RuntimeError):
-    """Raised when even the smallest piece of work does not fit into the memory of the device."""
+    """Raised when even the smallest amount of work does not fit into the device's memory."""
 
 
 class PluginError(AccelError, RuntimeError):
@@ -118,7 +118,7 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 class CheckpointNameError(SettingError, CheckpointError):
-    """Raised when a call names a folder without a checkpoint, or a name that another checkpoint has taken."""
+    """Raised when a call names a folder without a checkpoint, or a name that another checkpoint already uses."""
 
 
 class LaunchError(AccelError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The exit code with which a script says that it can be resumed."""
+"""The exit code of a script that can be resumed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ RESUME: Final = 75
 """The run saved a checkpoint before it ended early; start it again to resume (EX_TEMPFAIL of sysexits.h)."""
 
 NOTICE_VARIABLE: Final = "ACCEL_RESUME_NOTICE"
-"""Variable with the path of a file that a process creates before it ends with `RESUME`, for launchers without access to
+"""Variable with the path of a file that a process creates before it exits with `RESUME`, for launchers that cannot read
 exit codes."""
 
 
 def leave_to_resume(at_once: bool = False) -> NoReturn:
-    """End this process, whose state is saved, and tell the launcher that it can be started again.
+    """Exit with `RESUME`: the state is saved, and the launcher can start the run again.
 
     Args:
-        at_once: end it from any thread, without the interpreter's shutdown.
+        at_once: exit immediately, from any thread, without the interpreter's shutdown.
 
     Raises:
         SystemExit: with `RESUME`.

@@ -1,6 +1,6 @@
-"""Gradient accumulation: its configuration, and the state that says whether this micro-batch synchronises gradients.
+"""Gradient accumulation: its configuration, and whether the current micro-batch synchronises gradients.
 
-Each Accelerator has a `GradientState` of its own and passes it to the loaders, optimizers and schedulers it prepares.
+Each Accelerator has its own `GradientState` and passes it to the loaders, optimizers and schedulers that it prepares.
 `GradientState()` returns the newest one, for code without access to the Accelerator.
 """
 
@@ -24,8 +24,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches per optimizer step; None uses `gradient_accumulation_steps` and its variable.
-        adjust_scheduler: step the scheduler at every micro-batch, for a schedule that was not written for accumulation.
-        sync_with_dataloader: step at the end of the loader even after fewer micro-batches.
+        adjust_scheduler: step the scheduler at every micro-batch, for a schedule written without accumulation in mind.
+        sync_with_dataloader: step at the end of the loader, even after fewer micro-batches.
         sync_each_batch: reduce gradients between processes at every micro-batch, which takes less memory.
 
     Raises:
@@ -43,12 +43,12 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise SettingError(
                 f"Cannot accumulate gradients over {steps!r} steps.",
                 "The number of steps must be an int of at least 1.",
-                "Give 1 to step at every batch.",
+                "Use 1 to step at every batch.",
             )
 
 
 class Iterating(Protocol):
-    """A loader in iteration, as gradient accumulation sees it."""
+    """The properties of a loader that gradient accumulation reads."""
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -60,7 +60,7 @@ class Iterating(Protocol):
 
 
 class GradientState:
-    """Whether this micro-batch synchronises gradients, and which loaders are in iteration.
+    """Whether this micro-batch synchronises gradients, and which loaders are being iterated.
 
     Objects that share one state do not keep each other alive.
     """
@@ -114,9 +114,9 @@ class GradientState:
 
     @property
     def left(self) -> Iterating | None:
-        """The loader whose iteration was left at its last batch, as `next(iter(loader))` may do.
+        """The loader that the script stopped iterating at its last batch, for example after `next(iter(loader))`.
 
-        Results of that batch can still be collected, until the next iteration begins or the loader is gone.
+        Results of that batch can still be collected until the next iteration begins or the loader is deleted.
         """
         return self._left()
 
@@ -126,7 +126,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True: a state that can be reached is initialised."""
+        """Always True, because a state is initialised when it is created."""
         return True
 
     @property
@@ -155,15 +155,15 @@ class GradientState:
         return self.plugin.to_kwargs()
 
     def begin(self, loader: Iterating) -> None:
-        """Add a loader that begins to iterate; it becomes the innermost one."""
+        """Add a loader at the start of its iteration; it becomes the innermost one."""
         self.loaders.append(loader)
         self.left = None
 
     def finish(self, loader: Iterating) -> None:
-        """Remove a loader that has stopped to iterate.
+        """Remove a loader at the end of its iteration.
 
         Raises:
-            NotReady: it was not in iteration.
+            NotReady: the loader was not being iterated.
         """
         for index in range(len(self.loaders) - 1, -1, -1):
             if self.loaders[index] is loader:
@@ -171,23 +171,23 @@ class GradientState:
                 return
         raise NotReady(
             "Cannot end the iteration of a loader.",
-            "The loader is not iterated over.",
+            "The loader is not being iterated.",
             "Call begin(loader) before finish(loader).",
         )
 
     @property
     def active_dataloader(self) -> Iterating | None:
-        """The innermost loader in iteration."""
+        """The innermost loader that is being iterated."""
         return self.loaders[-1] if self.loaders else None
 
     @property
     def dataloader_references(self) -> list[Iterating | None]:
-        """None, then the loaders in iteration, innermost last."""
+        """None, then the loaders that are being iterated, innermost last."""
         return [None, *self.loaders]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is in iteration."""
+        """Whether a prepared loader is being iterated."""
         return bool(self.loaders)
 
     @property
@@ -211,11 +211,11 @@ class GradientState:
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Iterating) -> None:
-        """`begin`, for loaders that libraries write themselves."""
+        """The same as `begin`; loaders of other libraries call it."""
         self.begin(dataloader)
 
     def _remove_dataloader(self, dataloader: Iterating) -> None:
-        """`finish`, for loaders that libraries write themselves."""
+        """The same as `finish`; loaders of other libraries call it."""
         self.finish(dataloader)
 
     @staticmethod

@@ -20,7 +20,7 @@ __all__ = ("Process", "Run")
 
 
 class Process(NamedTuple):
-    """Who this process is; made once, when the first state or Accelerator is created.
+    """Rank, device and transport of this process; created once, with the first state or Accelerator.
 
     Args:
         topology: its ranks and world sizes.
@@ -31,8 +31,8 @@ class Process(NamedTuple):
         backend: name of the torch.distributed backend; None in a single process.
         debug: whether collectives report more.
         fork_launched: whether a notebook forked it.
-        options: the arguments that it was made with.
-        inherited: whether it describes the parent that this process was forked from.
+        options: the arguments with which it was created.
+        inherited: whether it describes the parent from which this process was forked.
     """
 
     topology: Topology
@@ -58,16 +58,16 @@ class Process(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the processes do together: precision, backend, mesh. The first Accelerator makes it, later ones share it.
+    """Precision, backend and mesh of a run. The first Accelerator creates it, later ones share it.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         distributed_type: the label of the backend, else that of the process.
         backend: the object that owns the run; opaque to this layer.
-        given: options that were given as arguments, by name; a second Accelerator must not contradict them.
+        given: options that were passed as arguments, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: the sizes of the axes of the mesh, or None.
-        selected: name of the engine configuration in use where several were given; None for the first one.
+        selected: name of the engine configuration in use if there are several; None for the first one.
     """
 
     mixed_precision: str

@@ -32,8 +32,8 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: name of the torch.distributed backend; "nccl" and None select the backend of the device.
-        init_method: URL of the rendezvous; by default from the environment. A first argument with "://" is used as
-            `init_method`.
+        init_method: URL of the rendezvous; by default from the environment. A `backend` that contains "://" is used
+            as `init_method`.
         timeout: timeout of a collective, a timedelta or seconds; by default 30 minutes, 10 on GPUs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fixed names: those that users and config files read, and the attributes that other libraries read on modules.
+"""Fixed names: enums for users and config files, and attributes that other libraries read on modules.
 
 The values are those of the interface that this project implements. Code compares members of these enums only inside the
 folder of the backend or device family that owns them.
@@ -37,7 +37,7 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """Enum whose text form is its value."""
+    """Enum that `str` formats as its value."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -49,7 +49,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 
 class DistributedType(str, Enum, metaclass=EnumWithContains):
-    """What users read as `distributed_type`: the strategy and the kind of processes of a run."""
+    """Values of `distributed_type`: the strategy of a run, or the type of its processes."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -93,10 +93,10 @@ class RNGType(BaseEnum):
 
 
 Backend = Literal["MSAMP", "TE"]
-"""Names of the libraries that train in 8-bit floating point, as recipes take them."""
+"""Names of the libraries for training in 8-bit floating point, for recipes."""
 
 CUDA_DISTRIBUTED_TYPES: Final = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
-"""Kinds of runs on GPUs."""
+"""Types of runs on GPUs."""
 
 TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
     *CUDA_DISTRIBUTED_TYPES,
@@ -109,7 +109,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
     "MULTI_HPU",
     "MULTI_NEURON",
 ]
-"""Kinds of runs that use the collectives of torch.distributed."""
+"""Types of runs that use the collectives of torch.distributed."""
 
 DEVICE_MAP: Final = "hf_device_map"
 """Attribute of a model on several devices: mapping of block name to device."""
@@ -118,7 +118,7 @@ HOOK: Final = "_hf_hook"
 """Attribute of a module: the hook that runs around its forward."""
 
 OLD_FORWARD: Final = "_old_forward"
-"""Attribute of a hooked module: the forward that it had before."""
+"""Attribute of a hooked module: its original forward."""
 
 PREPARED: Final = "_is_accelerate_prepared"
 """Attribute of an object that went through `prepare`: True."""

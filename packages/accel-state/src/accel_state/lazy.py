@@ -2,8 +2,8 @@
 
     __getattr__, __dir__ = lazy_stub(__name__, __file__)
 
-with an `__init__.pyi` beside it that lists the names, for type checkers and editors as well. It is read when a name is
-first looked up, `__all__` among them.
+The `__init__.pyi` beside it lists the names, also for type checkers and editors. It is read when a name, such as
+`__all__`, is first looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
     """The module-level `__getattr__` and `__dir__` of a package whose `__init__.pyi` lists its public names.
 
     Each line of the stub has the form `from module import name as name`, or `from package import *` for all public
-    names of another package. So each name is written once.
+    names of another package. Each name is written only once.
 
     Args:
         file: the `__file__` of the package.
@@ -32,7 +32,7 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
 
     @cache
     def lines() -> list[tuple[str, str]]:
-        """(module, name) of each line of the stub; the name is empty where all names of a package are taken over."""
+        """(module, name) of each line of the stub; the name is empty for all names of a package."""
         with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
             statements = [line.split() for line in stub if line.startswith("from ")]
         return [(words[1], words[3].strip("*")) for words in statements]
@@ -49,7 +49,7 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
     def look_up(name: str) -> Any:
         if name == "__all__":
             return tuple(each for each, _ in listed())
-        # The packages of the lines without a name are imported only where no other line has it.
+        # Packages listed with `*` are imported only if no other line has the name.
         module = next((module for module, each in lines() if each == name), None) or dict(listed()).get(name)
         if module is None or name.startswith("__"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -17,15 +17,15 @@ __all__ = ("MultiProcessAdapter", "get_logger")
 
 _LEVEL = settings_of(OutputSettings)["log_level"]
 
-# The caller, where 1 is this module's `log`.
+# Stack level of the caller; 1 is this module's `log`.
 _STACK_LEVEL = 2
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger that logs on the main process only, unless a call says otherwise; each message begins with the rank.
+    """A logger that logs on the main process only, unless a call selects others; each message begins with the rank.
 
-    Each call takes two more keywords: `main_process_only` (True by default), and `in_order`, with which the processes
-    log one after the other. A `stacklevel` counts from the method of this class: 2 is its caller, 3 the caller of that.
+    Each call takes two more keywords: `main_process_only` (True by default), and `in_order`, which makes the processes
+    log one after the other. `stacklevel` counts from the method of this class: 2 is its caller, 3 the caller's caller.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -52,7 +52,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             self._emit(level, msg, args, kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        """The message behind "[RANK 0] ", and the keywords; called for each record."""
+        """The message with "[RANK 0] " in front, and the keywords; called for each record."""
         text, kwargs = super().process(msg, kwargs)
         return f"[RANK {current.process().rank}] {text}", kwargs
 
@@ -82,7 +82,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: usually `__name__`.
-        log_level: such as "INFO"; from the variable ACCELERATE_LOG_LEVEL when None.
+        log_level: a level such as "INFO"; by default that of the variable ACCELERATE_LOG_LEVEL.
 
     Raises:
         SettingError: there is no such level.

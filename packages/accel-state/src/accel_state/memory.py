@@ -1,4 +1,4 @@
-"""Memory of devices: freeing it, and recognising errors that mean that it was too little."""
+"""Memory of devices: freeing it, and recognising out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Drop objects and free their memory; the caller assigns the result to its own names.
+    """Free the memory of objects; assign the result to the variables, so that these no longer refer to the objects.
 
     Example:
         >>> model, optimizer = object(), object()

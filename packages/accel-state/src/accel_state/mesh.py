@@ -3,8 +3,8 @@
 Reading the configuration never loads torch; building the mesh does.
 
 Axes, outermost first: `dp_replicate` (copies of the model), `dp_shard` (sharded parameters), `cp` (the sequence sharded
-by torch), `sp` (the sequence sharded, and in attention the heads), `tp` (sharded tensors of a layer). Where DeepSpeed
-shards the sequence over `sp`, it has groups of its own and there is no mesh.
+by torch), `sp` (the sequence sharded, and in attention the heads), `tp` (sharded tensors of a layer). If DeepSpeed
+shards the sequence over `sp`, it uses its own groups and there is no mesh.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
     "dp_shard_cp": ("dp_shard", "cp", "sp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
-"""Names for several axes as one: those with different data, that shard parameters, that average gradients."""
+"""Names of flattened axes: those with different data, those that shard parameters, those that average gradients."""
 
 
 _ATTENTION: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -121,11 +121,11 @@ class DeepSpeedSequenceParallelConfig:
         sp_seq_length: tokens of a full sequence; required when all sequences have the same length.
         sp_seq_length_is_variable: whether the lengths of sequences differ.
         sp_attn_implementation: "sdpa", "flash_attention_2", "flash_attention_3", or a FlashAttention kernel of the
-            Hub such as "kernels-community/flash-attn2"; None leaves the model's.
+            Hub such as "kernels-community/flash-attn2"; None keeps the model's own.
 
     Raises:
         SettingError: the attention does not work on a sharded sequence.
-        Conflict: all sequences have the same length, and it is not given.
+        Conflict: all sequences have the same length, and `sp_seq_length` is missing.
     """
 
     sp_seq_length: int | None = _mesh(
@@ -158,7 +158,7 @@ class DeepSpeedSequenceParallelConfig:
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise Conflict(
                 "Cannot use DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).",
-                "The length of the sequences is not given.",
+                "It requires the length of the sequences, and sp_seq_length is missing.",
                 "Give sp_seq_length, or set PARALLELISM_CONFIG_SP_SEQ_LENGTH.",
             )
 
@@ -175,10 +175,10 @@ def _backend(what: str, *libraries: str) -> Any:
 class ParallelismConfig:
     """The sizes of the axes along which processes divide the work; their product is the world size.
 
-    The default of each is its variable `PARALLELISM_CONFIG_...`, else 1.
+    Each defaults to its variable `PARALLELISM_CONFIG_...`, else to 1.
 
     Args:
-        dp_replicate_size: number of copies of the model.
+        dp_replicate_size: number of replicas of the model.
         dp_shard_size: processes over which parameters, gradients and optimizer states are sharded.
         tp_size: processes over which each tensor of a layer is sharded.
         cp_size: processes over which torch shards the sequence.
@@ -228,9 +228,9 @@ class ParallelismConfig:
             raise Conflict(
                 f"Cannot use ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, tp_size={self.tp_size}, "
                 f"cp_size={self.cp_size}).",
-                "Tensor and context parallelism do not support copies of a model without sharded parameters.",
-                "Set dp_shard_size above 1, or dp_replicate_size to 1; ACCELERATE_ALLOW_CP_STANDALONE=true allows "
-                "context parallelism alone.",
+                "Tensor and context parallelism support replicas of the model only if parameters are sharded too.",
+                "Set dp_shard_size above 1, or dp_replicate_size to 1. For context parallelism without sharded "
+                "parameters, set ACCELERATE_ALLOW_CP_STANDALONE=true.",
             )
 
     def _fill_handlers(self) -> None:
@@ -259,7 +259,7 @@ class ParallelismConfig:
 
     @property
     def sp_by_engine(self) -> bool:
-        """Whether an engine shards the sequence over `sp` with groups of its own, outside of the mesh."""
+        """Whether an engine shards the sequence over `sp` with its own groups, outside the mesh."""
         return self.sp_enabled and self.sp_backend != "torch"
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
@@ -271,7 +271,7 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are copies of the model."""
+        """Whether the model is replicated."""
         return self.size("dp_replicate") > 1
 
     @property
@@ -321,7 +321,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Axes of fully sharded data parallelism: copies, then those that shard parameters as one."""
+        """Axes of fully sharded data parallelism: the replicas, then the flattened axis that shards parameters."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -379,13 +379,13 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh; built the first time.
+        """The mesh; built at the first call.
 
         Args:
             device_type: such as "cuda"; optional once the mesh is built.
 
         Raises:
-            SettingError: there is no mesh yet, and no device type was given.
+            SettingError: there is no mesh yet, and the device type is missing.
             Conflict: the mesh has another device type, or the world size is not the product of the sizes.
         """
         if self.device_mesh is not None:
@@ -409,7 +409,7 @@ class ParallelismConfig:
             )
 
     def submesh(self, name: str) -> DeviceMesh | None:
-        """The submesh along an axis or a name of `FLATTENED`; None where it has one process."""
+        """The submesh along an axis or a name of `FLATTENED`; None if it has one process."""
         if self.device_mesh is None:
             return None
         if name in FLATTENED:
@@ -427,7 +427,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check(name: str, value: object, known: Any) -> None:
-    """Raise for a value, given in code, that its type would not parse from text."""
+    """Raise for a value from code that its type would refuse as text."""
     as_text = known.type.format(value)
     if isinstance(value, bool) or known.parse(as_text, "argument") != value:
         raise known.refusal(value, "argument")

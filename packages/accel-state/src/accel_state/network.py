@@ -21,7 +21,7 @@ DEFAULT_PORT: Final = 29500
 """Default port of the store of a run, the same as in torch.distributed."""
 
 SECRET_VARIABLE: Final = "ACCEL_RUN_SECRET"
-"""Variable with the secret of a run, with which its processes sign the values they exchange through its store."""
+"""Variable with the secret of a run, which its processes use to sign the values in its store."""
 
 _LAST: Final = 65535
 
@@ -44,7 +44,7 @@ def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def get_free_port() -> int:
-    """A TCP port that no program used a moment ago."""
+    """A TCP port that is free now; another program may take it before the caller does."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -1,6 +1,6 @@
-"""What the operating system says of another process, read without the help of that process.
+"""What the operating system reports about another process, without the help of that process.
 
-Linux has all of this in `/proc`. On other systems only `state_of` answers, and only whether a process exists.
+Linux reports all of this in `/proc`. On other systems only `state_of` works, and reports only whether a process exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = (
 State = Literal["ended", "stopped", "uninterruptible", "alive"]
 
 _STATES: Final[dict[str, State]] = {
-    # Also where its parent has not waited for it yet.
+    # Also if its parent has not waited for it yet.
     "Z": "ended",
     "X": "ended",
     "T": "stopped",
@@ -53,9 +53,9 @@ class ProcessInfo(NamedTuple):
 
     Args:
         state: whether it runs.
-        started: when it was started, clock ticks since the machine was; with the pid this identifies a process.
-        processor_seconds: processor time that it has used, with all its threads.
-        memory: bytes of its resident set, own or shared.
+        started: when it was started, in clock ticks since boot; together with the pid this identifies a process.
+        processor_seconds: CPU time of all its threads, in seconds.
+        memory: bytes of its resident set, including shared memory.
         owner: user id of its owner.
     """
 
@@ -67,7 +67,7 @@ class ProcessInfo(NamedTuple):
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    """What the system says of a process; None where there is none, or the system does not say."""
+    """What the system reports about a process; None if there is no such process or no report."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -85,7 +85,7 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 
 def state_of(pid: int) -> State | None:
-    """Whether a process runs; None where the system does not say."""
+    """Whether a process runs; None if the system does not report it."""
     if sys.platform == "linux":
         info = process_info(pid)
         return "ended" if info is None else info.state
@@ -101,7 +101,7 @@ def state_of(pid: int) -> State | None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment with which a process was started; empty where this user may not read it."""
+    """The environment with which a process was started; empty if this user may not read it."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = os.fsdecode(file.read()).split("\0")
@@ -111,7 +111,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def with_variable(name: str, value: str) -> set[int]:
-    """Pids of the processes of this machine, except this one, that were started with a variable of this value."""
+    """Pids of the other processes of this machine that were started with this value of a variable."""
     wanted = b"\0" + f"{name}={value}".encode() + b"\0"
     found = set()
     for entry in os.listdir("/proc") if sys.platform.startswith("linux") else ():
@@ -125,8 +125,8 @@ def with_variable(name: str, value: str) -> set[int]:
 def system_call(pid: int) -> str:
     """The system call on a file that the main thread of a process is in, such as "read() of /data/train.bin".
 
-    Empty where it is in none, or this user may not see it (root may, and the owner where `kernel.yama.ptrace_scope` is
-    0). Calls on sockets and terminals do not count.
+    Empty if it is in none, or if this user may not see it (root may; the owner may if `kernel.yama.ptrace_scope` is 0).
+    Calls on sockets and terminals do not count.
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
@@ -141,17 +141,17 @@ def system_call(pid: int) -> str:
 
 
 CGROUP: Final = "/sys/fs/cgroup"
-"""What the system says of the container, or of the whole machine, that this process is in."""
+"""Folder with the system's statistics of the container, or of the whole machine, in which this process runs."""
 
 
 def oom_kills() -> int:
-    """How many processes of this container or machine the system has killed because memory was used up."""
+    """How many processes of this container or machine the system has killed because it ran out of memory."""
     counts = numbers_of(os.path.join(CGROUP, "memory.events")) or numbers_of("/proc/vmstat")
     return counts.get("oom_kill", 0)
 
 
 def numbers_of(path: str) -> dict[str, int]:
-    """The lines of a file of the system that hold a name and a number; empty where it cannot be read."""
+    """The lines of a system file that consist of a name and a number; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             words = [line.split() for line in file]

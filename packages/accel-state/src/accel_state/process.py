@@ -170,7 +170,7 @@ class PartialState:
             if process.world_size > 1 or STATUS_FOLDER in os.environ:
                 from accel_state.protocol import protocol_state
 
-                # From here on it is known where this process is, and errors say where all are.
+                # From here on this process publishes its position, and errors can report those of all ranks.
                 protocol_state(process.transport)
             if process.world_size > 1:
                 from accel_state.uncaught import install_hook
@@ -204,7 +204,7 @@ class PartialState:
                 return known.fget(self)
             raise NoState(
                 f"`{kind}` object has no attribute {name!r}. This happens if `{kind}._reset_state()` was called.",
-                "Nothing has made the state again since then.",
+                "It has not been created again since then.",
                 f"Create a {kind}() or an Accelerator() first.",
             )
 
@@ -338,15 +338,15 @@ class PartialState:
         return only
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this rank only; a process that is alone runs it always."""
+        """Decorator: run the function on the process with this rank only; a single process always runs it."""
         return self._only(function, lambda: not self.use_distributed or self.process_index == process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on the processes with this local rank only; one that is alone runs it always."""
+        """Decorator: run the function on the processes with this local rank only; a single process always runs it."""
         return self._only(function, lambda: not self.use_distributed or self.local_process_index == local_process_index)
 
     def _only(self, function: F | None, condition: Callable[[], bool]) -> Any:
-        """The function where the condition holds; a decorator when there is no function yet."""
+        """The function if the condition is true; a decorator when there is no function yet."""
         if function is None:
             return functools.partial(self._only, condition=condition)
 

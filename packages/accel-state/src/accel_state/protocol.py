@@ -6,13 +6,13 @@
     pending = start_all_gather_bytes(transport, "DataLoader.__next__", data)    # the same, without waiting
     rows = pending.wait()
 
-Backends do not check sizes: on a mismatch gloo aborts the process, waits for ever, or returns garbage. So in each call
-every process first sends an eager header, whose size depends on the number of processes alone. It says what the call is
-about, and carries as much of the data as fits. Processes that call different things see so in the headers, and all of
-them raise the same error. A process that fails before it sends its header sends a refusal in place of it, so that the
-others raise too instead of waiting. All further messages have sizes that the headers have shown to be equal.
+Backends do not check sizes: on a mismatch gloo aborts the process, waits forever, or returns garbage. Therefore every
+process first sends an eager header in each call. Its size depends only on the number of processes. It describes the
+call and contains as much of the data as fits. If the headers differ, all processes raise the same error. A process that
+fails before it sends its header sends a refusal instead, so that the others raise too and do not wait. All further
+messages have sizes that the headers have shown to be equal.
 
-The steps of a stream of messages travel without headers. Each process counts them, and every header has the count.
+The steps of a message stream have no headers. Each process counts them, and every header contains the count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = (
 # ---------------------------------------------------------------------- the eager header
 
 ALIGNMENT: Final = 16
-"""Bytes; the size of complex128, so that every dtype can be read where a segment of a payload begins."""
+"""Alignment of the segments of a payload, in bytes: the size of complex128, so that every dtype can be read there."""
 
 _LAYOUT: Final = struct.Struct("<QQQQ")
 HEADER_BYTES: Final = _LAYOUT.size
@@ -85,7 +85,7 @@ def eager_header_bytes(world_size: int) -> int:
 
 
 class HeaderFields(NamedTuple):
-    """What the call of one process is about.
+    """The fields of one process's header.
 
     Args:
         fingerprint: hash of operation, arguments, structure, shapes and dtypes.
@@ -108,7 +108,7 @@ class EagerHeader:
 
     Attributes:
         capacity: bytes of payload that fit.
-        generation: how often the buffers were renewed; views of them are of use until it changes.
+        generation: how often the buffers were renewed; views of them are valid until it changes.
     """
 
     __slots__ = (
@@ -132,12 +132,12 @@ class EagerHeader:
         self.renew()
 
     def renew(self) -> None:
-        """Take new buffers; a collective that was given up may still write to the old ones."""
-        # Buffers made in inference mode could not be written to outside of it.
+        """Allocate new buffers, because an abandoned collective may still write to the old ones."""
+        # Buffers that are created in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self._sent = torch.zeros(self._size, dtype=torch.uint8)
             self._received = torch.empty(self._world_size, self._size, dtype=torch.uint8)
-            # Kept, because a thread of the backend would release a view made for a call, and take the GIL for it.
+            # Cached: a backend's thread would release a view that was created for one call, and needs the GIL for that.
             self._flat = self._received.view(-1)
         self.generation += 1
         self._memory = memoryview(self._sent.numpy().data)
@@ -145,15 +145,15 @@ class EagerHeader:
         self._compared = self._table[:, :_COMPARED_BYTES]
 
     def own_payload(self, length: int) -> torch.Tensor:
-        """Where this process writes its payload, uint8 of shape (length,)."""
+        """The buffer for this process's payload, uint8 of shape (length,)."""
         return self._sent.narrow(0, HEADER_BYTES, length)
 
     def write(self, data: bytes) -> None:
-        """Put bytes into the payload of this process."""
+        """Write bytes into this process's payload."""
         self._memory[HEADER_BYTES : HEADER_BYTES + len(data)] = data
 
     def all_gather(self, transport: Transport, fields: HeaderFields) -> Work:
-        """Start to send the header of this process and to receive all."""
+        """Start to send this process's header and to receive those of all processes."""
         _LAYOUT.pack_into(self._memory, 0, fields.fingerprint, fields.flags, fields.length, fields.number)
         return transport.all_gather(self._flat, self._sent, header=True)
 
@@ -183,23 +183,23 @@ _MOST_LEAVES: Final = 5
 _ABSENT: Final = "absent"
 
 _SAME_CALL: Final = (
-    "Let every process reach the same calls in the same order. A branch on the rank around one of them is the usual "
-    "cause."
+    "Make every process reach the same calls in the same order. The usual cause is a branch on the rank around one of "
+    "them."
 )
 _PAD: Final = "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
 
 
 class CallDescription(NamedTuple):
-    """What one process called, in words; the processes exchange it only when the fingerprints differ.
+    """The call of one process as text; the processes exchange it only when the fingerprints differ.
 
     Args:
         operation: name of the collective.
-        arguments: those that must be equal, as text by name.
+        arguments: the arguments that must be equal, as text by name.
         leaves: path, shape and dtype of each leaf.
         location: the line of the user's code.
-        refusal: why the process could not take part, in the three parts of an error; None when it could.
-        group: what messages call the processes of the call; empty when they are all of the run.
-        messages: steps of streams of messages that the process has completed.
+        refusal: why the process could not take part, as the three parts of an error; None if it could.
+        group: name of the group of the call in messages; empty for all processes of the run.
+        messages: steps of message streams that the process has completed.
     """
 
     operation: str
@@ -211,7 +211,7 @@ class CallDescription(NamedTuple):
     messages: int = 0
 
     def to_json(self) -> bytes:
-        """The description as it travels."""
+        """The description as JSON."""
         return json.dumps(self._asdict()).encode()
 
     @classmethod
@@ -224,7 +224,7 @@ class CallDescription(NamedTuple):
 
 
 def fingerprint_of(description: CallDescription) -> int:
-    """64 bits that are equal on all processes for equal descriptions; Python's own `hash` differs between them."""
+    """A 64-bit hash, equal on all processes for equal descriptions; Python's `hash` differs between processes."""
     fields = (_PROTOCOL_VERSION, description.operation, description.arguments, description.leaves)
     text = json.dumps(fields, sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -235,7 +235,7 @@ def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
 
     Args:
         descriptions: what each process called.
-        ranks: of the processes in the run; by default from 0.
+        ranks: ranks of the processes in the run; by default from 0.
     """
     ranks = ranks or range(len(descriptions))
     return (
@@ -281,8 +281,8 @@ def _step_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
         return None
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the processes are at different steps of a loader.",
-        f"The numbers of batches received from the process that reads for all are {_by_rank(steps, ranks)}.",
-        "Let every process take the same number of batches and leave the loop at the same step.",
+        f"The number of batches that each process has received is {_by_rank(steps, ranks)}.",
+        "Make every process take the same number of batches and leave the loop at the same step.",
     )
 
 
@@ -291,9 +291,9 @@ def _argument_error(descriptions: Sequence[CallDescription], ranks: Sequence[int
         values = [call.arguments[name] for call in descriptions]
         if len(set(values)) > 1:
             return ShapeMismatch(
-                f"Cannot run {_call_text(descriptions[0])}: the processes gave different values of {name}.",
+                f"Cannot run {_call_text(descriptions[0])}: the processes passed different values of {name}.",
                 f"{name} is {_by_rank(values, ranks)}.",
-                f"Give every process the same {name}.",
+                f"Pass the same {name} on every process.",
             )
     return None
 
@@ -310,12 +310,12 @@ def _leaf_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
     more = len(texts) - _MOST_LEAVES
     obstacle = "; ".join(texts[:_MOST_LEAVES]) + (f"; and {more} more leaves" if more > 0 else "")
     if any(path not in own for path in differing for own in leaves):
-        what, remedy = "structures", "Give every process the same structure, with the same keys and lengths."
+        what, remedy = "structures", "Pass the same structure on every process, with the same keys and lengths."
     elif any(len({own[path][1] for own in leaves}) > 1 for path in differing):
         what, remedy = "dtypes", "Convert the tensors to one dtype before the call."
     else:
         pads = descriptions[0].operation == "gather"
-        what, remedy = "shapes", _PAD if pads else "Give every process tensors of the same shapes."
+        what, remedy = "shapes", _PAD if pads else "Pass tensors of the same shapes on every process."
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the data of the processes have different {what}.",
         f"{obstacle}.",
@@ -339,19 +339,19 @@ def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 class ProtocolState:
-    """What the calls on one transport share: header buffers, call log, pending calls, and the hang monitor.
+    """The state that all calls on one transport share: header buffers, call log, pending calls, and the hang monitor.
 
     Args:
-        transport: between the processes; not kept.
-        like: the state of another transport between the same processes, whose log this one continues.
-        world: the state of the transport between all processes, where this one is between some of them.
+        transport: the transport between the processes; the state does not refer to it.
+        like: the state of another transport between the same processes; this one continues its log.
+        world: for the transport of a group, the state of the transport between all processes.
 
     Attributes:
-        plans: what upper layers keep for calls with the same structure.
-        sites: what upper layers keep of the last call of each line of the user's code.
-        pending: calls that were started and not waited for, in their order.
-        spare_headers: headers of pending calls that have ended, for the next ones.
-        listeners: called whenever this process begins to wait for headers, with `log.exchanges`.
+        plans: cache of upper layers for calls with the same structure.
+        sites: cache of upper layers for the last call of each line of the user's code.
+        pending: calls that were started and not yet waited for, in order.
+        spare_headers: headers of pending calls that have ended, for reuse.
+        listeners: called with `log.exchanges` whenever this process begins to wait for headers.
         world_size: number of processes of the run.
     """
 
@@ -406,7 +406,7 @@ _states: weakref.WeakKeyDictionary[Transport, ProtocolState] = weakref.WeakKeyDi
 
 
 def protocol_state(transport: Transport) -> ProtocolState:
-    """The state of a transport, made at the first call."""
+    """The state of a transport, created at the first call."""
     state = _states.get(transport)
     if state is None:
         state = _states[transport] = ProtocolState(transport)
@@ -414,36 +414,36 @@ def protocol_state(transport: Transport) -> ProtocolState:
 
 
 def add_group_state(transport: Transport, world: Transport) -> None:
-    """Let the calls on the transport of a group show in the log, and be watched by the monitor, of the whole run.
+    """Connect the transport of a group to the log and the monitor of the whole run.
 
-    They have a lock of their own: calls of several groups may run at the same time.
+    Its calls have their own lock: calls of several groups may run at the same time.
     """
     if transport not in _states:
         _states[transport] = ProtocolState(transport, world=protocol_state(world))
 
 
 def share_protocol_state(transport: Transport, original: Transport) -> None:
-    """Let a transport that passes its calls on to `original` continue the log of that one."""
+    """Make a transport that forwards its calls to `original` continue the log of `original`."""
     _states[transport] = ProtocolState(transport, like=protocol_state(original))
 
 
 # ---------------------------------------------------------------------- calls
 
 _SLICE: Final = timedelta(seconds=1)
-"""How long a wait lasts before Python regains control, so that it acts on a signal such as Ctrl-C."""
+"""How long a wait blocks before Python regains control and can handle a signal such as Ctrl-C."""
 
 _GRACE: Final = 1.0
 """Seconds beyond the timeout in which the backend may fail by itself."""
 
 _NO_FINGERPRINT: Final = 0
-"""The fingerprint of a process that has none, or none that counts."""
+"""The fingerprint of a process that has none, or one that is ignored."""
 
 _REFUSES: Final = 1
 _DESCRIBES: Final = 2
 """Flags of a header: its process refuses to take part, or sends its description."""
 
 _FLAG_BITS: Final = 8
-"""Above these bits, a header without flags has the number of steps of streams that its process has completed."""
+"""Above these bits, a header without flags contains the number of stream steps that its process has completed."""
 
 _MOST_KEPT: Final = 1024
 
@@ -452,12 +452,12 @@ def barrier(transport: Transport, operation: str) -> None:
     """Return when every process has called this with the same operation.
 
     Args:
-        transport: between the processes.
+        transport: the transport between the processes.
         operation: name of the function that the user called.
 
     Raises:
-        ShapeMismatch: on every process, when one of them called something else.
-        CollectiveError: a process is gone or did not come in time.
+        ShapeMismatch: on every process, when one of them called another collective.
+        CollectiveError: a process ended or did not call this in time.
     """
     if transport.world_size > 1:
         with HeaderCall(transport, operation) as call:
@@ -465,13 +465,13 @@ def barrier(transport: Transport, operation: str) -> None:
 
 
 def start_all_gather_bytes(transport: Transport, operation: str, data: bytes) -> PendingCall:
-    """Start to bring bytes of every process to all, and return at once.
+    """Start to gather bytes of every process on all processes, and return at once.
 
     Calls that begin afterwards complete it first, so that the processes compare calls in the order in which they made
     them.
 
     Args:
-        transport: between the processes.
+        transport: the transport between the processes.
         operation: name of the function that the user called.
         data: as many bytes as fit into an eager header.
     """
@@ -482,9 +482,9 @@ class HeaderCall:
     """One checked call; a context manager.
 
     Args:
-        transport: between more than one process.
+        transport: the transport between at least two processes.
         operation: name of the function that the user called.
-        arguments: what must be equal on all processes, by name.
+        arguments: values that must be equal on all processes, by name.
     """
 
     __slots__ = ("_arguments", "_no_grad", "_operation", "_sent", "_site", "_state", "_transport")
@@ -494,7 +494,7 @@ class HeaderCall:
         self._operation = operation
         self._arguments = {name: str(value) for name, value in arguments.items()}
         self._state = protocol_state(transport)
-        # Whether this process has sent its header, so that a failure needs no refusal any more.
+        # Whether this process has sent its header; after that a failure needs no refusal.
         self._sent = False
         self._no_grad = torch.no_grad()
 
@@ -519,8 +519,8 @@ class HeaderCall:
         """Return when every process is in this call.
 
         Raises:
-            ShapeMismatch: on every process, when they call different things.
-            CollectiveError: a process did not come.
+            ShapeMismatch: on every process, when their calls differ.
+            CollectiveError: a process did not call this in time.
         """
         self._exchange_headers(*self._header_only(), 0)
 
@@ -532,7 +532,7 @@ class HeaderCall:
         """Wait until data has arrived.
 
         Raises:
-            CollectiveError: a process is gone or does not answer.
+            CollectiveError: a process ended or does not answer.
         """
         try:
             for work in works:
@@ -583,13 +583,13 @@ class HeaderCall:
             raise self._mismatch(description)
 
     def _mismatch(self, description: CallDescription) -> AccelError:
-        """How the calls of the processes differ; called only after all have seen that they do."""
+        """The error that shows how the calls differ; called only after all processes have seen that they do."""
         described = description._replace(
             location=str(self._location_of_call() or ""),
             group=self._transport.group,
             messages=self._state.log.messages,
         )
-        # All processes are here, and count anew.
+        # All processes have reached this point, and start their counts again.
         self._state.log.messages = 0
         rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
@@ -620,7 +620,7 @@ class HeaderCall:
             try:
                 work.wait(_SLICE)
             except RuntimeError as error:
-                # Work may complete just after a wait for it timed out: only the error of a later wait is its own.
+                # Work may complete just after a wait for it timed out. Only a later wait raises the work's own error.
                 if completed or time.monotonic() > deadline:
                     raise self._failure(error) from error
                 completed = work.is_completed()
@@ -640,7 +640,7 @@ class PendingCall(HeaderCall):
     """A checked call that was started; see `start_all_gather_bytes`.
 
     Args:
-        transport: between the processes.
+        transport: the transport between the processes.
         operation: name of the function that the user called.
         data: as many bytes as fit into an eager header.
     """
@@ -655,7 +655,7 @@ class PendingCall(HeaderCall):
         state = self._state
         self._location = caller()
         with state.lock, torch.no_grad():
-            # Calls that begin while this one is on its way use the header of the state.
+            # Calls that begin while this one is pending use the header of the state.
             self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
             self._header.write(data)
             flags = state.log.messages << _FLAG_BITS
@@ -664,11 +664,11 @@ class PendingCall(HeaderCall):
             state.pending.append(self)
 
     def wait(self, works: Iterable[Work] = ()) -> list[bytes]:  # type: ignore[override]
-        """The bytes of all processes, by rank, once further works that belong to this call have completed too.
+        """Wait for this call and for further works of it; return the bytes of all processes, by rank.
 
         Raises:
-            ShapeMismatch: on every process, when they call different things.
-            CollectiveError: a process is gone or did not come in time.
+            ShapeMismatch: on every process, when their calls differ.
+            CollectiveError: a process ended or did not call this in time.
         """
         with self:
             while self._work is not None:

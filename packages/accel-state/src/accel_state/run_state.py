@@ -1,7 +1,7 @@
-"""`AcceleratorState`: the process together with the run it is part of.
+"""`AcceleratorState`: the process together with its run.
 
-The configurations of engines (`fsdp_plugin`, ...) are opaque here: the run keeps the objects that it was given under
-the names of the parameters, and tells several DeepSpeed configurations which of them is in use.
+The configurations of engines (`fsdp_plugin`, ...) are opaque here: the run stores the objects by parameter name. If
+there are several DeepSpeed configurations, it calls `select` on the one in use and `deselect` on the others.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PLUGINS: Final = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_
 """Parameters of `AcceleratorState` with configurations of engines."""
 
 _ONLY: Final = "default"
-"""Name of a DeepSpeed configuration that was given without a name."""
+"""Name of a DeepSpeed configuration that was passed without a name."""
 
 
 def precision_name(mixed_precision: PrecisionType | str | None) -> str:
-    """The given precision mode, else that of the environment, else "no".
+    """The precision mode: the argument, else that of the environment, else "no".
 
     Raises:
         SettingError: there is no such mode.
@@ -52,19 +52,19 @@ def parallelism_config_from_environment() -> ParallelismConfig | None:
     """The `ParallelismConfig` that the launcher set, or None without ACCELERATE_USE_PARALLELISM_CONFIG."""
     if not from_environment(MeshSettings).use_parallelism_config:
         return None
-    # Loaded only where there is a mesh.
+    # Loaded only if there is a mesh.
     from accel_state.mesh import ParallelismConfig
 
     return ParallelismConfig()
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator or an AcceleratorState has made a run; a PartialState makes none."""
+    """Whether an Accelerator or an AcceleratorState has created a run; a PartialState creates none."""
     return current.run_or_none() is not None
 
 
 def check_given(given: dict[str, Any]) -> None:
-    """Compare given options with those that the run was made with; options that are None were not given.
+    """Compare options with those with which the run was created; options that are None are not compared.
 
     Raises:
         Conflict: one of them differs.
@@ -84,8 +84,8 @@ def check_given(given: dict[str, Any]) -> None:
             error = NotOffered if name in PLUGINS else Conflict
             raise error(
                 f"Cannot use {name}={value!r} in this run.",
-                f"The run of this process was made with {name}={before!r}, and all Accelerators share the run.",
-                f"Give the same {name} to every Accelerator, or give it to the first one only.",
+                f"The run was created with {name}={before!r}, and all Accelerators of a process share one run.",
+                f"Pass the same {name} to every Accelerator, or only to the first one.",
             )
 
 
@@ -115,7 +115,7 @@ def _show(name: str, plugin: Any) -> None:
 
 
 def _given(name: str) -> Any:
-    """The configuration that was given or assigned under a name.
+    """The configuration that was passed or assigned under a name.
 
     Raises:
         NoState: there is none. Other libraries use `hasattr` to find out whether a run has such a configuration.
@@ -124,8 +124,8 @@ def _given(name: str) -> Any:
     if name not in given:
         raise NoState(
             f"Cannot read AcceleratorState.{name}.",
-            f"The run was made without a {name}.",
-            f"Give the Accelerator a {name}, or ask with hasattr(state, {name!r}).",
+            f"The run was created without a {name}.",
+            f"Pass a {name} to the Accelerator, or check first with hasattr(state, {name!r}).",
         )
     return given[name]
 
@@ -135,7 +135,7 @@ class _RunPlugins:
 
     Without a configuration `fsdp_plugin` and `megatron_lm_plugin` raise AttributeError, and the others are None.
 
-    Other libraries assign them. All states return the assigned object then; the strategy keeps its own.
+    Other libraries assign to them. Then all states return the assigned object; the strategy still uses its own.
     """
 
     @property
@@ -187,7 +187,7 @@ class _RunPlugins:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed configuration in use: the selected one, before any selection the first one."""
+        """The DeepSpeed configuration in use: the selected one, or the first one before a selection."""
         plugins = self.deepspeed_plugins
         return plugins[current.require_run().selected or next(iter(plugins))] if plugins else None
 
@@ -209,7 +209,7 @@ class _RunPlugins:
         """Use the DeepSpeed configuration of this name.
 
         Args:
-            name: the key under which it was given.
+            name: the key under which it was passed.
 
         Raises:
             NotReady: the run has no DeepSpeed configuration.
@@ -227,8 +227,8 @@ class _RunPlugins:
         if not plugins:
             raise NotReady(
                 f"Cannot select the DeepSpeed configuration {name!r}.",
-                "The run was made without DeepSpeed.",
-                "Give the Accelerator a deepspeed_plugin, or a dictionary of several.",
+                "The run was created without DeepSpeed.",
+                "Pass deepspeed_plugin to the Accelerator: one configuration, or a dictionary of several.",
             )
         if name is None or name not in plugins:
             raise SettingError(
@@ -242,7 +242,7 @@ class _RunPlugins:
 class AcceleratorState(_RunPlugins, PartialState):
     """The process and its run: mixed precision, strategy, mesh.
 
-    An Accelerator makes the run; without one, this class makes a run without a strategy.
+    An Accelerator creates the run; without one, this class creates a run without a strategy.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; from the environment when None.
@@ -257,7 +257,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        Conflict: the run was made with other options, or the world size is not the product of the axes.
+        Conflict: the run was created with other options, or the world size is not the product of the axes.
         SettingError: there is no such precision mode.
     """
 

@@ -1,4 +1,4 @@
-"""Making the process from its environment: its rank, its device, its processors, and the transport to the others."""
+"""Creates the process from its environment: its rank, its device, its processors, and the transport to the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _logger: Final = logging.getLogger(__name__)
 
 
 def start_process(cpu: bool = False, **options: Any) -> Process:
-    """Make the process from the environment, and connect it with the others of a launched run.
+    """Create the process from the environment, and connect it to the others of a launched run.
 
     Args:
         cpu: use the CPU even if another device is present.
@@ -85,7 +85,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
 
 
 def _write_first_status(folder: str, rank: int) -> None:
-    """Write where this process is; the thread that writes it later begins when the processes have met."""
+    """Write the first status of this process; the thread that writes the later ones starts after the rendezvous."""
     from accel_state.hang_report.call_log import CallLog
     from accel_state.hang_report.rank_status import StatusFile, capture_status
 
@@ -121,7 +121,7 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
 
     Args:
         family: the family of the device.
-        index: which of its devices.
+        index: index of the device in its family.
         verbose: whether to log the processors.
 
     Raises:

@@ -53,7 +53,7 @@ def in_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def derive_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of torchrun that follow from those of Slurm."""
+    """Variables of torchrun, derived from those of Slurm."""
     derived = {}
     tasks = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     node = environ.get("SLURM_NODEID", "0")
@@ -115,8 +115,8 @@ class Scheme(NamedTuple):
         local_world_size: number of processes on the node.
         node_rank: index of the node.
         needs: a variable that this launcher always sets.
-        unless: returns whether the launcher started the process alone although the variables are set.
-        derive: returns variables of torchrun that follow from those of this launcher; set variables have precedence.
+        unless: returns whether the launcher started a single process although the variables are set.
+        derive: returns variables of torchrun, derived from those of this launcher; set variables have precedence.
     """
 
     name: str
@@ -208,9 +208,10 @@ class Topology(NamedTuple):
         node_rank: index of this node.
         master_addr: host of the store; None in a single process.
         master_port: port of the store.
-        attempt: number of restarts of the run where all attempts share a store. Where each attempt has a store of its
-            own it is always 0, because a machine that replaced another one counts its own restarts only.
-        scheme: name of the scheme that it was read from, "process group" where the script itself made one, or "alone".
+        attempt: number of restarts of the run, if all attempts share a store. If each attempt has its own store, it is
+            always 0, because a machine that replaced another one counts only its own restarts.
+        scheme: name of the scheme from which it was read, "process group" if the script itself created one, or
+            "alone" for a single process.
     """
 
     rank: int = 0
@@ -225,7 +226,7 @@ class Topology(NamedTuple):
 
     @property
     def distributed(self) -> bool:
-        """Whether a launcher started the process, also as the only one of a run."""
+        """Whether a launcher started the process, even if it is the only one of the run."""
         return self.scheme in _NAMES
 
     @property

@@ -1,4 +1,4 @@
-"""Errors that a backend raised outside of our calls: in a backward or forward pass, or in a call of the user."""
+"""Errors that a backend raises outside our calls: in a backward or forward pass, or in the user's own collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS: Final = (
 
 
 def explain_backend_error(error: BaseException) -> None:
-    """Append where every rank was to an error that a backend raised, unless it says so already."""
+    """Append the position of every rank to an error that a backend raised, unless the error contains it already."""
     process = current.process_or_none()
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
@@ -34,7 +34,7 @@ def explain_backend_error(error: BaseException) -> None:
 
 
 def install_hook() -> None:
-    """Explain uncaught errors of the backend before they are shown; once a process."""
+    """Install the hook that extends uncaught errors of the backend before they are shown; once per process."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -43,7 +43,7 @@ class _Hook:
     """The newest hook of the chain.
 
     Args:
-        then: the hook before it, which shows the error.
+        then: the previous hook, which shows the error.
     """
 
     def __init__(self, then: Callable[..., Any]) -> None:

@@ -1,8 +1,8 @@
-"""Reading what somebody else wrote: bounded JSON, regular files, paths that stay in their folder, text for terminals.
+"""Reads untrusted files: bounded JSON, regular files, paths that stay in their folder, text for terminals.
 
-A checkpoint, an index or a message may be damaged or made by an attacker. Nothing here trusts its size, its depth, its
-numbers, its names or its kind of file. The functions raise OSError where a file cannot be read and ValueError where its
-content does not fit; the reader of each format turns both into its own typed error.
+A checkpoint, an index or a message may be damaged, or written by an attacker. Nothing here trusts its size, depth,
+numbers, names or file type. The functions raise OSError if a file cannot be read and ValueError if its content is
+invalid; the reader of each format turns both into its own typed error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = (
 )
 
 Shape = Callable[[Any], str]
-"""What is wrong with a value, in words that follow the place of the value (" is ..."); empty when nothing is."""
+"""Returns what is wrong with a value, as text that follows the value's position (" is ..."); empty if it is valid."""
 
 LIMIT: Final = 64 * 2**20
 DEPTH: Final = 64
@@ -50,7 +50,7 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     """Open a file for reading, unbuffered, without ever waiting for it.
 
     Raises:
-        OSError: there is none, or it is a folder, a device, a pipe or a socket.
+        OSError: there is no such file, or it is a folder, a device, a pipe or a socket.
     """
     flags = os.O_RDONLY
     # A pipe without a writer keeps `open` waiting; a terminal would become that of this process.
@@ -76,7 +76,7 @@ def read_limited(path: str | os.PathLike[str], limit: int = LIMIT, *, from_shell
     """The content of a regular file of at most `limit` bytes.
 
     Args:
-        from_shell: what a shell gives for `<(command)` is read as well, for a path that the user types.
+        from_shell: also read a shell's process substitution, `<(command)`, for a path that the user types.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger.
@@ -105,12 +105,12 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
     """The value of a JSON text in UTF-8, read strictly.
 
     Args:
-        shape: what the value has to be like.
+        shape: the shape that the value must have.
         depth: how deep arrays and objects may nest.
 
     Raises:
-        ValueError: it is not JSON, nests deeper, holds a key twice, a number that is not finite, an integer of more
-            than 20 digits, or a value that does not fit `shape`.
+        ValueError: it is not JSON, nests deeper, or contains a duplicate key, a number that is not finite, an integer
+            of more than 20 digits, or a value that does not have the `shape`.
 
     Example:
         >>> parse_json(b'{"size": 3}', record({"size": integer()}))
@@ -126,7 +126,7 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
     try:
         decoded = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"It is not text in UTF-8: byte {error.start} is {raw[error.start]:#04x}.") from None
+        raise ValueError(f"It is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}.") from None
     if _nests_deeper(raw, depth):
         raise ValueError(f"It nests deeper than {depth} levels.")
     try:
@@ -139,7 +139,7 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
         )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"It is not JSON: {error.msg} in {where}.") from None
+        raise ValueError(f"It is not JSON: {error.msg} at {where}.") from None
     fault = "" if shape is None else shape(value)
     if fault:
         raise ValueError(f"It{fault}.")
@@ -147,7 +147,7 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
 
 
 def _nests_deeper(raw: bytes, depth: int) -> bool:
-    """Whether brackets outside texts nest deeper; found without recursion, in one pass over the text per level."""
+    """Whether brackets outside strings nest deeper; found without recursion, in one pass over the text per level."""
     outside = b"".join(raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
     brackets = outside.translate(_FOLDED, _NO_BRACKETS)
     for _ in range(depth):
@@ -163,25 +163,25 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"It holds the key {quoted(twice)} twice in one object.")
+        raise ValueError(f"It contains the key {quoted(twice)} twice in one object.")
     return found
 
 
 def _integer(digits: str) -> int:
     if len(digits) > _DIGITS:
-        raise ValueError(f"It holds an integer of {len(digits)} characters: {digits[:_DIGITS]}...")
+        raise ValueError(f"It contains an integer of {len(digits)} characters: {digits[:_DIGITS]}...")
     return int(digits)
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"It holds the number {digits[:_DIGITS]}, which is not finite.")
+        raise ValueError(f"It contains the number {digits[:_DIGITS]}, which is not finite.")
     return number
 
 
 def quoted(value: Any) -> str:
-    """A value for an error message: as Python writes it, escaped and cut."""
+    """A value for an error message: its `repr`, escaped and shortened."""
     return printable(f"{value!r:.200}")
 
 
@@ -191,7 +191,7 @@ def anything(value: Any) -> str:
 
 
 def text(pattern: str | None = None) -> Shape:
-    """Shape of a text of real characters, which the regular expression has to match as a whole."""
+    """Shape of a string without halves of surrogate pairs; the regular expression must match all of it."""
     compiled = None if pattern is None else re.compile(pattern)
 
     def fault(value: Any) -> str:
@@ -207,7 +207,7 @@ def text(pattern: str | None = None) -> Shape:
 
 
 def integer(least: int = 0, most: int = 2**63 - 1) -> Shape:
-    """Shape of an integer in a range; true and false are none."""
+    """Shape of an integer in a range; a bool does not have it."""
 
     def fault(value: Any) -> str:
         fits = type(value) is int and least <= value <= most
@@ -217,7 +217,7 @@ def integer(least: int = 0, most: int = 2**63 - 1) -> Shape:
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Shape:
-    """Shape of a number, with or without a point, in a range."""
+    """Shape of an integer or a float in a range."""
 
     def fault(value: Any) -> str:
         fits = type(value) in (int, float) and least <= value <= most
@@ -227,20 +227,20 @@ def number(least: float = -math.inf, most: float = math.inf) -> Shape:
 
 
 def list_of(item: Shape, most: int | None = None) -> Shape:
-    """Shape of an array of at most so many items, which all have one shape."""
+    """Shape of an array of at most `most` items, each of the shape `item`."""
 
     def fault(value: Any) -> str:
         if not isinstance(value, list):
             return f" is {quoted(value)}, not a list"
         if most is not None and len(value) > most:
-            return f" has {len(value)} items, and {most} are possible"
+            return f" has {len(value)} items; at most {most} are allowed"
         return next((f"[{index}]{wrong}" for index, one in enumerate(value) if (wrong := item(one))), "")
 
     return fault
 
 
 def dict_of(item: Shape, keys: Shape = anything) -> Shape:
-    """Shape of an object whose values all have one shape, and whose keys have another."""
+    """Shape of an object with values of the shape `item` and keys of the shape `keys`."""
 
     def fault(value: Any) -> str:
         if not isinstance(value, dict):
@@ -256,7 +256,7 @@ def dict_of(item: Shape, keys: Shape = anything) -> Shape:
 
 
 def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> Shape:
-    """Shape of an object with known keys; keys that are in neither table are let through unchecked."""
+    """Shape of an object with known keys; keys that are in neither table are not checked."""
     known = {**needed, **(optional or {})}
 
     def fault(value: Any) -> str:
@@ -271,12 +271,12 @@ def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = N
 
 
 def path_inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False) -> str:
-    """The path of a name that a file of the folder gives, below that folder.
+    """The path of a file below a folder; its name comes from another file of that folder.
 
-    The name is judged by the rules of POSIX and of Windows, whichever system runs.
+    The name must be valid on POSIX and on Windows, whichever system runs.
 
     Args:
-        links_out: whether a link may lead out of the folder, as the download cache of the Hub has them.
+        links_out: whether a link may point outside the folder, as in the Hub's download cache.
 
     Raises:
         ValueError: the name is empty or absolute, leads out of the folder, or is not a possible name of a file.
@@ -285,7 +285,7 @@ def path_inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = 
         raise ValueError(f"{quoted(name)} is not the name of a file in or below the folder")
     path = os.path.join(folder, name)
     if not links_out:
-        # ".." and absolute names are excluded, so that a link alone can lead elsewhere.
+        # ".." and absolute names are excluded, so only a link can lead outside.
         root = os.path.realpath(folder)
         if os.path.commonpath([root, os.path.realpath(path)]) != root:
             raise ValueError(f"{quoted(name)} is a link that leads out of the folder")
@@ -308,7 +308,7 @@ def printable(value: object, keep: str = "") -> str:
     r"""Text that a terminal can print: characters that control it, or that reorder the line, are escaped.
 
     Args:
-        keep: characters that stay as they are, such as a newline.
+        keep: characters that are not escaped, such as a newline.
 
     Example:
         >>> printable("a\x1b[2Jb")

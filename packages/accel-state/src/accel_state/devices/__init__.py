@@ -1,1 +1,1 @@
-"""Device families: one object per device type answers every question whose answer depends on the device type."""
+"""Device families: one object per device type with everything that depends on the device type."""

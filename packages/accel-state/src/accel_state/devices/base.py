@@ -1,6 +1,6 @@
-"""The interface of a device family: every question whose answer depends on the type of the device.
+"""The interface of a device family: everything that depends on the type of the device.
 
-A package that provides a family subclasses `DeviceFamily` (or `TorchFamily`, where torch has a module for the device)
+A package that provides a family subclasses `DeviceFamily` (or `TorchFamily`, if torch has a module for the device)
 and registers the class in the entry-point group `accel.devices`. No other code compares names of families.
 """
 
@@ -29,7 +29,7 @@ class DeviceFamily(ABC):
     """Type of its torch devices, such as "cuda"."""
 
     label: DistributedType
-    """The `distributed_type` of several processes on these devices, unless a strategy has a label of its own."""
+    """The `distributed_type` of several processes on these devices, unless the strategy has its own label."""
 
     backend: str
     """Name of the torch.distributed backend for its tensors."""
@@ -41,7 +41,7 @@ class DeviceFamily(ABC):
     """A run uses the present family with the highest priority."""
 
     rng_key: str | None = None
-    """Key of its generators in the random states of a checkpoint; None when it draws from the CPU generator."""
+    """Key of its generators in the random states of a checkpoint; None if it draws from the CPU generator."""
 
     rng_name: str | None = None
     """Name of its generators in `rng_types`, such as "cuda"."""
@@ -53,7 +53,7 @@ class DeviceFamily(ABC):
     """Whether torch's context parallelism supports the attention kernels of this family."""
 
     vendor: str | None = None
-    """The module without which no device of this family is present, such as "torch_npu"; None where torch drives it."""
+    """The module that is required for a device of this family, such as "torch_npu"; None if torch itself drives it."""
 
     visible_variable: str | None = None
     """Environment variable that limits the devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
@@ -62,13 +62,13 @@ class DeviceFamily(ABC):
     """The class of its transport between several processes, as "module:class"; imported when there are several."""
 
     starter: str = ""
-    """The function that starts processes on all its devices, as "module:function", where its runtime connects only
-    processes that it starts itself. It is called with a function of (process index, *args), `args` and
-    `start_method="fork"`."""
+    """The function that starts processes on all its devices, as "module:function", if its runtime connects only
+    processes that it starts itself. It is called with a function that takes (process index, *args), with `args`, and
+    with `start_method="fork"`."""
 
     @abstractmethod
     def present(self) -> bool:
-        """Whether this machine has a device of this family; must not initialise it, so that a fork stays possible."""
+        """Whether this machine has a device of this family; must not initialise it, because that prevents forks."""
 
     @property
     def module(self) -> Any:
@@ -100,7 +100,7 @@ class DeviceFamily(ABC):
         raise NotOffered(
             f"Cannot run several processes on {self.name} devices.",
             "torch.distributed has no known backend for their tensors.",
-            "Start one process, work on the CPU with --cpu, or name a backend in InitProcessGroupKwargs.",
+            "Start one process, use the CPU with --cpu, or name a backend in InitProcessGroupKwargs.",
         )
 
     def runtime_topology(self, topology: Topology) -> Topology:
@@ -112,7 +112,7 @@ class DeviceFamily(ABC):
             topology: what the launcher set in the environment.
 
         Raises:
-            NotOffered: the runtime cannot work in this topology.
+            NotOffered: the runtime does not support this topology.
         """
         return topology
 
@@ -176,9 +176,9 @@ class DeviceFamily(ABC):
         return int(self._memory("memory_allocated", index))
 
     def memory_beside_host(self, index: int | None = None) -> int | None:
-        """What the status of a run shows beside the memory of the host: `used_memory` of a device with its own memory.
+        """The device memory that the status of a run shows: `used_memory` of a device that has its own memory.
 
-        None where the device uses that of the host, or does not count it.
+        None if the device uses the host's memory, or does not count its own.
         """
         try:
             return self.used_memory(index)
@@ -190,7 +190,7 @@ class DeviceFamily(ABC):
         return int(self._memory("max_memory_allocated", index))
 
     def reset_peak_memory(self, index: int | None = None) -> None:
-        """Start the maximum of `peak_memory` again."""
+        """Restart the maximum of `peak_memory`."""
         self._memory("reset_peak_memory_stats", index)
 
     def _memory(self, name: str, index: int | None) -> Any:
@@ -204,7 +204,7 @@ class DeviceFamily(ABC):
             raise NotOffered(
                 f"Cannot read the memory of a device of the family {self.name!r}.",
                 f"Its torch module has no {name}().",
-                "Use the vendor's own tool.",
+                "Use the vendor's tool.",
             )
         return function() if index is None else function(torch.device(self.name, index))
 

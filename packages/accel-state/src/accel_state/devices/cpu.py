@@ -66,10 +66,10 @@ class CPU(DeviceFamily):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Work on the host has finished when its call returns."""
+        """Does nothing: work on the host has finished when its call returns."""
 
     def empty_cache(self) -> None:
-        """The allocator of the host has no cache."""
+        """Does nothing: the allocator of the host has no cache."""
 
     def free_memory(self, index: int | None = None) -> int:
         """Bytes available without swapping."""

@@ -1,8 +1,8 @@
-"""The registry of device families, and which of them a process uses.
+"""The registry of device families, and the choice of the family that a process uses.
 
 Families of other packages are registered in the entry-point group `accel.devices`, like the built-in ones, and replace
-a built-in family of the same name. A family that cannot be loaded never breaks an import. The registry keeps it with
-its error, and warns when a run may use another device because of it.
+a built-in family of the same name. A family that cannot be loaded never breaks an import. The registry records its
+error, and warns when a run may use another device because of it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _only(offers: Sequence[Extension]) -> Extension:
 
 
 def _registered() -> str | None:
-    """Device type of the accelerator that torch was built for, or that registered itself with torch."""
+    """Device type of the accelerator for which torch was built, or which registered itself with torch."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
@@ -148,8 +148,8 @@ def best_family() -> DeviceFamily:
     """The present family with the highest priority; warns about families that could not be loaded."""
     for failure in failed_families():
         warnings.warn(
-            f"The device family {failure.name!r} of {failure.origin} could not be loaded ({failure.error!r}), so this "
-            "run ignores its devices.",
+            f"The device family {failure.name!r} of {failure.origin} could not be loaded ({failure.error!r}). This run "
+            "ignores its devices.",
             stacklevel=2,
         )
     known = families()

@@ -1,7 +1,7 @@
-"""What differs between the device families of torch, as data: one `DeviceSpec` each. Never imports torch.
+"""The differences between the device families of torch as data: one `DeviceSpec` for each. Never imports torch.
 
-The launcher reads which variable hides devices and which variables the processes of a family need; the families in this
-folder read the rest.
+The launcher reads which variable limits the visible devices and which variables the processes of a family need. The
+families in this folder read the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DeviceSpec(NamedTuple):
     Args:
         name: type of its torch devices, and name of its generators in `rng_types`.
         label: the `distributed_type` of several processes on these devices.
-        backend: name of the torch.distributed backend for its tensors; empty when there is none.
-        rng_key: key of its generators in the random states of a checkpoint; None for those of the CPU.
+        backend: name of the torch.distributed backend for its tensors; empty if there is none.
+        rng_key: key of its generators in the random states of a checkpoint; None if it draws from the CPU generator.
         visible_variable: environment variable that limits the devices a process sees.
         vendor: module that registers the family with torch when it is imported.
         collectives: module that registers the backend with torch.distributed when it is imported.
@@ -34,7 +34,7 @@ class DeviceSpec(NamedTuple):
         timeout: default timeout of a collective.
         pins_memory: whether copies from pinned host memory are faster.
         launching: variables that its processes need at start; they have no effect on other devices.
-        sharing: variables that processes which share its device need at start.
+        sharing: variables that processes need at start if they share a device.
         probing: variables that let `present` ask for devices without initialising them.
     """
 

@@ -1,8 +1,8 @@
-"""Device families that torch drives through a module of their own name, such as `torch.cuda`.
+"""Device families that torch drives through a module of the same name, such as `torch.cuda`.
 
-What differs between most of them is data, one `DeviceSpec` each. NVIDIA's and Apple's families add what their torch
-modules and drivers do differently. A device that registered itself with torch
-(`torch.utils.rename_privateuse1_backend`) works without a spec, by `UnlistedFamily`.
+Most of them differ only in data, one `DeviceSpec` each. The families of NVIDIA and Apple add code where their torch
+modules and drivers behave differently. A device that registered itself with torch
+(`torch.utils.rename_privateuse1_backend`) needs no spec; `UnlistedFamily` supports it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = (
 
 
 class TorchFamily(DeviceFamily):
-    """A family that a spec and torch's module for it describe completely.
+    """A family that is completely described by a spec and by its torch module.
 
     Args:
-        spec: what is known about the family.
+        spec: the data of the family.
     """
 
     def __init__(self, spec: DeviceSpec) -> None:
@@ -88,7 +88,7 @@ class TorchFamily(DeviceFamily):
         return dtype in supported() if supported is not None else super().supports(dtype)
 
     def empty_cache(self) -> None:
-        """Free the memory that the allocator caches; does nothing where there is no cache."""
+        """Free the memory that the allocator caches; does nothing if there is no cache."""
         release = getattr(self.module, "empty_cache", None)
         if release is not None:
             release()
@@ -103,7 +103,7 @@ def _vendor_loaded(vendor: str, name: str) -> bool:
         importlib.import_module(vendor)
     except Exception as error:
         warnings.warn(
-            f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are not considered.",
+            f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are ignored.",
             stacklevel=2,
         )
         return False
@@ -134,7 +134,7 @@ NEURON: Final = _family("neuron")
 
 
 class UnlistedFamily(TorchFamily):
-    """A device that registered itself with torch; its backend is the one it registered with torch.distributed."""
+    """A device that registered itself with torch; its backend is the one that it registered with torch.distributed."""
 
     def distributed_backend(self) -> str:
         try:
@@ -146,12 +146,12 @@ class UnlistedFamily(TorchFamily):
 
 @functools.cache
 def unlisted_family(name: str) -> UnlistedFamily:
-    """The family of a device type that torch knows and that has no spec."""
+    """The family of a device type that is registered with torch and has no spec."""
     return UnlistedFamily(unlisted_spec(name))
 
 
 _FIRST_WITH_BFLOAT16 = (14, 0)
-"""Release of macOS whose Metal computes with bfloat16."""
+"""First release of macOS on which Metal supports bfloat16."""
 
 
 class MPS(TorchFamily):
@@ -186,7 +186,7 @@ class MPS(TorchFamily):
         return dtype is torch.float16 or (dtype is torch.bfloat16 and new_enough)
 
     def total_memory(self, index: int | None = None) -> int:
-        """Bytes that Metal recommends not to exceed."""
+        """The maximum number of bytes that Metal recommends."""
         return torch.mps.recommended_max_memory()
 
     def free_memory(self, index: int | None = None) -> int:
@@ -216,7 +216,7 @@ class CUDA(TorchFamily):
         return torch.version.hip is not None
 
     def configure(self, topology: Topology) -> None:
-        """Refuse GPUs on which NCCL would wait for ever.
+        """Refuse GPUs on which NCCL would wait forever.
 
         Raises:
             NotOffered: the GPUs cannot access each other's memory, the driver does not report it, and `WITHOUT_P2P` is
@@ -227,7 +227,7 @@ class CUDA(TorchFamily):
             return
         if not check_cuda_p2p_ib_support():
             raise NotOffered(
-                f"Cannot run {topology.world_size} processes on GPUs of the type {torch.cuda.get_device_name()}.",
+                f"Cannot run {topology.world_size} processes on {torch.cuda.get_device_name()} GPUs.",
                 "These GPUs cannot access each other's memory, and this driver does not report that to NCCL.",
                 f"Set {' and '.join(f'{name}=1' for name in WITHOUT_P2P)}, or update the driver.",
             )
@@ -244,7 +244,7 @@ class CUDA(TorchFamily):
         return super().out_of_memory(error) or spoken
 
     def numa_node(self, index: int) -> int | None:
-        # Several processes may share a device, so the index of a process may be past the last device.
+        # Several processes may share a device, so the index of a process may exceed the last device index.
         facts: Any = torch.cuda.get_device_properties(index % max(self.count(), 1))
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         try:
@@ -261,7 +261,7 @@ _SERIES_WITHOUT_P2P: Final = "RTX 40"
 """GPUs of this series cannot access each other's memory."""
 
 _FIRST_DRIVER_WITH_P2P_REPORT: Final = (550, 40, 7)
-"""First driver that reports it; with an older one NCCL tries, and waits for ever."""
+"""First driver that reports it; with an older one NCCL tries peer-to-peer transfers and waits forever."""
 
 _NVIDIA_SMI_TIMEOUT: Final = 30.0
 
@@ -286,7 +286,7 @@ def get_driver_version() -> str:
     """Version of NVIDIA's driver.
 
     Raises:
-        NotOffered: there is none.
+        NotOffered: there is no driver.
     """
     versions = _query_driver("driver_version")
     if not versions:
@@ -304,7 +304,7 @@ def _lacks_p2p(name: str) -> bool:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether NCCL may use peer-to-peer and InfiniBand transfers between the GPUs; False means set `WITHOUT_P2P`."""
+    """Whether NCCL may use peer-to-peer and InfiniBand transfers between the GPUs; if False, set `WITHOUT_P2P`."""
     names, count = get_gpu_info()
     if count < 2 or not any(map(_lacks_p2p, names)):
         return True

@@ -1,7 +1,7 @@
 """Devices of torch_xla: TPUs, and other devices that PJRT_DEVICE selects.
 
 At the first use of a device the runtime decides whether a process drives one device or, with SPMD, all of its devices.
-This module uses no device before it must, so that a backend can still decide.
+This module does not use a device before it must, so that a backend can still decide.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class XLA(TorchFamily):
         super().__init__(SPECS["xla"])
 
     def present(self) -> bool:
-        """Whether torch_xla is installed, USE_TORCH_XLA does not disable it, and it has other devices than the CPU.
+        """Whether torch_xla is installed, not disabled by USE_TORCH_XLA, and has other devices than the CPU.
 
-        The CPU counts where PJRT_DEVICE selects it.
+        The CPU counts if PJRT_DEVICE selects it.
         """
         enabled = read_setting(_ENABLED)
         if (enabled is not None and not enabled.value) or not importable("torch_xla"):
@@ -62,7 +62,7 @@ class XLA(TorchFamily):
         """The topology that the runtime assigned to this process.
 
         Raises:
-            NotOffered: another launcher started several processes, or one process runs several replicas in threads.
+            NotOffered: another launcher started several processes, or one process runs several replicas as threads.
         """
         import torch_xla.runtime as runtime
 
@@ -94,7 +94,7 @@ class XLA(TorchFamily):
         return self.device_at(0)
 
     def device_at(self, index: int) -> torch.device:
-        """The device that the runtime assigned to this process; it has index 0 there."""
+        """The device that the runtime assigned to this process; in this process it has index 0."""
         return torch.device(self.name, 0)
 
     def opened(self) -> bool:
@@ -158,14 +158,14 @@ class XLA(TorchFamily):
             raise NotOffered(
                 f"Cannot read the memory of {device}.",
                 f"Its runtime does not report it: {str(error).splitlines()[0]}",
-                "Use the vendor's own tool.",
+                "Use the vendor's tool.",
             ) from error
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype is torch.bfloat16
 
     def check_fork(self) -> None:
-        """torch_xla itself raises when its runtime was used before a fork."""
+        """Does nothing: torch_xla itself raises when its runtime was used before a fork."""
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _runtime_device() -> str | None:
     found: str | None = runtime.device_type()
     if found not in (None, "CPU"):
         return found
-    # torch_xla writes its choice into the environment, where child processes would take it for ours.
+    # torch_xla writes its choice into the environment, where child processes would mistake it for the user's.
     publish({}, remove=_RUNTIME.variables)
     return None
 
@@ -202,7 +202,7 @@ def _topology(runtime: Any, processes: int, replicas: int) -> Topology:
 def _not_connected() -> NotOffered:
     return NotOffered(
         "Cannot run several processes on XLA devices.",
-        "The runtime of torch_xla connects only processes that it starts itself on TPUs, and none on CPUs.",
+        "The runtime of torch_xla connects only processes that it started itself on TPUs; on CPUs it connects none.",
         "Start one process (XLAPlugin(fsdp=True) lets it drive several devices), use `accel launch --tpu` on a TPU, or "
-        "work on the CPU without torch_xla with --cpu.",
+        "use the CPU without torch_xla with --cpu.",
     )

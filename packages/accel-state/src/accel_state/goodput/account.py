@@ -1,15 +1,15 @@
-"""The account of the time of one process, in files that outlive it.
+"""The time account of one process, in files that outlive the process.
 
     account = TimeAccount.open("project/goodput", rank=0)
-    account.enter(STEP)              # what passes from now on is a step
-    with account.on("waiting"):      # and this is not
+    account.enter(STEP)              # time from now on is charged to steps
+    with account.on("waiting"):      # the time of this block is charged to waiting
 
-Each process appends lines of JSON to a file of its own, `rank_0.jsonl`: when it starts and ends, and in between what it
-has spent its time on so far. Such a line is written as one piece, and at intervals that grow with the length of the
-run. What happened since the last line is in a small file that is mapped into memory, `rank_0.live`, which the system
-keeps when the process is killed; the next process of that rank turns it into a line before it begins.
+Each process appends lines of JSON to its own file, `rank_0.jsonl`: one when it starts, one when it ends, and in between
+lines with the seconds per category so far. Each line is written atomically, at intervals that grow with the length of
+the run. The time since the last line is in a small memory-mapped file, `rank_0.live`, which survives the process. The
+next process of that rank turns it into a line before it begins.
 
-A step costs two changes of what is done, which is less than a microsecond.
+A step changes the category twice, which takes less than a microsecond.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = (
 )
 
 GOODPUT_FOLDER: Final = "goodput"
-"""Folder of the accounts, inside that of the run."""
+"""Folder of the accounts, inside the run's folder."""
 
 CATEGORIES: Final = (
     "start-up",
@@ -62,7 +62,7 @@ CATEGORIES: Final = (
     "waiting for other processes",
     "down",
 )
-"""What the time of a run is spent on; "step" is what it is there for."""
+"""Categories of the time of a run; only "step" is useful work."""
 
 START_UP, FIRST_STEP, DATA, STEP, EVALUATION, SAVING, RECOMPUTED, WAITING, DOWN = range(len(CATEGORIES))
 _BY_SHARE: Final = {"waiting": WAITING, "saving": SAVING}
@@ -71,18 +71,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _HEAD: Final = 5
-"""Numbers before the seconds: when the process began, the doing, since when, the step, the greatest step before."""
+"""Numbers before the seconds: start of the process, category, start of the category, step, highest step before."""
 
 _CELLS: Final = _HEAD + len(CATEGORIES)
 _LIVE: Final = struct.Struct(f"{_CELLS}d")
 _MOST_OFTEN: Final = 0.2
 _LEAST_OFTEN: Final = 60.0
 _PART: Final = 1 / 200
-"""Seconds between two lines: this part of the time so far, at least and at most so many."""
+"""Seconds between two lines: this fraction of the time so far, within the two limits above."""
 
 
 def append_line(path: str | os.PathLike[str], line: dict[str, Any]) -> None:
-    """Append a line of JSON in one piece, so that it is there as a whole or not at all when this process is killed."""
+    """Append a line of JSON atomically: if this process is killed, the line is complete or missing."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         os.write(file, (json.dumps(line) + "\n").encode())
@@ -91,10 +91,10 @@ def append_line(path: str | os.PathLike[str], line: dict[str, Any]) -> None:
 
 
 class LiveAccount:
-    """What a live file holds.
+    """The content of a live file.
 
     Args:
-        numbers: its content.
+        numbers: the numbers in the file.
     """
 
     def __init__(self, numbers: tuple[float, ...]) -> None:
@@ -104,7 +104,7 @@ class LiveAccount:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> LiveAccount | None:
-        """That of a file; None where there is none, or it holds something else."""
+        """Read a file; None if it does not exist, or is not a live file."""
         try:
             live = cls(_LIVE.unpack(Path(path).read_bytes()))
         except (OSError, struct.error, ValueError):
@@ -113,7 +113,7 @@ class LiveAccount:
         return live if sound and all(0 <= one < 1e12 for one in live.seconds.values()) else None
 
     def line(self) -> dict[str, Any]:
-        """The line that the process would have written last."""
+        """The last line that the process would have written."""
         return {
             "event": "left",
             "time": self.since,
@@ -125,18 +125,18 @@ class LiveAccount:
 
 
 class TimeAccount:
-    """What one process spends its time on.
+    """How one process spends its time.
 
-    Only the thread that made it changes what is done.
+    Only the thread that created it changes the category.
 
     Args:
-        folder: of the accounts of the run; made where it is missing.
+        folder: folder for the accounts of the run; created if it is missing.
         rank: index of this process.
-        attempt: how often the processes were started again before.
+        attempt: how often the processes were restarted before.
 
     Attributes:
-        doing: what the time is charged to now, an index of `CATEGORIES`.
-        step: steps that the run has made; recorded with the next change of what is done.
+        doing: the current category, an index of `CATEGORIES`.
+        step: number of steps of the run so far; recorded when the category changes next.
     """
 
     __slots__ = ("_cells", "_due", "_lines", "_offset", "_thread", "before", "began", "doing", "since", "step")
@@ -160,7 +160,7 @@ class TimeAccount:
         self._due = self.since + _MOST_OFTEN
 
     def enter(self, category: int) -> None:
-        """What passes from now on is charged to another category; a line is written where one is due."""
+        """Charge the time from now on to another category; write a line if one is due."""
         now = perf_counter()
         cells = self._cells
         cells[_HEAD + self.doing] += now - self.since
@@ -171,12 +171,12 @@ class TimeAccount:
             self._write("so far")
 
     def charge(self, category: int, then: int) -> None:
-        """Charge what passed since the last change to a category, and what follows to another one."""
+        """Charge the time since the last change to a category, and the time from now on to another one."""
         self.doing = category
         self.enter(then)
 
     def close(self) -> None:
-        """Write the last line; what follows is the end of the process."""
+        """Write the last line, at the end of the process."""
         self._due = math.inf
         self.enter(DOWN)
         self._write("end")
@@ -194,11 +194,11 @@ class TimeAccount:
         self._due = perf_counter() + min(max(so_far * _PART, _MOST_OFTEN), _LEAST_OFTEN)
 
     def on(self, share: str) -> _Charged:
-        """A block whose time is charged to a share of `accel_torch.stopwatch`."""
+        """A context manager that charges the time of its block to a share of `accel_torch.stopwatch`."""
         return _Charged(self, _BY_SHARE[share])
 
     def timed(self, category: int, function: Callable[P, R]) -> Callable[P, R]:
-        """A function whose time is charged to a category."""
+        """A function that charges the time of each call of `function` to a category."""
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -209,7 +209,7 @@ class TimeAccount:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread may change what is done."""
+        """Whether this thread may change the category."""
         return threading.get_ident() == self._thread
 
 
@@ -221,7 +221,7 @@ class _Charged:
 
     def __enter__(self) -> None:
         account = self._account
-        # Saving waits for other processes too, and stays what it is.
+        # Saving includes waiting for other processes, and stays charged to saving.
         if account.is_mine and account.doing not in (SAVING, WAITING):
             self._before = account.doing
             account.enter(self._category)
@@ -234,7 +234,7 @@ class _Charged:
 
 
 def _age() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Seconds since this process was started; 0 if the system does not report it."""
     info = process_info(os.getpid())
     if info is None:
         return 0.0
@@ -253,13 +253,13 @@ def _mapped(path: str) -> Any:
 
 
 def _close_last(lines: str, live: str) -> float:
-    """Write the last line of a process that was killed; the greatest step that the run has reached."""
+    """Write the last line of a process that was killed; return the highest step that the run has reached."""
     last = LiveAccount.read(live)
     if last is None:
         return 0.0
     if not any(line.get("began") == last.began and line["event"] in ("end", "left") for line in _tail(lines)):
         append_line(lines, last.line())
-    # The step that it was in has begun, and its time was charged.
+    # The step during which it was killed counts, because its time was charged.
     begun = last.doing in (FIRST_STEP, STEP, RECOMPUTED)
     return max(last.step + begun, last.before)
 

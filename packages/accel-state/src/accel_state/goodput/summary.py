@@ -1,10 +1,10 @@
-"""How the time of a run divides, from the accounts of its processes and what its launcher saw.
+"""How a run spent its time, from the accounts of its processes and the lines of its launcher.
 
     summary = read_goodput("project")
-    summary.seconds["step"], summary.goodput        # of an average process
+    summary.seconds["step"], summary.goodput        # averages over the processes
 
-Every process has spent the time from the start of the run to its end on something. While it ran, its own account says
-on what; between two of its starts, and after its end, the run was down. What no account covers is `unattributed`.
+The time of every process from the start of the run to its end is divided into categories. While the process ran, its
+own account has them; between two of its starts, and after its end, the run was down. The rest is `unattributed`.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ _SHAPES: Final = {
 
 
 class LauncherLines:
-    """What a launcher writes of a run; a folder that cannot be written does not disturb it.
+    """Writes a launcher's lines about a run; a folder that is not writable does not disturb the run.
 
     Args:
         project_dir: folder of the run.
-        node: which of the machines this is.
+        node: index of this machine.
     """
 
     def __init__(self, project_dir: str, node: int = 0) -> None:
         self._path = os.path.join(project_dir, GOODPUT_FOLDER, f"launcher_{node}.jsonl")
 
     def launch(self, attempt: int) -> OSError | None:
-        """The processes are about to be started; returns why the folder cannot be written."""
+        """Record that the processes are about to start; return the error if the folder is not writable."""
         return self._append({"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt})
 
     def ended(self, rank: int, moment: float) -> None:
-        """A process was seen to have ended."""
+        """Record that a process has ended."""
         self._append({"event": "ended", "time": moment, "rank": rank})
 
     def over(self, code: int) -> None:
-        """The run is over."""
+        """Record that the run has ended."""
         self._append({"event": "over", "time": time.time(), "code": code})
 
     def _append(self, line: dict[str, Any]) -> OSError | None:
@@ -87,9 +87,9 @@ class RankTime:
     """The time of one process, over all its starts.
 
     Args:
-        rank: which one.
+        rank: rank of the process.
         starts: how often it was started.
-        step: steps of the run that it reached.
+        step: the highest step of the run that it reached.
         seconds: by category of `CATEGORIES`.
         unattributed: seconds that no account covers.
     """
@@ -103,12 +103,12 @@ class RankTime:
 
 @dataclass(frozen=True)
 class GoodputSummary:
-    """How the time of a run divides.
+    """How a run spent its time.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         began: when it was started, seconds since 1970.
-        ended: when it ended, or now where it still runs.
+        ended: when it ended, or now if it still runs.
         running: whether it still runs.
         ranks: the time of each process.
         damaged: lines that could not be read and were left out.
@@ -138,12 +138,12 @@ class GoodputSummary:
 
     @property
     def goodput(self) -> float:
-        """The part of the time that went into steps that count, from 0 to 1."""
+        """The fraction of the time that was spent on steps that count, from 0 to 1."""
         return self.seconds[CATEGORIES[STEP]] / self.wall if self.wall else 0.0
 
     @property
     def restarts(self) -> int:
-        """How often the processes were started again."""
+        """How often the processes were restarted."""
         return max(one.starts for one in self.ranks) - 1
 
 
@@ -151,7 +151,7 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
     """The summary of a run.
 
     Args:
-        run: its folder (`project_dir`), or that of the accounts inside.
+        run: the run's folder (`project_dir`), or the folder of the accounts in it.
 
     Raises:
         NotFound: the folder does not exist, or has no accounts.
@@ -169,8 +169,8 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
     ranks = {int(match[1]): lines[name] for name in lines if (match := _FILE.fullmatch(name)) and lines[name]}
     if not ranks:
         raise SettingError(
-            f"Cannot read where the time of the run {str(run)!r} went.",
-            f"{str(folder)!r} has no valid line of a goodput account; {damaged} are damaged.",
+            f"Cannot read the goodput of the run {str(run)!r}.",
+            f"{str(folder)!r} contains no valid line of a goodput account; {damaged} lines are damaged.",
             "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
         )
     parts = {rank: _parts(found, LiveAccount.read(folder / f"rank_{rank}.live")) for rank, found in ranks.items()}
@@ -188,21 +188,21 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
 
 
 def _folder_of(run: Path) -> Path:
-    asked = f"Cannot read where the time of the run {str(run)!r} went."
+    asked = f"Cannot read the goodput of the run {str(run)!r}."
     if not run.is_dir():
-        raise NotFound(asked, "There is no such folder.", "Give the project_dir of the run.")
+        raise NotFound(asked, "There is no such folder.", "Name the run's project_dir.")
     for folder in (run / GOODPUT_FOLDER, run):
         if folder.is_dir() and any(_FILE.fullmatch(one.name) for one in folder.iterdir()):
             return folder
     raise NotFound(
         asked,
-        f"It has no goodput account of any process in {str(run / GOODPUT_FOLDER)!r}.",
+        f"There is no goodput account in {str(run / GOODPUT_FOLDER)!r}.",
         "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
     )
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The sound lines of a file, and how many others it has."""
+    """The valid lines of a file, and the number of damaged ones."""
     found, damaged = [], 0
     for line in read_limited(path, _MOST_BYTES).splitlines():
         try:
@@ -226,12 +226,12 @@ class _Part:
     """One start of a process.
 
     Args:
-        began: when.
+        began: when the process started.
         ended: when it ended, as far as is known.
         seconds: its account, up to `until`.
-        until: when the account was written last.
-        doing: what it did then.
-        step: that it reached.
+        until: when the account was last written.
+        doing: the category at that time.
+        step: the step that it reached.
         closed: whether the process closed its account by itself.
     """
 
@@ -245,7 +245,7 @@ class _Part:
 
 
 def _parts(lines: Iterable[Mapping[str, Any]], live: LiveAccount | None) -> list[_Part]:
-    """The starts of a process, in their order."""
+    """The starts of a process, in order."""
     parts: dict[float, _Part] = {}
     for line in (*lines, *([live.line()] if live is not None else ())):
         part = parts.setdefault(line["began"], _Part(line["began"], line["time"]))
@@ -260,7 +260,7 @@ def _parts(lines: Iterable[Mapping[str, Any]], live: LiveAccount | None) -> list
 
 
 def _end_all(parts: Sequence[_Part], ends: Sequence[float], running: bool) -> None:
-    """Charge what each start did after its last line until it was killed, or until now."""
+    """Charge the time from the last line of each start until the process was killed, or until now."""
     for index, part in enumerate(parts):
         following = parts[index + 1].began if index + 1 < len(parts) else _LATEST
         if part.closed:
@@ -285,7 +285,7 @@ def _is_running(launcher: Sequence[Mapping[str, Any]]) -> bool:
 
 def _rank_time(rank: int, parts: Sequence[_Part], began: float, ended: float) -> RankTime:
     seconds = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in CATEGORIES}
-    # Before the first start it is about to be started; later, and where it has closed its account, the run is down.
+    # Before the first start the time counts as start-up. Later, or if the account was closed, the run is down.
     seconds[CATEGORIES[START_UP]] += parts[0].began - began
     unattributed = 0.0
     until = parts[0].began

@@ -14,7 +14,7 @@ class Activity(NamedTuple):
     """What a process does instead of training.
 
     Args:
-        name: such as "saving".
+        name: name of the activity, such as "saving".
         location: line of the user's code that began it.
         seconds: how long it has taken so far.
     """
@@ -28,9 +28,9 @@ class Pace(NamedTuple):
     """How quickly a process trains.
 
     Args:
-        steps: steps that its optimizer has made.
+        steps: number of optimizer steps so far.
         per_second: recent steps per second; 0 before two steps were seen.
-        seconds: since the last step was seen; 0 before the first one.
+        seconds: seconds since the last step was seen; 0 before the first one.
     """
 
     steps: int

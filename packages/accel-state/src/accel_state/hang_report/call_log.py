@@ -1,8 +1,8 @@
-"""Where the code of this process is: the collective that it called, its main thread, and where it raised an error.
+"""The position of this process: the collective that it called, the line of its main thread, the line of an error.
 
-The log of calls is always on: a call costs about a microsecond, because nothing becomes text before somebody reads it.
-The main thread is captured only to explain a failure: on Python 3.11 a garbage collection can leave the frames of a
-running thread dangling while another thread walks them. So a capture is rare, and no collection may begin meanwhile.
+The log of calls is always on: a call costs about a microsecond, because entries become text only when they are read.
+The main thread is captured only to explain a failure: on Python 3.11 a garbage collection can free the frames of a
+running thread while another thread walks them. Therefore a capture is rare, and no collection may begin during it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Call(NamedTuple):
     """One call of a collective.
 
     Args:
-        number: how many calls of this process came before it, plus one.
+        number: number of the call on this process, from 1.
         operation: name of the function.
-        fingerprint: of the structure, shapes, dtypes and arguments; 0 before they were known.
-        location: where the user's code called it.
+        fingerprint: fingerprint of the structure, shapes, dtypes and arguments; 0 before they are known.
+        location: the line of the user's code that called it.
         seconds: how long it took, or has taken so far.
-        group: what messages call the processes that call it together; empty when they are all of the run.
+        group: name of its group in messages; empty for all processes of the run.
     """
 
     number: int
@@ -72,25 +72,25 @@ class Call(NamedTuple):
 
 
 def call_text(operation: str, group: str, location: str) -> str:
-    """A call in words: "gather() in the group 'tp' of ranks 0, 1 at eval.py:8"."""
+    """A call as text: "gather() in the group 'tp' of ranks 0, 1 at eval.py:8"."""
     return f"{operation}(){f' in {group}' if group else ''}{f' at {location}' if location else ''}"
 
 
 class CallLog:
-    """The calls of one process on one transport, the newest kept in a ring.
+    """The calls of one process on one transport; a ring buffer has the newest ones.
 
-    Calls of a group of processes have a log and numbers of their own. It shares what was called with the log of the
-    whole run, which shows both: the calls of several groups may be active at the same time, in several threads.
+    Each group of processes has its own log and its own numbers. It passes its calls on to the log of the whole run,
+    which shows both, because calls of several groups may be active at the same time in several threads.
 
     Args:
         length: how many completed calls are kept.
         world: the log of the whole run.
-        group: what messages call the group.
+        group: name of the group in messages.
 
     Attributes:
-        number: calls that were begun.
-        messages: steps of streams of messages that were completed; equal on processes that are at the same step.
-        exchanges: exchanges of headers that this process has begun to wait for.
+        number: number of calls so far.
+        messages: completed steps of message streams; equal on processes that are at the same step.
+        exchanges: number of header exchanges for which this process has begun to wait.
     """
 
     __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "messages", "number")
@@ -98,7 +98,7 @@ class CallLog:
     def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
         self._ring = deque(maxlen=length) if world is None else world._ring
-        # By the log that each call is of. The thread of the monitor reads it at any moment, so values are replaced.
+        # By the log of each call. The monitor's thread may read it at any moment, so values are replaced as a whole.
         self._active: dict[int, tuple[int, str, CodeType, int, float, CallLog]] = {} if world is None else world._active
         self._group = group
         self.number = 0
@@ -107,7 +107,7 @@ class CallLog:
         self.exchanges = 0
 
     def enter(self, operation: str) -> tuple[CodeType, int]:
-        """Begin a call; returns the code of the user, and the line in it, that called."""
+        """Begin a call; return the code object of the caller in the user's code, and the line."""
         code, line = caller()
         self.fingerprint = 0
         self.number += 1
@@ -116,12 +116,12 @@ class CallLog:
 
     def leave(self) -> None:
         """End the call that `enter` began."""
-        # In this order, nobody ever sees a call as active that is in the ring.
+        # In this order, no reader sees a call both as active and in the ring.
         number, operation, code, line, begun, _ = self._active.pop(id(self))
         self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun, self._group))
 
     def active(self) -> Call | None:
-        """The call of this log that this process is in, or else the oldest of another group."""
+        """The active call of this log, or else the oldest active call of another group."""
         current = self._active.get(id(self))
         if current is None:
             others = list(self._active.values())
@@ -133,7 +133,7 @@ class CallLog:
         return Call(number, operation, log.fingerprint, location, time.monotonic() - begun, log._group)
 
     def last(self) -> Call | None:
-        """The call that this process is in, or else the last one."""
+        """The active call, or else the last completed one."""
         return self.active() or next(iter(self.recent(1)), None)
 
     def recent(self, count: int | None = None) -> tuple[Call, ...]:
@@ -146,7 +146,7 @@ class CallLog:
 
 
 def format_ranks(members: list[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-2, 5"."""
+    """Ranks as text: "rank 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(members):
         if runs and rank == runs[-1][1] + 1:
@@ -158,7 +158,7 @@ def format_ranks(members: list[int]) -> str:
 
 
 def caller() -> tuple[CodeType, int]:
-    """The code of the user, and the line in it, that led to this call."""
+    """The code object of the innermost frame of the user's code, and its line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -180,7 +180,7 @@ IMPORT: Final = "import"
 _IMPORTING: Final = "<frozen importlib"
 
 _DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
-"""Wrappers around the function whose name is of use."""
+"""Wrapper functions; reports name the function that they call instead."""
 
 
 class UserFrame(NamedTuple):
@@ -196,7 +196,7 @@ class UserFrame(NamedTuple):
 
 
 def main_thread_frame() -> UserFrame | None:
-    """Where the main thread is; None when it runs no code of the user."""
+    """The position of the main thread; None if it runs no code of the user."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -212,7 +212,7 @@ def main_thread_frame() -> UserFrame | None:
 
 
 def frame_of_error(error: BaseException) -> UserFrame | None:
-    """Where an exception was raised; None where no code of the user was running."""
+    """The position at which an exception was raised; None if no code of the user was running."""
     inwards, trace = [], error.__traceback__
     while trace is not None:
         inwards.append((trace.tb_frame, trace.tb_lineno))

@@ -1,11 +1,10 @@
-"""The hang monitor: the thread that publishes the status of this rank through the store, and reads those of others.
+"""The hang monitor: a thread that publishes the status of this rank through the store and reads those of others.
 
-It works twice a second, and never on the path of a call. Once a second it writes to the store, and checks whether some
-rank requests stacks. Only this thread waits for the store: a snapshot holds what the thread read last, because the
-process that hosts the store may be the one that is stopped, dead, or behind a broken link. In small worlds every rank
-reads the statuses of the others all the time, and so still has them when the store is gone. In large ones each rank
-would read as many values as there are ranks, so a rank reads them only after it has requested stacks. The monitor also
-writes the file that a launcher reads.
+It works twice a second, and never inside a call. Once a second it writes to the store and checks whether a rank
+requests stacks. Only this thread waits for the store: a snapshot contains what the thread last read, because the
+process that hosts the store may itself be stopped, dead, or unreachable. In small worlds every rank reads the statuses
+of the others all the time, and still has them when the store is gone. In large worlds that would be too many reads, so
+a rank reads the statuses only after it has requested stacks. The monitor also writes the file that a launcher reads.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _PUBLISH_EVERY: Final = 1.0
 """Seconds between two writes to the store."""
 
 ALWAYS_READ_UP_TO: Final = 16
-"""Largest world size in which each rank reads the statuses of the others all the time."""
+"""Largest world size at which each rank reads the statuses of the others all the time."""
 
 _REQUEST_TIMEOUT: Final = 2.0
 """Seconds that one request to the store may take."""
 
 _LONGEST_PAUSE: Final = 8.0
-"""Seconds between two tries, at most, on a store that does not answer."""
+"""Maximum seconds between two attempts if the store does not answer."""
 
 _STACKS_FOR: Final = 5.0
 """Seconds for which a rank captures its stack after a request."""
@@ -49,19 +48,19 @@ _JOIN_TIMEOUT: Final = 3.0
 """Seconds that the thread may take to end."""
 
 _POLLS: Final = 5
-"""How often in a tick the thread checks for a request of this rank."""
+"""How often per tick the thread checks whether this rank has requested stacks."""
 
 _REQUEST_KEY: Final = "hang_report/request"
 
 
 class WorldSnapshot(NamedTuple):
-    """The statuses of all ranks, as far as this one knows them.
+    """The statuses of all ranks, as far as this rank knows them.
 
     Args:
-        statuses: by rank; ranks that never published are missing.
-        ages: seconds since a new status of each of them arrived.
-        taken: when the store was read, seconds of the monotonic clock.
-        store_failed: when the store was found not to answer, if it has not answered since; else None.
+        statuses: statuses by rank; ranks that never published are missing.
+        ages: seconds since the last new status of each rank arrived.
+        taken: when the store was read, in seconds of the monotonic clock.
+        store_failed: when the store stopped answering; None if it answers.
     """
 
     statuses: dict[int, RankStatus]
@@ -75,12 +74,12 @@ class HangMonitor:
 
     Args:
         log: the call log of this process.
-        control: a connection to the store of the run, for this monitor alone; None turns it off.
+        control: a connection to the store of the run, for this monitor only; None turns the monitor off.
         rank: index of this process.
         world_size: number of processes.
 
     Attributes:
-        pinned: where this process was when an error was raised, while that error is explained.
+        pinned: the position of this process when an error was raised, as long as that error is being reported.
         always_reads: whether it reads the statuses of the others before `request_stacks` is called.
     """
 
@@ -110,13 +109,13 @@ class HangMonitor:
         if self._control is not None or self._file is not None:
             self._thread = threading.Thread(target=self._run, name="accel_state.monitor", daemon=True)
             self._thread.start()
-            # Before the groups end, because the others notice their end first.
+            # Before the groups end: otherwise the other ranks would notice that first.
             _monitors_of(self._pid).add(self)
 
     def stop(self) -> None:
-        """End the thread; called when the transport goes, and before the interpreter does.
+        """End the thread; called when the transport is deleted, and before the interpreter ends.
 
-        In a forked child there is no thread to end, and its lock may stay locked for ever.
+        In a forked child there is no thread to end, and its lock may stay locked forever.
         """
         if os.getpid() != self._pid or self._thread is None or self._end.is_set():
             return
@@ -133,9 +132,9 @@ class HangMonitor:
             self._control.close()
 
     def request_stacks(self) -> float:
-        """Request that all ranks capture their stacks, and return the time; they have answered two ticks later.
+        """Request that all ranks capture their stacks, and return the time; the answers arrive within two ticks.
 
-        Does not wait, and takes no lock: handlers of signals call this too.
+        Does not wait and takes no lock, because signal handlers call this too.
         """
         now = time.monotonic()
         self._stacks_until = self._reads_until = now + _STACKS_FOR
@@ -182,7 +181,7 @@ class HangMonitor:
         pause = TICK if reads else _PUBLISH_EVERY
         if self._failures:
             pause = min(TICK * 2**self._failures, _LONGEST_PAUSE)
-        # A little less, because the thread checks the time in ticks.
+        # Slightly less, because the thread checks the time in ticks.
         self._try_again = now + pause - TICK / 2
 
     def _world_status(self) -> WorldStatus:
@@ -190,7 +189,7 @@ class HangMonitor:
         return WorldStatus(time.time(), failed is None, statuses, ages)
 
     def _exchange(self, now: float, stack: bool, requests: bool) -> bool:
-        """Publish a status, and read whether some rank requests stacks; whether the store answered."""
+        """Publish a status and read whether a rank requests stacks; return whether the store answered."""
         control = self._control
         assert control is not None
         try:
@@ -222,7 +221,7 @@ class HangMonitor:
 
     def _read(self) -> None:
         assert self._control is not None
-        # Made here, since a rank of a large world reads nothing until something hangs.
+        # Created here, because a rank of a large world reads nothing until a collective hangs.
         keys = [_key(rank) for rank in range(self._world_size)]
         try:
             found = self._control.get_many(keys, _REQUEST_TIMEOUT)
@@ -239,19 +238,19 @@ class HangMonitor:
             if status is not None:
                 self._texts[rank] = text
                 statuses[rank], arrived[rank] = status, now
-        # Others read these while this thread goes on, so it replaces them as a whole.
+        # Other threads read these while this thread continues, so it replaces them as a whole.
         self._arrived, self._statuses = arrived, statuses
         self._taken = now
 
 
 def _key(rank: int) -> str:
-    """Where a rank writes its status."""
+    """The key under which a rank writes its status."""
     return f"hang_report/status/{rank}"
 
 
 @functools.cache
 def _monitors_of(_pid: int) -> WeakSet[HangMonitor]:
-    """The monitors of this process, which stop when the interpreter ends, before the groups that exist by now."""
+    """The monitors of this process; they stop when the interpreter ends, before the groups that exist now."""
     monitors: WeakSet[HangMonitor] = WeakSet()
 
     def stop() -> None:

@@ -1,8 +1,8 @@
-"""How far a process has come, and what it does: stored by the training code, read by the thread of its monitor.
+"""The progress and the activity of a process: written by the training code, read by the monitor's thread.
 
-The training code stores its progress in plain attributes, which costs a step less than a microsecond. The thread of the
-monitor reads them twice a second and computes the steps per second. The number of steps and the ids of samples are also
-in files, which outlive the process.
+The training code writes its progress to plain attributes, which takes less than a microsecond per step. The monitor's
+thread reads them twice a second and computes the steps per second. The number of steps and the ids of samples are also
+written to files, which outlive the process.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = (
 )
 
 STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
-"""Variable that names the folder of the files; without it, processes write none."""
+"""Variable with the folder of the files; without it, processes write none."""
 
 _MOST_MOMENTS: Final = 32
-"""Moments at which a new step was seen, from which the pace follows: 16 seconds, or as many steps."""
+"""Number of times of recent steps from which the pace is computed: 16 seconds, or as many steps."""
 
 
 class TrainingProgress:
     """The progress of one process.
 
     Attributes:
-        steps: steps of the optimizer that has made most, since the process was started.
-        loaded: steps of the run that this process did not make, since it loaded a checkpoint of them.
-        shared: `loaded` and `steps`, where the launcher reads them after this process was killed.
-        samples: returns the ids of the samples of the batch that is trained on, or of the batch with a number in the
-            epoch; empty where they are not known.
-        folder: where the run keeps its output, or empty.
-        device_memory: returns the bytes that this process holds on its device; None where nothing counts them.
+        steps: steps since the process was started, of the optimizer with the most steps.
+        loaded: steps of the run before the checkpoint that this process has loaded.
+        shared: `loaded` and `steps` in a file, which the launcher can read after this process was killed.
+        samples: returns the ids of the samples of the current batch, or of the batch with a number in the epoch; empty
+            if they are not known.
+        folder: folder with the run's output, or empty.
+        device_memory: returns the bytes that this process uses on its device; None if they are not counted.
     """
 
     __slots__ = ("_activity", "_moments", "device_memory", "folder", "loaded", "samples", "shared", "steps")
@@ -59,33 +59,33 @@ class TrainingProgress:
         self.samples: Callable[[int | None], list[str]] = lambda read: []
         self.folder = ""
         self.device_memory: Callable[[], int | None] = lambda: None
-        # Replaced as a whole, because the thread of the monitor reads it at any moment.
+        # Replaced as a whole, because the monitor's thread may read it at any moment.
         self._activity: tuple[str, CodeType, int, float] | None = None
         self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
 
     def writes_to(self, folder: str | os.PathLike[str]) -> None:
-        """Record the folder of the run; the first one counts."""
+        """Record the folder of the run; only the first call has an effect."""
         self.folder = self.folder or os.path.abspath(folder)
 
     @property
     def run_step(self) -> int:
-        """Steps of the run, over all its restarts, that led to the state of this process."""
+        """Number of steps of the run, over all its restarts, that led to the state of this process."""
         return self.loaded + self.steps
 
     def went_back_to(self, step: int) -> None:
-        """Record that a checkpoint was loaded that the run saved after so many steps."""
+        """Record that a checkpoint was loaded, which the run had saved after `step` steps."""
         self.loaded = self.shared[0] = step - self.steps
 
     def share(self, folder: str, rank: int) -> None:
-        """Keep the numbers of steps in a file from now on, which outlives the process."""
+        """From now on, write the numbers of steps to a file, which outlives the process."""
         with contextlib.suppress(OSError):
             self.shared = _mapped(os.path.join(folder, f"rank{rank}.steps"))
             self.shared[0], self.shared[1] = self.loaded, self.steps
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Record for the length of a block what this process does."""
-        # A process that runs alone has no monitor, and does without this module.
+        """Record what this process does inside the block."""
+        # A single process has no monitor and does not import that module.
         from accel_state.hang_report.call_log import caller
 
         before = self._activity
@@ -97,7 +97,7 @@ class TrainingProgress:
             self._activity = before
 
     def activity(self) -> Activity | None:
-        """What the process does instead of training."""
+        """What the process currently does instead of training."""
         activity = self._activity
         if activity is None:
             return None
@@ -108,7 +108,7 @@ class TrainingProgress:
         return Activity(name, locate(code.co_filename, line), time.monotonic() - begun)
 
     def pace(self) -> Pace:
-        """How quickly the process trains, by the steps that earlier calls have seen."""
+        """How quickly the process trains, according to the steps that earlier calls have seen."""
         from accel_state.hang_report.activity import Pace
 
         now, steps = time.monotonic(), self.steps
@@ -121,7 +121,7 @@ class TrainingProgress:
 
 
 PROGRESS: Final = TrainingProgress()
-"""That of this process."""
+"""The progress of this process."""
 
 _STEPS: Final = struct.Struct("qq")
 
@@ -138,7 +138,7 @@ def _mapped(path: str) -> MutableSequence[int]:
 
 
 def read_run_step(folder: str, rank: int) -> int:
-    """Steps of the run at which a process is, or was when it ended; 0 where it has written none."""
+    """The current step of a process, or its last one if it has ended; 0 if it has written none."""
     try:
         with open(os.path.join(folder, f"rank{rank}.steps"), "rb") as file:
             return sum(_STEPS.unpack(file.read(_STEPS.size)))
@@ -150,7 +150,7 @@ _MOST_SAMPLE_BYTES: Final = 2048
 
 
 def sample_file(folder: str, rank: int) -> Callable[[str], None] | None:
-    """What keeps a text about samples where the launcher reads it after this process was killed; None if it cannot."""
+    """A function that writes a text about samples to a file that outlives this process; None if that is impossible."""
     import mmap
 
     try:
@@ -172,7 +172,7 @@ def sample_file(folder: str, rank: int) -> Callable[[str], None] | None:
 
 
 def read_samples(folder: str, rank: int) -> list[str]:
-    """Ids of the samples that a process of a restarted run has read last; empty where it has written none."""
+    """Ids of the samples that a process of a restarted run last read; empty if it has written none."""
     try:
         with open(os.path.join(folder, f"rank{rank}.samples"), "rb") as file:
             found = json.loads(file.read(_MOST_SAMPLE_BYTES).partition(b"\0")[0])

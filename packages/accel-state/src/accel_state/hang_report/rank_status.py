@@ -1,13 +1,13 @@
-"""What one rank publishes of itself: its last collective, its main thread, its step, what it saves or loads.
+"""The status that each rank publishes: its last collective, its main thread, its step, and whether it saves or loads.
 
     os.environ[STATUS_FOLDER] = folder      # the launcher, before it starts the processes
-    request_stacks(folder)                  # let them capture their main threads for some seconds
-    statuses = read_statuses(folder)        # by rank; what a process wrote last, about half a second ago
+    request_stacks(folder)                  # they capture their main threads for some seconds
+    statuses = read_statuses(folder)        # by rank; at most about half a second old
 
-A status travels as JSON, through the store of the run and through files, which a launcher reads without the store and
-without torch. Each process writes its file twice a second from the thread of its monitor. A process that cannot
-(stopped, or in native code that holds the interpreter) leaves its last file, whose `time` gets old. One process of a
-machine, which the reader chooses, also writes the statuses of the ranks on other machines.
+A status is JSON. It is published through the store of the run and through files, which a launcher reads without the
+store and without torch. The monitor's thread of each process writes its file twice a second. If a process cannot write
+(it is stopped, or in native code that holds the GIL), its last file remains and the `time` in it becomes old. One
+process of each machine, chosen by the reader, also writes the statuses of the ranks on other machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = (
 )
 
 EXITED_NORMALLY: Final = "without an exception"
-"""`RankStatus.left` of a process whose script has ended."""
+"""`RankStatus.left` of a process after its script has ended normally."""
 
 # ---------------------------------------------------------------------- the status of a rank
 
@@ -49,31 +49,31 @@ _KINDS: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank does, captured by itself.
+    """What one rank does, captured by the rank itself.
 
     Args:
-        number: of its last collective; 0 when it made none.
+        number: number of its last collective; 0 if it has called none.
         operation: name of that collective.
-        called_at: line of the user's code that called it.
+        called_at: line of the user's code that called that collective.
         active: whether it is still in that collective.
-        main_thread_at: line of the user's code where the main thread is; empty when the stack was not captured.
-        main_thread_in: the library function that was called there; empty when there is none.
+        main_thread_at: line of the user's code where the main thread is; empty if the stack was not captured.
+        main_thread_in: the library function that was called there; empty if there is none.
         has_stack: whether the stack of the main thread was captured.
-        left: how it has left the run, such as "without an exception"; empty while it takes part.
-        since: when that collective began, where it is still in it, seconds since the epoch; else 0.
-        steps: how many steps its optimizer has made.
-        steps_per_second: of late; 0 where that is not known.
-        step_since: when the last step was made, seconds since the epoch; 0 where there was none.
+        left: how it left the run, such as "without an exception"; empty while it takes part.
+        since: when that collective began if it is still active, in seconds since the epoch; else 0.
+        steps: number of steps of its optimizer.
+        steps_per_second: recent steps per second; 0 if unknown.
+        step_since: when the last step ended, in seconds since the epoch; 0 before the first step.
         activity: what it does instead of training, such as "saving"; or empty.
-        activity_at: line of the user's code that began it.
-        activity_since: when that was, seconds since the epoch.
-        folder: where the run keeps its output, or empty.
+        activity_at: line of the user's code that began the activity.
+        activity_since: when the activity began, in seconds since the epoch.
+        folder: folder with the run's output, or empty.
         memory: bytes of memory that it uses, captured with the stack; else 0.
-        device_memory: bytes that its tensors hold on its device; -1 where nothing counts them.
+        device_memory: bytes that its tensors use on its device; -1 if they are not counted.
         pid: its process id.
         host: its machine, with the namespaces of process ids and of the network.
-        time: when it was captured, seconds since the epoch.
-        group: what messages call the processes of that collective; empty when they are all of the run.
+        time: when the status was captured, in seconds since the epoch.
+        group: name of the group of that collective in messages; empty for all processes of the run.
     """
 
     number: int
@@ -100,12 +100,12 @@ class RankStatus:
     group: str = ""
 
     def to_json(self) -> str:
-        """The status as text."""
+        """The status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus | None:
-        """The status that `to_json` wrote; None where it did not write the text."""
+        """The status that `to_json` wrote; None if the text is something else."""
         try:
             status = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -114,11 +114,11 @@ class RankStatus:
         return status if fits else None
 
     def collective(self) -> str:
-        """Its last collective in words."""
+        """Its last collective as text."""
         return f"{call_text(self.operation, self.group, self.called_at)} (call {self.number})"
 
     def position(self) -> str:
-        """Where the process is, to follow "rank 3 is"."""
+        """The position of the process, as text that follows "rank 3 is"."""
         if self.active:
             return f"in {self.collective()}"
         before = f"after {self.collective()}" if self.number else "before any collective"
@@ -131,9 +131,9 @@ def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None =
     """The status of this process.
 
     Args:
-        log: its calls.
+        log: the log of its calls.
         stack: capture the line of the main thread as well.
-        pinned: that line, where it is known.
+        pinned: that line, if it is already known.
     """
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
@@ -163,7 +163,7 @@ def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None =
 
 
 def _device_memory() -> int:
-    # A device that raises must not end the thread of the monitor, nor be in the way when it ends.
+    # A device that raises must neither end the monitor's thread nor delay its end.
     with contextlib.suppress(Exception):
         used = PROGRESS.device_memory()
         return -1 if used is None else used
@@ -171,7 +171,7 @@ def _device_memory() -> int:
 
 
 def host_with_namespaces() -> str:
-    """Name of this machine, with its namespaces of process ids and of the network, which a container may change."""
+    """Name of this machine, with its namespaces of process ids and of the network, which differ in a container."""
     names = [socket.gethostname()]
     for kind in ("pid", "net"):
         with contextlib.suppress(OSError):
@@ -195,10 +195,10 @@ class WorldStatus(NamedTuple):
     """The statuses of all ranks, as one process read them from the store of the run.
 
     Args:
-        time: when it wrote this, seconds since the epoch.
+        time: when it wrote this, in seconds since the epoch.
         store_answers: whether the store answered.
-        statuses: by rank; ranks that never published are missing.
-        ages: seconds since a new status of each of them arrived.
+        statuses: statuses by rank; ranks that never published are missing.
+        ages: seconds since the last new status of each rank arrived.
     """
 
     time: float
@@ -208,11 +208,11 @@ class WorldStatus(NamedTuple):
 
 
 class StatusFile:
-    """The file of one process.
+    """The status file of one process.
 
     Args:
-        folder: where it is.
-        rank: index of the process.
+        folder: folder of the file.
+        rank: rank of the process.
     """
 
     def __init__(self, folder: str, rank: int) -> None:
@@ -223,26 +223,26 @@ class StatusFile:
 
     @classmethod
     def of_run(cls, rank: int) -> StatusFile | None:
-        """That of this process, where the launcher wants one."""
+        """The file of this process, if its launcher has requested one."""
         folder = os.environ.get(STATUS_FOLDER)
         return cls(folder, rank) if folder else None
 
     def write(self, status: RankStatus) -> None:
-        """Replace the content of the file; a missing folder does not disturb the run."""
+        """Replace the content of the file; a missing folder is ignored."""
         _replace(self._path, status.to_json())
 
     def write_world(self, world: WorldStatus) -> None:
-        """Replace what this machine knows of all ranks."""
+        """Replace this machine's file with the statuses of all ranks."""
         ranks = {rank: [world.ages[rank], status.to_json()] for rank, status in world.statuses.items()}
         text = json.dumps({"time": world.time, "store_answers": world.store_answers, "ranks": ranks})
         _replace(os.path.join(self._folder, _WORLD), text)
 
     def stack_requested(self) -> bool:
-        """Whether a reader wants the line of the main thread."""
+        """Whether a reader has requested the line of the main thread."""
         return _is_recent(self._stack_request)
 
     def world_requested(self) -> bool:
-        """Whether a reader wants this process to write the statuses of all ranks."""
+        """Whether a reader has requested that this process write the statuses of all ranks."""
         path = os.path.join(self._folder, _WORLD_REQUEST)
         if not _is_recent(path):
             return False
@@ -269,18 +269,18 @@ def _replace(path: str, text: str) -> None:
 
 
 def request_stacks(folder: str) -> None:
-    """Let the processes capture the stacks of their main threads; they have written them within a second."""
+    """Request that the processes capture the stacks of their main threads; they write them within a second."""
     with open(os.path.join(folder, _STACK_REQUEST), "w", encoding="utf-8"):
         pass
 
 
 def request_world_status(folder: str, rank: int) -> None:
-    """Let one process, named by its rank, write the statuses of all ranks; it takes some seconds."""
+    """Request that the process with this rank write the statuses of all ranks; it takes some seconds."""
     _replace(os.path.join(folder, _WORLD_REQUEST), str(rank))
 
 
 def read_world_status(folder: str) -> WorldStatus | None:
-    """What a process wrote last of all ranks; None where none did."""
+    """The newest statuses of all ranks that a process has written; None if there are none."""
     try:
         with open(os.path.join(folder, _WORLD), encoding="utf-8", errors="replace") as file:
             content = json.loads(file.read(_MOST_BYTES_OF_WORLD))
@@ -295,7 +295,7 @@ def read_world_status(folder: str) -> WorldStatus | None:
 
 
 def read_statuses(folder: str) -> dict[int, RankStatus]:
-    """What each process wrote last, by rank; those that wrote nothing are missing."""
+    """The last status that each process wrote, by rank; processes that wrote none are missing."""
     found: dict[int, RankStatus] = {}
     try:
         names = os.listdir(folder)

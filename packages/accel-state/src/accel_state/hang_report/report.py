@@ -1,6 +1,6 @@
-"""The text of a hang report: where all ranks are, in a sentence, and the errors of collectives that say it.
+"""The text of a hang report: the positions of all ranks in one sentence, and the errors of collectives that contain it.
 
-Loads no torch: a launcher describes ranks too.
+Does not import torch, because a launcher describes ranks too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = (
 # ---------------------------------------------------------------------- sentences
 
 _SILENT: Final = 3.0
-"""Seconds without news of a rank after which the report no longer says that it is where it was seen."""
+"""Seconds without a new status after which the report calls a rank silent."""
 
 _MOST_GROUPS: Final = 16
-"""Sentences in one report; with thousands of processes in different places the report only counts the rest."""
+"""Maximum number of positions in one report; beyond it, the report only counts the rest."""
 
 _HELPLESS: Final = frozenset({"ended", "stopped"})
 
@@ -47,14 +47,14 @@ def describe_ranks(
     ages: Mapping[int, float] | None = None,
     known: Iterable[int] | None = None,
 ) -> str:
-    """Where all ranks are, those in the same place in one sentence, the smallest group first.
+    """The positions of all ranks; ranks at the same position share a sentence, the smallest group comes first.
 
     Example: "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)".
 
     Args:
-        statuses: by rank; ranks that are missing are unknown.
+        statuses: statuses by rank; ranks that are missing are unknown.
         world_size: number of processes.
-        ages: seconds since a new status of each of them arrived; by default since it was captured.
+        ages: seconds since the last new status of each rank arrived; by default since it was captured.
         known: ranks to describe; by default all of them.
     """
     now = time.time()
@@ -88,7 +88,7 @@ def _state(status: RankStatus, age: float) -> str:
 
 
 def _state_here(status: RankStatus) -> State | Literal["elsewhere"]:
-    """What the operating system says of a process, where it is one of this machine."""
+    """What the operating system reports about a process, if it is on this machine."""
     if status.host != host_with_namespaces():
         return "elsewhere"
     return state_of(status.pid) or "elsewhere"
@@ -97,7 +97,7 @@ def _state_here(status: RankStatus) -> State | Literal["elsewhere"]:
 # ---------------------------------------------------------------------- errors
 
 _LONGEST_WAIT: Final = 3.6
-"""Seconds that the other ranks are given to publish where they are."""
+"""Seconds for which to wait until the other ranks publish their positions."""
 
 _POLL: Final = 0.1
 """Seconds between two reads of what they published."""
@@ -106,10 +106,10 @@ _SIGNAL_POLL: Final = 0.05
 """Seconds between two checks whether this process received SIGTERM."""
 
 MISSED: Final = "_accel_missed"
-"""Attribute of errors that say where every rank was: the ranks that this one waited for. Launchers record it."""
+"""Attribute of errors with a hang report: the ranks for which this one waited. Launchers record it."""
 
 _REMEDY: Final = (
-    "Look at the processes that are gone or elsewhere. If one only needs longer, raise the timeout in "
+    "Look at the processes that are gone or at another position. If one only needs more time, raise the timeout in "
     "InitProcessGroupKwargs."
 )
 
@@ -124,23 +124,23 @@ def collective_error(
 ) -> CollectiveError:
     """The error for a collective that the backend could not complete.
 
-    Gives the other ranks some seconds to publish where they are. A launcher may terminate this process meanwhile; then
-    it prints the report before it ends.
+    Waits some seconds for the other ranks to publish their positions. If a launcher terminates this process meanwhile,
+    the process prints the report before it ends.
 
     Args:
-        error: what the backend raised.
+        error: the error of the backend.
         call: the call that failed.
         rank: index of this process.
         world_size: number of processes.
         monitor: reads the statuses of the others.
-        members: ranks of the group that the call is of; by default all.
+        members: ranks of the group of the call; by default all.
     """
     what = str(call) if call else "a collective"
     with _deferred_termination() as termination:
         where, missed = _everyone(monitor, rank, world_size, termination, members)
         report = CollectiveError(
             f"Cannot complete {what} on rank {rank}.",
-            f"{where}\n  The backend said: {_first_line(error)}",
+            f"{where}\n  The backend reported: {_first_line(error)}",
             _REMEDY,
         )
         setattr(report, MISSED, missed)
@@ -149,7 +149,7 @@ def collective_error(
 
 
 def extend_error(error: BaseException, rank: int, world_size: int, monitor: HangMonitor) -> None:
-    """Append where every rank was to an error that the backend raised outside of our calls.
+    """Append the positions of all ranks to an error that the backend raised outside our calls.
 
     Args:
         error: its message is extended.
@@ -171,7 +171,7 @@ def extend_error(error: BaseException, rank: int, world_size: int, monitor: Hang
 
 
 def describe_all_ranks(monitor: HangMonitor, rank: int, world_size: int) -> str:
-    """Where all ranks are, in a sentence, once they have published it or cannot; within some seconds.
+    """The positions of all ranks in one sentence. Waits some seconds at most, until all ranks have published theirs.
 
     Args:
         monitor: reads the statuses of the others.
@@ -184,7 +184,7 @@ def describe_all_ranks(monitor: HangMonitor, rank: int, world_size: int) -> str:
 def _everyone(
     monitor: HangMonitor, rank: int, world_size: int, termination: _Termination, members: Sequence[int] = ()
 ) -> tuple[str, list[int]]:
-    """Where all ranks are, and which of the members of a group, by default of all ranks, this one waited for."""
+    """The positions of all ranks, and the members of a group, by default of all ranks, for which this one waited."""
     snapshot = _answers(monitor, world_size, termination)
     where = describe_ranks(snapshot.statuses, world_size, snapshot.ages)
     note = ""
@@ -203,14 +203,14 @@ def _everyone(
 
 
 def _collective_of(status: RankStatus) -> tuple[int, str, str]:
-    """The collective that a rank is in, of ours or of another library."""
+    """The active collective of a rank, ours or one of another library."""
     return (status.number, status.operation, status.group) if status.active else (0, status.main_thread_in, "")
 
 
 def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> WorldSnapshot:
-    """The statuses once all ranks have answered or cannot, time is up, or this process received SIGTERM.
+    """The statuses once all ranks have answered or cannot, time is up, or this process has received SIGTERM.
 
-    Where the store does not answer, a rank that published just before may be about to end, and gets the time to.
+    If the store does not answer, a rank that published just before may be about to end, and this waits for that.
     """
     begun = time.monotonic()
     if monitor.snapshot().store_failed is None:
@@ -225,7 +225,7 @@ def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -
 def _all_answered(
     statuses: Mapping[int, RankStatus], world_size: int, ages: Mapping[int, float], within: float
 ) -> bool:
-    """Whether each rank has captured its stack within so many seconds, or is known not to answer."""
+    """Whether each rank has captured its stack within `seconds`, or is known not to answer."""
     return len(statuses) == world_size and all(
         (status.has_stack and ages[rank] < within)
         or status.left
@@ -236,7 +236,7 @@ def _all_answered(
 
 
 def _lost_ranks(statuses: Mapping[int, RankStatus], world_size: int, ages: Mapping[int, float]) -> list[int]:
-    """Ranks that take no part any more, as far as is known: gone, stopped, silent, or never seen."""
+    """Ranks that no longer take part, as far as is known: gone, stopped, silent, or never seen."""
     return [
         rank
         for rank in range(world_size)
@@ -252,10 +252,10 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Termination:
-    """Whether this process received SIGTERM, and what it prints before it ends.
+    """Whether this process has received SIGTERM, and the text that it prints before it ends.
 
-    The signal's handler interrupts the thread that waits, so both use a plain value: an event has a lock, for which
-    the handler could wait for ever.
+    The signal handler interrupts the waiting thread, so both use a plain value. The handler could wait forever for the
+    lock of an event.
     """
 
     __slots__ = ("last_words", "received")
@@ -269,7 +269,7 @@ class _Termination:
         self.received = True
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until the process receives SIGTERM; whether it did."""
+        """Wait for `seconds`, or until the process receives SIGTERM; return whether it did."""
         deadline = time.monotonic() + seconds
         while not self.received and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _SIGNAL_POLL))

@@ -1,1 +1,1 @@
-"""The status of a run, read from outside: the run may hang, and its script needs no change."""
+"""The status of a run, read from outside; it works while the run hangs, and needs no change of the script."""

@@ -1,8 +1,8 @@
-"""Which runs of `accel launch` there are on this machine, and which one a pid or a folder means.
+"""Finds the runs of `accel launch` on this machine, and the run that belongs to a pid or a folder.
 
-The folder of a launcher (`accel_state.run_status.folder`) names it, and its processes write their statuses there
-(`accel_state.hang_report.rank_status`). The folder of a killed launcher stays for a while; readers recognise it by the
-pid and the start time that it names.
+The folder of a launcher (`accel_state.run_status.folder`) contains its pid, and its processes write their statuses
+there (`accel_state.hang_report.rank_status`). The folder of a killed launcher remains for a while; readers recognise it
+by the pid and the start time in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ("LaunchedRun", "find_run", "running_runs")
 
 _SHAPE: Final = record({"pid": integer(), "started": integer(), "folder": text(), "time": number()})
 _MOST_BYTES: Final = 64 * 1024
-_LIST: Final = "`accel runs status` without an argument shows every run of this user on this machine"
+_LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
 
 
 class LaunchedRun(NamedTuple):
@@ -31,9 +31,9 @@ class LaunchedRun(NamedTuple):
 
     Args:
         pid: process id of the launcher.
-        status_folder: where its processes write their statuses.
-        working_folder: where it was started.
-        began: when it was started, seconds since the epoch.
+        status_folder: folder for the statuses of its processes.
+        working_folder: folder in which it was started.
+        began: when it was started, in seconds since the epoch.
     """
 
     pid: int
@@ -42,23 +42,24 @@ class LaunchedRun(NamedTuple):
     began: float
 
     def folder(self) -> str:
-        """Where the run keeps its output, as its processes know it; else where it was started."""
+        """The folder of the run's output if a process has published one; else the folder in which it was started."""
         statuses = read_statuses(self.status_folder)
         return next((one.folder for _, one in sorted(statuses.items()) if one.folder), self.working_folder)
 
 
 def running_runs() -> list[LaunchedRun]:
-    """The runs of this user whose launcher exists, the oldest first."""
+    """The runs of this user with a live launcher, the oldest first."""
     found = {run.pid: run for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp")) for run in _runs_in(folder)}
     return sorted(found.values(), key=lambda run: run.began)
 
 
 def find_run(run: str) -> LaunchedRun:
-    """The run that a user means.
+    """Find the run that a user names.
 
     Args:
         run: process id of the launcher or of one of its processes, or the folder of the run: the `project_dir` or
-            `logging_dir` of its Accelerator, a folder inside or around it, or where it was started if it has none.
+            `logging_dir` of its Accelerator, a folder inside or around it, or the folder in which it was started if it
+            has none.
 
     Raises:
         NotFound: there is no such run, it has finished, or its launcher was not `accel launch`.
@@ -83,7 +84,7 @@ def _runs_in(folder: str) -> Iterator[LaunchedRun]:
 
 
 def _read(status: str) -> LaunchedRun | None:
-    """The run whose processes write into a folder; None where it is not this user's, or is over."""
+    """The run with processes that write into a folder; None if it is not this user's, or has ended."""
     if not is_private(os.path.dirname(status)):
         return None
     try:
@@ -100,14 +101,14 @@ def _read(status: str) -> LaunchedRun | None:
 def _of_process(pid: int) -> LaunchedRun:
     failed = f"Cannot show the run of process {pid}."
     if state_of(pid) == "ended":
-        raise NotFound(failed, f"process {pid} has ended, or never existed on this machine", _LIST)
+        raise NotFound(failed, f"Process {pid} has ended, or never existed on this machine.", _LIST)
     info = process_info(pid)
     if info is not None and info.owner != os.geteuid():
         owner = _name_of(info.owner)
         raise NoAccess(
             failed,
-            f"process {pid} belongs to the user {owner}, and only this user can see its run",
-            f"repeat the command as {owner}",
+            f"Process {pid} belongs to the user {owner}, and only this user can see its run.",
+            f"Repeat the command as {owner}.",
         )
     environment = environment_of(pid)
     # The launcher may have another folder for temporary files than this process.
@@ -116,7 +117,7 @@ def _of_process(pid: int) -> LaunchedRun:
     found = _read(own) if own else next((run for run in (*running_runs(), *elsewhere) if run.pid == pid), None)
     if found is not None:
         return found
-    raise NotFound(failed, f"process {pid} is not a run that `accel launch` started", _LIST)
+    raise NotFound(failed, f"Process {pid} does not belong to a run of `accel launch`.", _LIST)
 
 
 def _name_of(user: int) -> str:
@@ -136,11 +137,11 @@ def _of_folder(folder: str) -> LaunchedRun:
     if runs:
         pids = ", ".join(str(run.pid) for run in runs)
         raise SettingError(
-            failed, f"{len(runs)} runs write to {folder!r}", f"name the process id of a launcher: {pids}"
+            failed, f"{len(runs)} runs write to {folder!r}.", f"Name the process id of a launcher: {pids}."
         )
     if not os.path.exists(folder):
-        raise NotFound(failed, f"{folder!r} is neither a folder nor a process id", _LIST)
-    raise NotFound(failed, f"no run writes to {folder!r} now: it has finished, or runs on another machine", _LIST)
+        raise NotFound(failed, f"{folder!r} is neither a folder nor a process id.", _LIST)
+    raise NotFound(failed, f"No run writes to {folder!r} now: it has finished, or runs on another machine.", _LIST)
 
 
 def _around(one: str, other: str) -> bool:

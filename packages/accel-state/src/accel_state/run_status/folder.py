@@ -1,9 +1,9 @@
-"""The folder of a launcher, in which it and its processes write what they do.
+"""The folder of a launcher, in which it and its processes write their statuses.
 
-It is in the folder for temporary files, only its user can enter it, and `run.json` in it names the launcher. A launcher
-removes its folder when it ends. That of a killed launcher stays until another launcher of the same user has started its
-processes. A lock tells the two apart: the system releases it when the launcher ends, however that happens, also
-where the launchers are in containers that see other process ids and share the folder.
+It is in the folder for temporary files, only its user can enter it, and `run.json` in it identifies the launcher. A
+launcher removes its folder when it ends. The folder of a killed launcher remains until another launcher of the same
+user has started its processes. A lock shows whether the launcher still runs: the system releases it however the
+launcher ends. This also works if launchers in different containers, which see different process ids, share the folder.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ PREFIX: Final = "accel-launch-"
 """Prefix of the name of a launcher's folder."""
 
 RUN_FILE: Final = "run.json"
-"""File in the folder of the statuses that names the launcher."""
+"""File in the status folder that identifies the launcher."""
 
 STATUS: Final = "status"
-"""Folder of the statuses, in that of the launcher."""
+"""Name of the status folder inside the launcher's folder."""
 
 _LOCK: Final = "lock"
 _USUAL: Final = "/tmp"
 
 _locks: dict[str, int] = {}
-"""Open locks of the folders of this process, which it holds until it ends."""
+"""Locks of the folders of this process, open until the process ends."""
 
 
 def make_launch_folder() -> str:
-    """A new folder for a launcher; return its path."""
+    """Create a folder for a launcher; return its path."""
     path = os.path.join(os.environ.get("TMPDIR") or _USUAL, f"{PREFIX}{os.urandom(8).hex()}")
     try:
         os.mkdir(path, 0o700)
     except OSError:
-        # This module knows further places, but its import takes longer than all else that a launch does here.
+        # The module `tempfile` knows further places, but its import takes longer than the rest of a launch here.
         import tempfile
 
         path = tempfile.mkdtemp(prefix=PREFIX)
@@ -57,7 +57,7 @@ def make_launch_folder() -> str:
 
 
 def make_status_folder(folder: str) -> str:
-    """Make the folder of the statuses in that of a launcher; return its path."""
+    """Create the status folder inside a launcher's folder; return its path."""
     status = os.path.join(folder, STATUS)
     os.makedirs(status, mode=0o700, exist_ok=True)
     return status
@@ -67,7 +67,8 @@ def announce_run(folder: str) -> str:
     """Record in the folder of a launcher that this process is the launcher; return the folder for its processes.
 
     Args:
-        folder: a folder that only this user can enter, in that for temporary files; its name begins with `PREFIX`.
+        folder: a folder inside the folder for temporary files that only this user can enter; its name begins with
+            `PREFIX`.
     """
     import json
 
@@ -81,7 +82,7 @@ def announce_run(folder: str) -> str:
 
 
 def _lock(folder: str) -> None:
-    """Hold the lock of a folder for as long as this process lives; the file has its name once it is locked."""
+    """Lock a folder until this process ends; the lock file gets its name once it is locked."""
     if folder in _locks or os.name != "posix":
         return
     import fcntl
@@ -99,7 +100,7 @@ def _lock(folder: str) -> None:
 
 
 def remove_abandoned_folders(beside: str) -> None:
-    """Remove the folders of launchers of this user that have ended without removing them.
+    """Remove the folders of this user's launchers that ended without removing them.
 
     Args:
         beside: the folder of a launcher; its parent folder is searched.
@@ -132,7 +133,7 @@ def _abandoned(place: str) -> Iterator[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
         except OSError:
-            # Its launcher lives.
+            # Its launcher still runs.
             continue
         finally:
             os.close(lock)

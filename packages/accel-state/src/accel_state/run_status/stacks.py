@@ -1,9 +1,9 @@
 """The Python stacks of processes, read from outside.
 
-py-spy needs nothing of a process, but the system may not permit it to read another process. The processes of a launch
-can write their stacks by themselves, also while native code in them holds the lock of Python: at SIGURG, which nobody
-else uses and which processes without a handler ignore, `faulthandler` writes them to a file of the launch
-(`accel_cli.launch.run_script`). A stopped process writes none; py-spy can read it.
+py-spy needs no help from a process, but the system may not permit it to read another process. The processes of a launch
+can write their stacks themselves, even while native code in them holds the GIL: at SIGURG, `faulthandler` writes them
+to a file of the launch (`accel_cli.launch.run_script`). No other library uses SIGURG, and processes without a handler
+ignore it. A stopped process writes no stack; py-spy can read it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = (
 )
 
 SUFFIX: Final = ".stack"
-"""How the names of the files end into which processes write their stacks."""
+"""Suffix of the files into which processes write their stacks."""
 
 _PATIENCE: Final = 1.5
-"""Seconds that processes are given to write their stacks."""
+"""Seconds for which to wait until processes have written their stacks."""
 
 _QUIET: Final = 0.1
 """Seconds without a new line after which a stack is complete."""
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
     Args:
         path: the file.
         line: number of the line.
-        function: what is running there.
+        function: the function that runs there.
     """
 
     path: str
@@ -76,16 +76,16 @@ def _libraries() -> tuple[str, ...]:
 
 
 def py_spy_program() -> str | None:
-    """Path of py-spy; None where it is not installed."""
-    # The folder of the interpreter is not on the path where nobody activated its environment.
+    """Path of py-spy; None if it is not installed."""
+    # The folder of the interpreter is not on PATH if its environment is not activated.
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
 
 
 def py_spy_stack(pid: int, stopped: bool = False) -> str:
-    """The stacks of all threads of a process by py-spy; empty where it is not installed or not permitted.
+    """The stacks of all threads of a process by py-spy; empty if it is not installed or not permitted.
 
     Args:
-        pid: of the process, which py-spy pauses meanwhile.
+        pid: pid of the process; py-spy pauses it meanwhile.
         stopped: whether the process is stopped, so that py-spy cannot pause it.
     """
     program = py_spy_program()
@@ -100,10 +100,10 @@ def py_spy_stack(pid: int, stopped: bool = False) -> str:
 
 
 def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
-    """The stacks that processes write at a signal, by pid; those that wrote none are missing.
+    """The stacks that processes write at a signal, by pid; processes that write none are missing.
 
     Args:
-        files: by pid the file into which each process writes.
+        files: the file into which each process writes, by pid.
     """
     begun = {pid: _size(path) for pid, path in files.items() if _listens(pid, path)}
     for pid in begun:
@@ -123,9 +123,9 @@ def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
 
 
 def _listens(pid: int, path: str) -> bool:
-    """Whether a process has a handler for the signal, and still has the file open that the handler writes to.
+    """Whether a process has a handler for the signal, and the handler's file is still open in it.
 
-    A script that closes descriptors which it did not open may have opened another file under the same number.
+    A script may close descriptors that it did not open, and then open another file under the same number.
     """
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
@@ -159,18 +159,18 @@ def _read(path: str, begin: int) -> str:
 
 def frames_of_main_thread(stack: str) -> list[Frame]:
     """The frames of the main thread in the output of `faulthandler`, the innermost first."""
-    # The main thread is the one that was started first, and comes last.
+    # The main thread was started first, and is therefore the last one in the output.
     thread = re.split(r"^(?:Current t|T)hread 0x.*\n", stack, flags=re.MULTILINE)[-1]
     found = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
     return [Frame(match["path"], int(match["line"]), match["function"]) for match in found]
 
 
 def user_frame(frames: list[Frame], working_folder: str) -> UserFrame | None:
-    """The innermost frame of the user's code in a thread; None where it runs none.
+    """The innermost frame of the user's code in a thread; None if it runs none.
 
     Args:
-        frames: of the thread, the innermost first.
-        working_folder: where the run was started; paths below it become relative to it.
+        frames: the frames of the thread, the innermost first.
+        working_folder: the folder in which the run was started; paths below it become relative to it.
     """
     inside = ""
     for frame in _of_script(frames):
@@ -181,10 +181,10 @@ def user_frame(frames: list[Frame], working_folder: str) -> UserFrame | None:
 
 
 def is_importing(frames: list[Frame]) -> bool:
-    """Whether a thread imports a module."""
+    """Whether a thread is importing a module."""
     return any(frame.path.startswith(_IMPORTING) for frame in _of_script(frames))
 
 
 def _of_script(frames: list[Frame]) -> list[Frame]:
-    """The frames of the script, without ours that run it."""
+    """The frames of the script, without our own frames that run it."""
     return frames[: next((index for index, frame in enumerate(frames) if frame.path.endswith(_RUNNER)), len(frames))]

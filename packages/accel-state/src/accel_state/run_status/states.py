@@ -3,9 +3,9 @@
     for process in inspect_run(find_run("4711")).processes:
         print(process.rank, process.state, process.at)
 
-A process that trains writes where it is within a second, by the thread of its hang monitor. A process that does not
-answer is inspected from outside: the system says whether it exists, is stopped, or is in a system call on a file, and
-its stack says whether it still imports. So nothing here waits for a process, nor for the store of the run.
+The hang monitor of a process that trains writes its position within a second. A process that does not answer is
+inspected from outside: the system reports whether it exists, is stopped, or is in a system call on a file, and its
+stack shows whether it still imports. Therefore nothing here waits for a process or for the store of the run.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _SILENT: Final = 3.0
 """Seconds without a new status after which a process is silent; it writes twice a second."""
 
 _ANSWER: Final = 2.0
-"""Seconds that processes of this machine are given to capture their main threads."""
+"""Seconds for which to wait until processes of this machine have captured their main threads."""
 
 _ANSWER_OF_OTHERS: Final = 3.5
-"""The same for those of other machines, whose answers travel through the store."""
+"""The same for processes of other machines, which answer through the store."""
 
 _POLL: Final = 0.05
 _WAITS: Final = 2.0
-"""Seconds in a collective after which the ranks that are not in it hold it up."""
+"""Seconds in a collective after which the ranks that are not in it count as holding it up."""
 
 _STACK_FILE: Final = re.compile(rf"rank(\d{{1,7}})\.(\d{{1,10}}){re.escape(SUFFIX)}")
 _WAITING: Final = "waiting for others"
@@ -64,22 +64,22 @@ class ProcessStatus:
     """One process of a run.
 
     Args:
-        rank: index among all processes.
-        host: name of its machine; empty where it never published.
-        pid: its process id there; 0 where it never published.
+        rank: its rank.
+        host: name of its machine; empty if it never published a status.
+        pid: its process id there; 0 if it never published a status.
         state: "importing", "waiting for others" (to begin), "in collective", "in step", "saving", "loading", "in file
             IO", "running" (before the first step), "silent" (it exists and does not answer), "stopped", "finished",
-            "dead" or "unknown" (on another machine, and never published).
-        operation: the collective, the call on a file, or the function of a library that it is in; or empty.
-        at: line of the user's code where it is, or was last; for a collective the line that called it. Empty where
-            that is not known.
-        seconds: for how long it has been in this state, or in this step; None where that is not known.
-        steps: steps that its optimizer has made.
-        steps_per_second: of late; None where that is not known.
-        memory: bytes of memory of the host that it uses; None where that is not known.
-        device_memory: bytes that its tensors hold on its device; None where the device does not count them.
-        call: number of its last collective, 0 where it made none.
-        stack: the stacks of its threads, where they were requested.
+            "dead" or "unknown" (on another machine, and it never published a status).
+        operation: the current collective, system call on a file, or library function; or empty.
+        at: line of the user's code where it is, or was last; for a collective the line that called it. Empty if
+            unknown.
+        seconds: for how long it has been in this state, or in this step; None if unknown.
+        steps: number of steps of its optimizer.
+        steps_per_second: recent steps per second; None if unknown.
+        memory: bytes of host memory that it uses; None if unknown.
+        device_memory: bytes that its tensors use on its device; None if the device does not count them.
+        call: number of its last collective; 0 if it has called none.
+        stack: the stacks of its threads, if they were requested.
     """
 
     rank: int
@@ -101,11 +101,11 @@ class RunStatus(NamedTuple):
     """A run at one moment.
 
     Args:
-        run: which.
+        run: the run.
         world_size: number of its processes, on all machines.
-        processes: those that are known, by rank.
+        processes: the known processes, by rank.
         held_up_by: ranks that are not in the collective in which others wait.
-        store_answers: whether the store answered, for the processes of other machines; None where there are none.
+        store_answers: whether the store answered, for the processes of other machines; None if there are none.
     """
 
     run: LaunchedRun
@@ -132,10 +132,10 @@ class _Process(NamedTuple):
 
 
 def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
-    """What every process of a run does now; within five seconds, whatever the processes do.
+    """What every process of a run does now; takes at most five seconds, whatever the processes do.
 
     Args:
-        run: which.
+        run: the run.
         stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
     """
     begun = time.time()
@@ -163,7 +163,7 @@ def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
 
 
 def _processes(folder: str) -> dict[int, _Process]:
-    """The processes of this machine by rank; where a rank was started again, its last process."""
+    """The processes of this machine by rank; if a rank was restarted, its last process."""
     found: dict[int, tuple[bool, float, _Process]] = {}
     try:
         names = os.listdir(folder)
@@ -174,7 +174,7 @@ def _processes(folder: str) -> dict[int, _Process]:
         rank, pid, path = int(match[1]), int(match[2]), os.path.join(folder, match[0])
         info = process_info(pid)
         if info is not None and info.state != "ended" and environment_of(pid).get(STATUS_FOLDER) != folder:
-            # Another process has its pid by now.
+            # Another process now has this pid.
             info = info._replace(state="ended")
         process = _Process(pid, info, path)
         order = (process.exists, _modified(path), process)
@@ -191,7 +191,7 @@ def _modified(path: str) -> float:
 
 
 def _own_statuses(folder: str, processes: Mapping[int, _Process]) -> dict[int, RankStatus]:
-    """What the processes wrote of themselves; not what an earlier process of the same rank wrote."""
+    """The statuses that the processes wrote; not those of earlier processes of the same ranks."""
     found = read_statuses(folder).items()
     return {rank: one for rank, one in found if rank in processes and processes[rank].pid == one.pid}
 
@@ -203,7 +203,7 @@ def _world_size(processes: Mapping[int, _Process]) -> int:
 
 
 def _is_reporting(own: RankStatus) -> bool:
-    """Whether the monitor of a process is at work."""
+    """Whether the monitor of a process is running."""
     return own.activity != _WAITING and time.time() - own.time < _SILENT
 
 
@@ -214,7 +214,7 @@ def _has_answered(own: RankStatus, begun: float) -> bool:
 def _wait_for_answers(
     folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
 ) -> WorldStatus | None:
-    """Wait for new statuses of the processes that report, and for those of other machines, which one of them writes."""
+    """Wait for new statuses of the reporting processes, and for those of other machines, which one of them writes."""
     missing = set(reporting)
     while True:
         own = _own_statuses(folder, processes)
@@ -260,7 +260,7 @@ def _local(rank: int, process: _Process, own: RankStatus | None, stack: str, run
 def _seen_from_outside(
     process: _Process, own: RankStatus | None, call: str, status: ProcessStatus
 ) -> tuple[str, str, float | None]:
-    """State, operation and seconds of a process, by what the system says and else by its own status."""
+    """State, operation and seconds of a process, as the system reports them, or else from its own status."""
     if not process.exists:
         return ("finished" if own is not None and own.left == EXITED_NORMALLY else "dead"), "", None
     if not process.runs:
@@ -274,7 +274,7 @@ def _seen_from_outside(
 
 
 def _published(rank: int, own: RankStatus, host: str) -> ProcessStatus:
-    """A process by its own status."""
+    """A process according to its own status."""
     now = time.time()
     base = ProcessStatus(
         rank=rank,

@@ -1,7 +1,7 @@
 """Settings and the environment: reading the variables of a settings class, and writing them for a child process.
 
-Variable names are a public protocol that other libraries read too, so only the definitions of the settings spell them.
-Only `publish` writes into the environment of this process.
+Variable names are a public protocol that other libraries read too, so they occur only in the definitions of settings.
+Only `publish` writes to the environment of this process.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Given(NamedTuple):
 DEFAULT: Final = "default"
 
 _PLAIN: Final = re.compile(r"[ -$&-+\--9;-~]*")
-"""What separates the parts of `ORIGINS` needs quoting, and what is not ASCII."""
+"""Texts that need no quoting in `ORIGINS`: without separators and non-ASCII characters."""
 
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
-"""Variable in which a launcher passes on where the user gave each value: the flag, or the line of a file."""
+"""Variable in which a launcher passes on the origin of each value: the flag, or the line of a config file."""
 
 
 def read_setting(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
@@ -66,8 +66,8 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
     """Value of `ORIGINS`.
 
     Args:
-        origins: the origin of a value, by the name and the text of its variable. A variable with another text was set
-            by somebody else, and `read` ignores the origin.
+        origins: the origin of each value, by the name and the text of its variable. If the variable has another text
+            later, another program has set it, and the origin is ignored.
 
     Example:
         >>> origins_text({("ACCEL_BACKEND", "fsdp2"): "--backend"})
@@ -78,7 +78,7 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text without the separators; few texts have any, and the import of what replaces them takes long."""
+    """A text without separators; few texts have any, so the slow import of `quote` is deferred."""
     if _PLAIN.fullmatch(text):
         return text
     from urllib.parse import quote
@@ -111,10 +111,10 @@ def resolve(
     """The value and origin of every setting of a class: argument, else environment, else config file, else default.
 
     Args:
-        settings_class: a dataclass made with `setting`.
-        arguments: values given in code or by a flag; None means not given.
+        settings_class: a dataclass with `setting` fields.
+        arguments: values from code or from flags; None means not given.
         environ: variables to read; by default those of this process.
-        file: values of a config file by the name of the setting, with their line as origin.
+        file: values of a config file by the name of the setting, with the line as origin.
     """
     resolved = {}
     for name, known in settings_of(settings_class).items():
@@ -140,7 +140,7 @@ def from_environment(settings_class: type[S], environ: Mapping[str, str] | None 
 def fill_from_environment(settings: object, environ: Mapping[str, str] | None = None) -> None:
     """Replace each setting of an instance that is None by the value of its variable, else by `Setting.unset`.
 
-    For classes whose constructor takes from the environment what the caller does not give.
+    For classes that read missing arguments of the constructor from the environment.
 
     Raises:
         SettingError: the value of a variable is invalid.
@@ -155,26 +155,26 @@ def to_environment(settings: object) -> dict[str, str]:
     """Variables that pass an instance of a settings class on to a child process, without settings that are None.
 
     Raises:
-        SettingError: a value is an object that has no text, such as a function or a module.
+        SettingError: a value is an object without a text form, such as a function or a module.
     """
     variables = {}
     for name, known in settings_of(type(settings)).items():
         value = given_value(settings, name)
         if known.variable is None or value is None:
             continue
-        # `str` writes any object, and nobody can read what it wrote of most.
+        # `str` formats any object, but for most of them the text cannot be parsed again.
         if known.type.format is str and not isinstance(value, (str, int, float, os.PathLike)):
             raise SettingError(
                 f"Cannot pass {name} of {type(settings).__name__} on to another process.",
-                f"The variable {known.variable} carries text, and {name} is a {type(value).__name__}.",
-                f"Give {known.type.name}, or make the settings in the other process.",
+                f"Its variable {known.variable} contains text, and {name} is a {type(value).__name__}.",
+                f"Give {known.type.name}, or create the settings in the other process.",
             )
         variables[known.variable] = known.type.format(value)
     return variables
 
 
 def publish(variables: Mapping[str, str], remove: Iterable[str] = ()) -> None:
-    """Write variables into this process's own environment, for libraries that read them there."""
+    """Write variables to the environment of this process, for libraries that read them there."""
     for name in remove:
         os.environ.pop(name, None)
     os.environ.update(variables)

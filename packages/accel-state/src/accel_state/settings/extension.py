@@ -1,7 +1,7 @@
 """Extensions: the entry points of installed distributions in our groups, found without importing them.
 
 `importlib.metadata` reads and parses the metadata of every distribution. This module looks only at the
-`entry_points.txt` files on `sys.path` that mention one of our groups, which is some fifty times quicker.
+`entry_points.txt` files on `sys.path` that mention one of our groups, which is about fifty times faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _libraries = {"contextlib", "functools", "logging", "threading", "torch", "typin
 
 
 def is_library(module: str) -> bool:
-    """Whether a module belongs to torch, to these packages or to a loaded extension, and not to the user.
+    """Whether a module is part of torch, of these packages or of a loaded extension, and not the user's.
 
     Example:
         >>> is_library("accel_ops.collectives"), is_library("train")
@@ -42,7 +42,7 @@ class Extension(NamedTuple):
 
     Args:
         group: for example "accel.backends".
-        name: the name by which users select it.
+        name: the name with which users select it.
         target: "module:attribute".
         origin: name and version of the distribution, such as "accel-plugins 0.1.0".
     """
@@ -53,7 +53,7 @@ class Extension(NamedTuple):
     origin: str
 
     def load(self) -> Any:
-        """Import the module and return the attribute; errors of the import propagate."""
+        """Import the module and return the attribute; import errors propagate."""
         import importlib
 
         module, _, attribute = self.target.partition(":")
@@ -65,12 +65,12 @@ class Extension(NamedTuple):
 
 
 def extensions(group: str) -> tuple[Extension, ...]:
-    """Extensions of a group in the order of `sys.path`; without later ones of the same name and target."""
+    """Extensions of a group in the order of `sys.path`; duplicates with the same name and target are left out."""
     return tuple(found for found in _scan(tuple(sys.path)) if found.group == group)
 
 
 def forget() -> None:
-    """Search again at the next call, after an installation by the running process."""
+    """Search again at the next call, because the running process has installed a package."""
     _scan.cache_clear()
 
 
@@ -88,7 +88,7 @@ def _metadata(folder: str) -> Iterator[tuple[str, str]]:
     """Origin and text of each entry-point file in a folder that mentions one of our groups."""
     for name in sorted(name for name in folder_names(folder) or () if name.endswith((".dist-info", ".egg-info"))):
         try:
-            # Without file objects and decoding: most of some hundred files do not mention our groups.
+            # Without file objects and decoding: most of the hundreds of files do not mention our groups.
             file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)
         except OSError:
             continue

@@ -37,9 +37,9 @@ def importable(module: str) -> bool:
 
 
 def possibly_importable(modules: Iterable[str]) -> set[str]:
-    """Those modules that `import` may find; the others are not installed.
+    """The modules that `import` may find; the others are not installed.
 
-    One look at the names in the folders of `sys.path` takes a fraction of the time of a search for each module.
+    Listing the folders of `sys.path` once takes a fraction of the time of a search for each module.
 
     Example:
         >>> possibly_importable(["json.decoder", "no_such_package"])
@@ -47,7 +47,7 @@ def possibly_importable(modules: Iterable[str]) -> set[str]:
     """
     listings = [folder_names(folder) for folder in sys.path]
     known = {name.partition(".")[0] for names in listings if names is not None for name in names}
-    # Finders of other kinds, and archives on `sys.path`, are asked by `importable`.
+    # `importable` searches with other kinds of finders, and in archives on `sys.path`.
     finders = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "PathFinder"]
     archives = None in listings
 
@@ -60,7 +60,7 @@ def possibly_importable(modules: Iterable[str]) -> set[str]:
 
 
 def folder_names(folder: str) -> frozenset[str] | None:
-    """Names of the files in a folder of `sys.path`; empty where there is no folder, None where it is an archive."""
+    """Names of the files in a folder of `sys.path`; empty if there is no such folder, None if it is an archive."""
     place = folder or os.curdir
     try:
         return _listing(place, os.stat(place).st_mtime_ns)
@@ -76,7 +76,7 @@ def _listing(folder: str, changed: int) -> frozenset[str]:
 
 
 def look_again() -> None:
-    """Search again at the next call, after an installation by the running process."""
+    """Search again at the next call, because the running process has installed a package."""
     importlib.invalidate_caches()
     _found.cache_clear()
     _listing.cache_clear()
@@ -84,7 +84,7 @@ def look_again() -> None:
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution by its name on the package index, or None when it is absent."""
+    """Version of an installed distribution by its name on the package index; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -100,7 +100,7 @@ class Requirement(NamedTuple):
         module: its import name, such as "torch_xla".
         distribution: its name on the package index; the module's name by default.
         versions: allowed versions as a specifier such as ">=0.15"; empty for any.
-        install: what pip installs to get it, such as "transformer-engine[pytorch]"; the distribution by default.
+        install: argument of `pip install`, such as "transformer-engine[pytorch]"; the distribution by default.
     """
 
     module: str
@@ -120,10 +120,10 @@ class Requirement(NamedTuple):
         installed = installed_version(name)
         if installed is None or SpecifierSet(self.versions).contains(installed, prereleases=True):
             return None
-        return f"{name} {installed} is installed; {self.versions} is needed."
+        return f"{name} {installed} is installed; {self.versions} is required."
 
     def remedy(self) -> str:
-        """The install line."""
+        """The install command."""
         return f'Run: pip install "{self.install or (self.distribution or self.module) + self.versions}"'
 
     def demand(self, failure: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings that every process of a run reads, however it was started."""
+"""Settings that every process of a run reads, whichever way it was started."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = (
 )
 
 COMPILE_VARIABLE: Final = "ACCELERATE_DYNAMO_BACKEND"
-"""Variable with the backend of `torch.compile`; where it is empty, nothing is compiled."""
+"""Variable with the backend of `torch.compile`; if it is empty, nothing is compiled."""
 
 PROJECT_DIR_VARIABLE: Final = "ACCEL_PROJECT_DIR"
-"""Variable with the folder of the run, for scripts that name none."""
+"""Variable with the folder of the run, for scripts that do not set one."""
 
 
 _carried: Final = partial(setting, variable="ACCELERATE_{NAME}", flag="--{name}", key="{name}")
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting with a variable, flag and key that are derived from the name of its field."""
 
 
 @settings_class
 class ProcessSettings:
-    """The device of a process, and how it runs."""
+    """The device of a process, and its execution."""
 
     cpu: bool = setting(
         False,
@@ -38,7 +38,7 @@ class ProcessSettings:
         variable="ACCELERATE_USE_{NAME}",
         flag="--{name}",
         key="use_{name}",
-        question="Do you want to run on the CPU only, even if a GPU or another accelerator is there?",
+        question="Do you want to run only on the CPU, even if a GPU or another accelerator is present?",
         help="Use the CPU even if another device is present.",
         group="Hardware",
     )
@@ -51,7 +51,7 @@ class ProcessSettings:
         False,
         type=BOOLEAN,
         variable="ACCELERATE_DEBUG_MODE",
-        question="Should every process report more about what it does?",
+        question="Should every process log more details?",
         help="Log more on every process, and print full tracebacks.",
     )
     cpu_affinity: bool = setting(
@@ -74,13 +74,13 @@ class ProcessSettings:
 
 @settings_class
 class OutputSettings:
-    """What the processes write to the terminal, and how."""
+    """The terminal output of the processes."""
 
     log_level: str | None = setting(
         None,
         type=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
         variable="ACCELERATE_{NAME}",
-        help="Level of the loggers of `get_logger`.",
+        help="Log level of the loggers from `get_logger`.",
     )
     enable_rich: bool = setting(
         False,
@@ -104,7 +104,7 @@ class RunSettings:
     backend: str | None = _carried(
         None,
         variable="ACCEL_{NAME}",
-        help="Backend of the run, from the list of `accel backends`; without it, the other settings decide.",
+        help="Backend of the run (`accel backends` lists them); by default, the other settings select it.",
         group="Resources",
     )
     project_dir: str | None = _carried(
@@ -123,7 +123,7 @@ class RunSettings:
 
 @settings_class
 class MeshSettings:
-    """Whether the processes form a mesh; `accel_state.mesh` has its sizes."""
+    """Whether the processes form a mesh; `accel_state.mesh` defines its sizes."""
 
     use_parallelism_config: bool = _carried(
         False,
@@ -141,10 +141,10 @@ class MeshSettings:
 
 @settings_class
 class XLASettings:
-    """How torch_xla computes; fixed before the first tensor is on a device."""
+    """Options of torch_xla, which cannot change once a tensor is on a device."""
 
     enabled: bool = setting(
-        True, type=BOOLEAN, variable="USE_TORCH_XLA", help="Use the devices of torch_xla where it is installed."
+        True, type=BOOLEAN, variable="USE_TORCH_XLA", help="Use the devices of torch_xla if it is installed."
     )
     fsdp: bool = setting(
         False,
@@ -155,6 +155,6 @@ class XLASettings:
     downcast_bf16: bool = _carried(
         False,
         type=BOOLEAN,
-        help="With bf16 on a TPU: store doubles in 32 bits and floats in bfloat16.",
+        help="With bf16 on a TPU: store float64 in 32 bits and float32 in bfloat16.",
         group="TPU",
     )

@@ -1,8 +1,8 @@
 """One definition per setting: its type, default, variable, flag, key and question.
 
-A settings class is a dataclass whose fields are made with `setting(...)`. The launcher's flags, the keys of the config
-file, the wizard's questions, the environment of the processes and what a process reads there are all derived from these
-definitions, so nothing about a setting is written twice.
+A settings class is a dataclass with fields that `setting(...)` creates. The launcher's flags, the keys of the config
+file, the wizard's questions, and the environment variables that the launcher writes and the processes read are all
+derived from these definitions. So nothing about a setting is written twice.
 
     @dataclass
     class Launch:
@@ -10,9 +10,9 @@ definitions, so nothing about a setting is written twice.
             None, type=INTEGER, flag="--{name}", key="{name}", help="Processes over all machines."
         )
 
-Variables, flags and config files hold names, and a settings class must not load torch; users of a public settings
-class compare its fields with members of torch's enums, or call them. An `ObjectField` serves both: it keeps the name,
-and makes the object when it is first read.
+Variables, flags and config files contain names, and a settings class must not import torch. But users of a public
+settings class compare its fields with members of torch's enums, or call them. An `ObjectField` supports both: it stores
+the name, and creates the object when the field is first read.
 
     @object_fields(strategy=enum_field("torch.distributed.fsdp:ShardingStrategy"))
     @dataclass
@@ -71,11 +71,11 @@ class ValueType(NamedTuple):
     """How values of a setting are parsed from text and formatted as text.
 
     Args:
-        name: what messages call the type, such as "an integer".
-        parse: text to value; raises ValueError.
-        format: value to text; `parse(format(v)) == v`.
-        choices: the allowed texts, or empty when they cannot be listed.
-        metavar: what a help text calls a value that is one of no choices, such as "N" for a number.
+        name: name of the type in messages, such as "an integer".
+        parse: converts text to a value; raises ValueError.
+        format: converts a value to text; `parse(format(v)) == v`.
+        choices: the allowed texts, or empty if they cannot be listed.
+        metavar: name of a value in help texts if there are no choices, such as "N" for a number.
     """
 
     name: str
@@ -117,17 +117,17 @@ def _format_boolean(value: bool) -> str:
 
 BOOLEAN: Final = ValueType("true or false", _parse_boolean, _format_boolean)
 SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
-"""A bool whose flag takes no value, even where its default is None."""
+"""A bool with a flag that takes no value, even if its default is None."""
 JSON: Final = ValueType("a JSON value", _parse_json, _format_json)
 
 
 def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int = 0) -> ValueType:
-    """Type of a setting that takes one of a few names.
+    """Type of a setting with a fixed list of names.
 
     Args:
         allowed: the names.
         fold: changes the case of a text before the comparison.
-        numbered: so many of the names, from the first, can also be given by their number, counted from 1.
+        numbered: how many of the names, from the first, can also be given as a number, counted from 1.
 
     Example:
         >>> choice("no", "bf16").parse("BF16")
@@ -169,23 +169,23 @@ def listing(item: ValueType = TEXT, separator: str = ",") -> ValueType:
 
 
 class Setting(NamedTuple):
-    """The definition of one setting, for everything that reads or writes it.
+    """The definition of one setting, for all code that reads or writes it.
 
-    In `variable`, `flag` and `key`, `{name}` and `{NAME}` are the name of the field, so that settings whose names agree
-    share one spelling: `partial(setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}")`.
+    In `variable`, `flag` and `key`, `{name}` and `{NAME}` are replaced by the name of the field. So settings can share
+    one pattern: `partial(setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}")`.
 
     Args:
         name: attribute name in its settings class.
-        type: how its text is parsed and written.
-        default: the value when nobody gave one.
-        variable: environment variable that carries it to the processes, or None.
+        type: how its text is parsed and formatted.
+        default: the value if none is given.
+        variable: environment variable that passes it to the processes, or None.
         aliases: further variables, read after `variable`.
         flag: command-line option with its leading dashes, or None.
         key: key in the config file; dots separate the levels of nested tables.
-        question: what the wizard asks; None when it does not ask.
+        question: the wizard's question; None if it does not ask.
         help: one sentence for `--help` and the reference.
         group: heading under which `--help` lists the flag.
-        unset: the value of a field that is None when no variable is set; see `environ.fill_from_environment`.
+        unset: the value that replaces None if no variable is set; see `environ.fill_from_environment`.
     """
 
     name: str
@@ -201,7 +201,7 @@ class Setting(NamedTuple):
     unset: Any = None
 
     def of_field(self, name: str) -> Setting:
-        """The definition as that of a field, whose name it gets."""
+        """The definition for the field `name`."""
         variable, flag, key = (
             text and text.replace("{name}", name).replace("{NAME}", name.upper())
             for text in (self.variable, self.flag, self.key)
@@ -210,11 +210,11 @@ class Setting(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """All environment variables that are read; the first one is also written."""
+        """All environment variables from which it is read; the first one is also written."""
         return ((self.variable,) if self.variable else ()) + self.aliases
 
     def parse(self, text: str, origin: str) -> Any:
-        """Value of `text`; the error names its `origin`, such as "$ACCELERATE_USE_CPU".
+        """Parse a text; the error names its `origin`, such as "$ACCELERATE_USE_CPU".
 
         Raises:
             SettingError: the text cannot be parsed.
@@ -251,7 +251,7 @@ def setting(
 
 
 def field_of(known: Setting) -> Any:
-    """A dataclass field for an existing definition, such as one of another class."""
+    """A dataclass field for an existing definition, for example of another class."""
     return dataclasses.field(default=known.default, metadata={_METADATA_KEY: known})
 
 
@@ -259,9 +259,9 @@ _known: dict[type, Mapping[str, Setting]] = {}
 
 
 def settings_class(cls: type[T]) -> type[T]:
-    """Class decorator like `dataclass`, fifty times faster, for classes with settings alone.
+    """Class decorator like `dataclass`, fifty times faster, for classes that contain only settings.
 
-    Most classes are only read for their definitions by the command line. An instance takes values by keyword.
+    The command line reads only the definitions of most classes. Values of an instance are passed by keyword.
 
     Example:
         >>> @settings_class
@@ -286,7 +286,7 @@ def _take(self: object, **values: Any) -> None:
 
 
 def settings_of(settings_class: type) -> Mapping[str, Setting]:
-    """Definitions of a settings class by attribute name, in their order."""
+    """Definitions of a settings class by attribute name, in order."""
     if settings_class not in _known:
         _known[settings_class] = {
             field.name: field.metadata[_METADATA_KEY].of_field(field.name)
@@ -304,13 +304,13 @@ def closest(given: str, allowed: Iterable[str]) -> str | None:
 
 
 class ObjectField:
-    """A field that keeps plain data and is read as an object.
+    """A field that stores plain data and is read as an object.
 
     Args:
-        keep: called with the settings and an assigned value; returns the plain data to keep, or the object itself when
-            it has no plain form. It raises `SettingError` for an invalid value. None is kept without a call.
+        keep: called with the settings and an assigned value; returns the plain data to store, or the object itself if
+            it has no plain form. It raises `SettingError` for an invalid value. None is stored without a call.
         make: called with the settings and plain data, once for each plain value; returns the object.
-        fallback: called with the settings where the field is None; returns the plain data to read instead.
+        fallback: called with the settings if the field is None; returns the plain data to use instead.
     """
 
     def __init__(
@@ -342,13 +342,13 @@ class ObjectField:
         return made
 
     def plain(self, settings: Any) -> Any:
-        """The plain data of the field, or that of the fallback where the field is None."""
+        """The plain data of the field, or of the fallback if the field is None."""
         kept = vars(settings).get(self._name)
         return self._fallback(settings) if kept is None else kept
 
 
 def object_fields(**fields: ObjectField) -> Callable[[type[T]], type[T]]:
-    """Class decorator, above `dataclass`, that makes an `ObjectField` of each of these fields."""
+    """Class decorator, above `dataclass`, that turns each of these fields into an `ObjectField`."""
 
     def install(cls: type[T]) -> type[T]:
         for name, field in fields.items():
@@ -360,13 +360,13 @@ def object_fields(**fields: ObjectField) -> Callable[[type[T]], type[T]]:
 
 
 def plain_value(settings: Any, name: str) -> Any:
-    """The plain data of an `ObjectField`; the value of another field."""
+    """The plain data of an `ObjectField`, or the value of any other field."""
     field = _object_field(settings, name)
     return getattr(settings, name) if field is None else field.plain(settings)
 
 
 def given_value(settings: Any, name: str) -> Any:
-    """The plain data that was assigned to a field, without the fallback: None where nothing was assigned."""
+    """The plain data that was assigned to a field, without the fallback: None if nothing was assigned."""
     return getattr(settings, name) if _object_field(settings, name) is None else vars(settings).get(name)
 
 
@@ -376,13 +376,13 @@ def _object_field(settings: Any, name: str) -> ObjectField | None:
 
 
 def enum_field(path: str, spelled: Mapping[str, str | None] | None = None, **options: Any) -> ObjectField:
-    """A field that keeps the name of a member of an enum; the type of its setting lists the allowed names.
+    """A field that stores the name of an enum member; the type of its setting lists the allowed names.
 
     Members, names and numbers (as int or text, where the type takes numbers) can be assigned.
 
     Args:
         path: the enum, as "module:name"; imported when the field is first read.
-        spelled: names whose member has another name, or None where the object is None.
+        spelled: member names that differ from the setting's names; None if the object is None.
         options: `fallback` of `ObjectField`.
     """
     other = dict(spelled or {})

@@ -1,8 +1,8 @@
-"""The interface of a transport: the few collectives that everything above is built from.
+"""The interface of a transport: the few collectives on which everything above is built.
 
 A call starts a collective and returns at once; `wait` on the result completes it. All processes of a run make the same
-calls in the same order, with the same sizes: the layer above checks this before it calls. Two transports need no
-connection: that of a process that runs alone, and that of a process that was forked from one of several.
+calls in the same order with the same sizes; the layer above checks this before it calls. Two transports need no
+connection: the transport of a single process, and the transport of a process that was forked from one of several.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Work(Protocol):
     """A collective that was started."""
 
     def wait(self, timeout: timedelta = ...) -> Any:
-        """Block until it is complete; raises what went wrong. After a timeout the caller may wait again."""
+        """Block until it is complete; raise its error. After a timeout the caller may wait again."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, with or without an error; tells a failure from a wait that was cut short."""
+        """Whether it has ended, with or without an error; distinguishes a failure from an interrupted wait."""
 
 
 class Done:
@@ -52,14 +52,14 @@ DONE = Done()
 
 
 class Transport(ABC):
-    """Collectives between the processes of a run, on process groups of their own.
+    """Collectives between the processes of a run, on separate process groups.
 
     Attributes:
         rank: index of this process among those that the transport connects.
         world_size: number of processes that it connects.
-        device: of the tensors that the data collectives take.
+        device: device of the tensors that the data collectives take.
         timeout: how long a collective may take.
-        group: what messages call these processes, such as "the group 'tp'"; empty when they are all of the run.
+        group: name of these processes in messages, such as "the group 'tp'"; empty for all processes of the run.
         ranks: their ranks in the run.
     """
 
@@ -71,11 +71,11 @@ class Transport(ABC):
     ranks: Sequence[int] = ()
 
     def rank_in_run(self, index: int) -> int:
-        """Rank in the run of a process that the transport connects."""
+        """Rank in the run of the process with this index in the transport."""
         return self.ranks[index] if self.ranks else index
 
     def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
-        """The transport between the processes of a process group of torch, one of which is this; made once.
+        """The transport between the processes of a torch process group that contains this process; created once.
 
         Args:
             group: the process group.
@@ -83,36 +83,36 @@ class Transport(ABC):
             meet: called before the processes connect; returns when all of them have called it.
 
         Raises:
-            NotOffered: the processes of this run have no transport between some of them.
+            NotOffered: the transport of this run does not support groups.
         """
         raise NotOffered(
             f"Cannot run a collective in {label}.",
             f"The transport of this run, {type(self).__name__}, does not support groups of processes.",
-            "Leave out group.",
+            "Omit `group`.",
         )
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
-        """Collect `tensor` of every process into `output`, which holds `world_size * tensor.numel()` elements, by rank.
+        """Collect `tensor` of every process by rank in `output`, which has `world_size * tensor.numel()` elements.
 
         Both are contiguous. With `header` both are CPU tensors, whatever `device` is.
         """
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        """Combine `tensor` of all processes, on every one; in place, or in `into`, which is like it."""
+        """Reduce `tensor` of all processes on every process, in place or into `into` of the same shape and dtype."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        """Overwrite `tensor` with that of process `src`, in place."""
+        """Overwrite `tensor` in place with that of process `src`."""
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
-        """Give each process its own of the `inputs` of process `src`; the others pass None."""
+        """Send each process its element of the `inputs` of process `src`; the others pass None."""
 
     @abstractmethod
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
-        """Bring `tensor` of every process to process `dst`, which passes one output per rank."""
+        """Send `tensor` of every process to process `dst`, which passes one output per rank."""
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Send row r of `tensor` to process r, and receive a row of each process into `output`, by rank.
@@ -128,8 +128,8 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when every process has called this.
 
-        Nothing checks that the others call the same: `accel_state.protocol.barrier` does, and is what a run calls once
-        it has begun.
+        It does not check that the others call the same; `accel_state.protocol.barrier` does, and runs use that once
+        they have begun.
         """
 
     @abstractmethod
@@ -138,24 +138,24 @@ class Transport(ABC):
 
     def control(self) -> ControlStore | None:
         """A new connection for control messages between the processes, or None when there is no store."""
-        # Loads torch.distributed, which a process alone does without.
+        # Imports torch.distributed, which a single process does not need.
         from accel_state.transport.control import ControlStore
 
         store = self.store()
         return None if store is None else ControlStore(store, self.rank)
 
     def in_child(self) -> Transport:
-        """The transport of a process that was just forked from this one."""
+        """The transport for a process that was just forked from this one."""
         return self
 
 
 class LocalTransport(Transport):
-    """The transport of a process that runs alone, or is alone in its group: every collective is a copy.
+    """The transport of a single process, or of the only process of a group: every collective is a copy.
 
     Args:
-        device: of the tensors of this process.
-        rank: of this process in the run.
-        group: its group in messages, where the run has more processes.
+        device: device of the tensors of this process.
+        rank: rank of this process in the run.
+        group: name of its group in messages, if the run has more processes.
     """
 
     rank = 0
@@ -205,12 +205,12 @@ class LocalTransport(Transport):
 class ForkedTransport(Transport):
     """The transport of a process that was forked from one of several: it refuses every collective.
 
-    The parent goes on using its connections; a second process that wrote to them would destroy its data.
+    The parent continues to use its connections; a second process that wrote to them would corrupt the data.
 
     Args:
         rank: index of the parent.
         world_size: number of processes.
-        device: that of the parent.
+        device: device of the parent.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -225,9 +225,9 @@ class ForkedTransport(Transport):
     def _refuse(self) -> NoReturn:
         raise NotReady(
             f"Cannot call a collective in a process that was forked from process {self.rank} of {self.world_size}.",
-            "Its connections belong to the parent.",
-            "Call collectives in the processes that the launcher started, not in those that they fork (such as the "
-            "workers of a DataLoader).",
+            "Its connections belong to the parent process.",
+            "Call collectives only in the processes that the launcher started, not in those that they fork (such as "
+            "DataLoader workers).",
         )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:

@@ -1,12 +1,12 @@
-"""Short signed messages between the processes of a run, through its store; every call keeps its deadline.
+"""Short signed messages between the processes of a run, through its store; every call respects its deadline.
 
-A call of torch's store cannot be interrupted, and it blocks for as long as the process that hosts the store is stopped
-or out of reach. So each `ControlStore` has a connection of its own and a thread that uses it. A caller whose deadline
-passes abandons the thread; the next call opens another connection.
+A call of torch's store cannot be interrupted, and it blocks as long as the process that hosts the store is stopped or
+unreachable. Therefore each `ControlStore` has its own connection and a thread that uses it. If the deadline of a caller
+passes, it abandons the thread; the next call opens another connection.
 
-Any process that reaches the port of the store can write to it. Messages therefore carry an HMAC under the secret of the
-run (`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and
-the message. A reader ignores a message that was not signed with this secret, or is older than one that it read before,
+Any process that reaches the store's port can write to it. Messages therefore contain an HMAC with the run's secret
+(`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and the
+message. A reader ignores a message that is not signed with this secret, or is older than one that it has already read,
 and warns once. Without a secret, as under plain torchrun, messages are not authenticated.
 """
 
@@ -37,25 +37,25 @@ T = TypeVar("T")
 _logger: Final = logging.getLogger(__name__)
 
 _ANSWER: Final = 10.0
-"""Seconds that `wait` gives a single request before it tries another connection."""
+"""Seconds that `wait` waits for a single request before it tries another connection."""
 
 _ANSWER_IN: Final = 2.0
-"""Seconds after which the answer counts as lost, beyond the time for which a request waits at the store."""
+"""Seconds after which an answer counts as lost, in addition to the time that the request waits at the store."""
 
 _DIAL: Final = timedelta(seconds=3)
-"""How long to try to open a connection again, and to wait for a value that was there a moment ago."""
+"""How long to try to reopen a connection, and to wait for a value that existed a moment ago."""
 
 _MOST_LEFT: Final = 3
-"""Abandoned threads, in requests that the store has not answered, beyond which no further connection is opened."""
+"""Maximum number of abandoned threads with unanswered requests; beyond it, no further connection is opened."""
 
 _MOST_BREAKS: Final = 2
-"""Connections that may break in a row before `wait` gives up: the process that hosts the store is gone."""
+"""Number of connections that may break in a row before `wait` decides that the host of the store is gone."""
 
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
 _FAREWELL: Final = 2.0
-"""Seconds for which the interpreter waits at its end for requests under way: a thread that returned from C++ later
-would abort the process (before Python 3.14)."""
+"""Seconds for which the interpreter, at its end, waits for open requests: a thread that returned from C++ later would
+abort the process (before Python 3.14)."""
 
 _FORM: Final = b"accel1"
 _DIGITS: Final = 32
@@ -67,13 +67,13 @@ _last_sequence = 0
 class ControlStore:
     """A connection to the store of a run for control messages; safe to use from several threads.
 
-    Each caller that may wait for long should have a `ControlStore` of its own: requests on one are served in turn.
+    Each caller that may wait for long should have its own `ControlStore`, because requests on one are served in turn.
 
     Args:
         store: the store of torch that the processes share, with the prefixes of the attempt; this only clones it.
         rank: index of this process, which signs its messages.
-        scope: what `store` puts before keys; part of the signature.
-        secret: secret of the run; by default that of the environment. Empty: messages are not authenticated.
+        scope: the prefix that `store` adds to keys; part of the signature.
+        secret: secret of the run; by default that of the environment. If empty, messages are not authenticated.
 
     Example:
         >>> import torch.distributed as dist
@@ -95,7 +95,7 @@ class ControlStore:
         self._reported = False
 
     def set(self, key: str, value: bytes, timeout: float) -> None:
-        """Write a message, in place of this key's last one.
+        """Write a message; it replaces this key's previous one.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -104,7 +104,7 @@ class ControlStore:
         self._request(lambda store: store.set(key, signed), timeout)
 
     def compare_set(self, key: str, value: bytes, timeout: float) -> bytes:
-        """Write a message where there is none yet, and return the one that is there afterwards.
+        """Write a message if the key has none yet; return the message that the key has afterwards.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -118,7 +118,7 @@ class ControlStore:
         return value if there is None else there
 
     def add(self, key: str, timeout: float) -> int:
-        """Count one more under a key, and return the count; not authenticated.
+        """Increment the counter of a key, and return it; not authenticated.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -126,7 +126,7 @@ class ControlStore:
         return self._request(lambda store: int(store.add(key, 1)), timeout)
 
     def check(self, keys: Sequence[str], timeout: float) -> bool:
-        """Whether all keys hold something; not authenticated, so read them with `get_many` afterwards.
+        """Whether all keys have a value; not authenticated, so read them with `get_many` afterwards.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -134,9 +134,9 @@ class ControlStore:
         return self._request(lambda store: bool(store.check(list(keys))), timeout)
 
     def get_many(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys, by key, without keys that hold none. Does not wait for any.
+        """The authentic messages of some keys, by key; keys without one are missing. Does not wait for any.
 
-        Takes two requests where all are there, and up to two more for each key where some are not.
+        Takes two requests if all keys have a value; if not, up to two more for each key.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -144,7 +144,7 @@ class ControlStore:
         return self._authentic(self._request(lambda store: _read(store, list(keys)), timeout))
 
     def get_all(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys once all hold something, before that none; takes one or two requests.
+        """The authentic messages of some keys if all have a value, else none; takes one or two requests.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -152,10 +152,10 @@ class ControlStore:
         return self._authentic(self._request(lambda store: _read_all(store, list(keys)), timeout))
 
     def receive(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys once all hold something, none when time is up; one request.
+        """The authentic messages of some keys as soon as all have a value, none at the timeout; one request.
 
-        The store itself waits. When time is up, torch prints a warning. A caller that polled `check` would avoid it,
-        for a request at each poll: with 1,024 ranks those cost more than one line in a run that fails.
+        The store itself waits. At the timeout, torch prints a warning. Polling with `check` would avoid it, at the cost
+        of a request per poll: with 1,024 ranks that costs more than one line of output in a run that fails.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -175,14 +175,14 @@ class ControlStore:
         return messages
 
     def wait(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys, as soon as all are there; when time is up, those that are there.
+        """The authentic messages of some keys as soon as all have a value; at the timeout, those that exist.
 
         Repeats a request that gets no answer, on another connection.
 
         Raises:
             StoreUnreachable: the store is gone, or did not answer within `timeout` seconds.
         """
-        # Part of the time is for finding out which keys are there.
+        # Part of the time is reserved for finding out which keys have a value.
         until = time.monotonic() + timeout - min(2.0, timeout / 4)
         found: dict[str, bytes] = {}
         missing, pause, breaks = list(keys), _FIRST_PAUSE, 0
@@ -204,7 +204,7 @@ class ControlStore:
         return found
 
     def delete(self, keys: Iterable[str], timeout: float) -> None:
-        """Remove keys, whether they are there or not; one request each.
+        """Remove keys, whether they exist or not; one request each.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -219,7 +219,7 @@ class ControlStore:
         self._request(remove, timeout)
 
     def close(self) -> None:
-        """Release the connection without waiting for a request under way. The next call would open another."""
+        """Release the connection without waiting for an open request. The next call would open another one."""
         if os.getpid() == self._pid:
             self._drop()
 
@@ -227,8 +227,8 @@ class ControlStore:
         if os.getpid() != self._pid:
             raise NotReady(
                 "Cannot send or read a message in a forked process.",
-                "The connection to the store of the run belongs to its parent.",
-                "Send messages from the processes that were launched.",
+                "The connection to the store of the run belongs to the parent process.",
+                "Send messages only from the processes that the launcher started.",
             )
         until = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
@@ -241,7 +241,7 @@ class ControlStore:
                 answered = request.done.wait(max(until - time.monotonic(), 0.0))
             finally:
                 if not request.done.is_set():
-                    # Also after an interrupt: it is unknown when this connection is free again.
+                    # Also after an interrupt: it is unknown when this connection will be free again.
                     self._left.append(line)
                     self._drop()
             if not answered:
@@ -263,7 +263,7 @@ class ControlStore:
         try:
             line = _Line(self._dialer)
         except RuntimeError as error:
-            # An interpreter that ends starts no thread.
+            # An interpreter that is ending starts no thread.
             raise _unreachable(str(error)) from error
         finalize(self, line.end).atexit = False
         return line
@@ -278,21 +278,21 @@ class ControlStore:
             self._reported = True
             _logger.warning(
                 "Ignored a message in the store of this run, under %r: it is not signed with the secret of the run, or "
-                "it is old. A program outside the run may be writing to its store. Further such messages are ignored "
-                "without a warning.",
+                "it is outdated. A program outside the run may be writing to its store. Further such messages are "
+                "ignored without a warning.",
                 key,
             )
 
 
 def find_absent(check: Callable[[list[str]], bool], keys: Sequence[str], most: int) -> list[int]:
-    """Positions of keys that hold nothing, the first few, in few requests.
+    """Positions of the first few keys without a value, found in few requests.
 
-    Halves that are complete are not searched further, so one absent key of 1,024 takes at most 21 requests.
+    Complete halves are not searched further, so one absent key of 1,024 takes at most 21 requests.
 
     Args:
-        check: asks a store whether all of some keys hold something.
-        keys: to search.
-        most: how many positions are of interest.
+        check: asks a store whether all of some keys have a value.
+        keys: the keys to search.
+        most: maximum number of positions to return.
     """
     absent: list[int] = []
     spans = [(0, len(keys))]
@@ -309,7 +309,7 @@ def find_absent(check: Callable[[list[str]], bool], keys: Sequence[str], most: i
 
 
 def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
-    """What is under the keys as soon as all are there; nothing when time is up."""
+    """The values of the keys as soon as all exist; none at the timeout."""
     store.set_timeout(timedelta(seconds=max(seconds, 0.01)))
     try:
         if len(keys) > 1 and store.has_extended_api():
@@ -322,14 +322,14 @@ def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
 
 
 def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
-    """What is under those keys that are there."""
+    """The values of those keys that exist."""
     if len(keys) > 1 and (found := _read_all(store, keys)):
         return found
     return {key: value for key in keys for value in _read_all(store, [key]).values()}
 
 
 def _read_all(store: Any, keys: list[str]) -> dict[str, bytes]:
-    """What is under the keys if all are there, otherwise nothing."""
+    """The values of the keys if all exist, otherwise none."""
     if not store.check(keys):
         return {}
     try:
@@ -343,7 +343,7 @@ def _read_all(store: Any, keys: list[str]) -> dict[str, bytes]:
 
 def _unreachable(obstacle: str) -> StoreUnreachable:
     return StoreUnreachable(
-        "Cannot send or read a message to the other processes.",
+        "Cannot exchange messages with the other processes.",
         f"The store of the run: {obstacle}",
         "Check the process that hosts the store (rank 0, or torchrun) and the network between the machines.",
     )
@@ -361,7 +361,7 @@ class _Dialer:
         _knock(self._source)
         own = self._source.clone()
         own.set_timeout(_DIAL)
-        # The next connection is cloned from this one: dialling takes as long as the timeout of the cloned store.
+        # The next connection is cloned from this one: connecting takes as long as the timeout of the cloned store.
         self._source = own
         return own
 
@@ -369,10 +369,10 @@ class _Dialer:
 def _knock(store: Any) -> None:
     """Return when the host of a store accepts connections.
 
-    torch tries for longer, prints its failures, and aborts a process that ends meanwhile; a socket of Python does not.
+    torch tries for longer, prints its failures, and aborts a process that ends meanwhile; a Python socket does not.
 
     Raises:
-        RuntimeError: the host accepts none.
+        RuntimeError: the host accepts no connection.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -397,7 +397,7 @@ class _Request:
 
 
 class _Line:
-    """A connection and the thread that alone uses it; opened by the thread, since dialling blocks too."""
+    """A connection and the only thread that uses it; the thread also opens it, because connecting blocks too."""
 
     __slots__ = ("__weakref__", "requests", "thread", "under_way")
 
@@ -409,7 +409,7 @@ class _Line:
         _lines.add(self)
 
     def end(self) -> None:
-        """Let the thread end after the request it is in."""
+        """Let the thread end after its current request."""
         self.requests.put(None)
 
     def _run(self, dial: Callable[[], Any]) -> None:
@@ -422,7 +422,7 @@ class _Line:
             except BaseException as error:
                 request.error = error
             request.done.set()
-            # A request without a waiter must not keep its references alive.
+            # A request for which no caller waits must not keep its references alive.
             self.under_way = request = None
 
 
@@ -454,7 +454,7 @@ class _Signer:
 
     def __init__(self, scope: str, secret: str) -> None:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # The attempt counts where attempts share a store; a machine that replaced another one counts only its own.
+        # The attempt is included only if attempts share a store: else a replacement machine counts only its own.
         names = ("TORCHELASTIC_RUN_ID", *(("TORCHELASTIC_RESTART_COUNT",) if shared else ()))
         self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
         self._secret = secret.encode()
@@ -465,7 +465,7 @@ class _Signer:
         return b"%s %s %d %d %s" % (_FORM, self._mac(key, rank, sequence, payload), rank, sequence, payload)
 
     def read(self, key: str, text: bytes) -> bytes | None:
-        """The message, or None where it is not authentic or older than the newest one."""
+        """The message, or None if it is not authentic or older than the newest one."""
         message = _parse(text)
         if message is None:
             return None
@@ -497,7 +497,7 @@ def _parse(text: bytes) -> _Read | None:
 
 
 def _next_sequence() -> int:
-    """A number above all that this process used, and above those of an earlier process of its rank."""
+    """A number above all that this process or an earlier process of its rank has used."""
     global _last_sequence
     with _sequence_lock:
         _last_sequence = max(_last_sequence + 1, time.time_ns())

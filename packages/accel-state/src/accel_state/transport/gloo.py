@@ -1,8 +1,8 @@
-"""Collectives over gloo that cost the processor less than gloo's own.
+"""Collectives over gloo that use less CPU time than gloo's own.
 
-gloo gathers in a ring, into a buffer that it makes for each call, and copies from there. Instead, every process sends
-small tensors to all others in one all_to_all, which takes half the time. Large ones travel in point-to-point messages
-from tensor to tensor, which the calling thread sends; this takes two thirds of the time. As many bytes travel.
+gloo gathers in a ring, into a buffer that it allocates for each call, and copies from there. Here, every process sends
+small tensors to all others in one all_to_all, which takes half the time. The calling thread sends large tensors in
+point-to-point messages without a buffer, which takes two thirds of the time. The number of bytes sent is the same.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = (
 )
 
 ALL_TO_ALL_LIMIT: Final = 256 * 1024
-"""Bytes for all processes together up to which a process makes a copy for each and sends them in one all_to_all."""
+"""Bytes for all processes together up to which a process copies the tensor for each and sends one all_to_all."""
 
 _OPTIONS: Final = dist.AllToAllOptions()
 
 _MOST_BOUND: Final = 4
-"""Outputs for which views are kept: the header of the run, and those of pending calls."""
+"""Number of outputs with cached views: the header of the run, and those of pending calls."""
 
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
@@ -46,7 +46,7 @@ class AllGatherByAllToAll:
     """Gathers small tensors: every process sends a copy to each of the others in one all_to_all.
 
     Args:
-        group: the processes, connected by gloo.
+        group: the process group over gloo.
     """
 
     __slots__ = ("_bound", "_copies", "_group", "_last", "_world_size")
@@ -55,10 +55,10 @@ class AllGatherByAllToAll:
         self._group = group
         self._world_size = group.size()
         self._copies = self._new_copies()
-        # Output and tensor of recent calls, and what was made for them: eager headers use the same ones again and
-        # again, and a view costs as much as the copy of a header.
+        # Output and tensor of recent calls, and the views of them: eager headers use the same tensors again and again,
+        # and a view costs as much as the copy of a header.
         self._bound: dict[int, tuple[torch.Tensor, ...]] = {}
-        # Keeps the buffers of the last call: a thread of the backend that released them would have to take the GIL.
+        # Keeps the buffers of the last call alive: a backend's thread would need the GIL to release them.
         self._last: tuple[Any, ...] = ()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
@@ -73,14 +73,14 @@ class AllGatherByAllToAll:
             bound = self._bound[id(output)] = self._bind(output, tensor)
         _, _, given, rows, received = bound
         rows.copy_(given)
-        # dist.all_to_all_single would check again what the caller has checked, for a quarter of the cost of the call.
+        # dist.all_to_all_single would repeat the caller's checks, which cost a quarter of the call.
         work = self._group.alltoall_base(received, rows, [], [], _OPTIONS)
         self._last = (work, received, rows)
         return work
 
     def _bind(self, output: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Both, and as bytes, of which gloo knows how to send all: what is given, copies of it, what is received."""
-        # Views made in inference mode could not be written to outside of it.
+        """Both tensors, and views of input, copies and output as bytes, since gloo does not support all dtypes."""
+        # Views that are created in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             given = tensor.view(-1).view(torch.uint8)
             shape = (self._world_size, given.numel())
@@ -93,13 +93,13 @@ class AllGatherByAllToAll:
 
 
 class P2PWork:
-    """Messages that were started together, as one work; complete when all have arrived and were used.
+    """Messages that were started together, as one work; complete when all have arrived and were processed.
 
-    `wait` raises what failed at the start as well as what failed on the way.
+    `wait` also raises the errors of the start.
 
     Args:
         start: starts the messages and returns their works.
-        finish: uses what arrived.
+        finish: processes the messages that arrived.
     """
 
     __slots__ = ("_ended", "_error", "_finish", "_works")
@@ -133,7 +133,7 @@ class P2PWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody waited for them."""
+        """Whether `wait` has completed them."""
         return self._ended
 
 
@@ -155,7 +155,7 @@ def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2
 
 
 def scatter_p2p(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, group: Any) -> P2PWork:
-    """Give each process its own of the `inputs` of process `src`, by rank; that of `src` may be `output` itself."""
+    """Send each process its element of the `inputs` of process `src`; that of `src` may be `output` itself."""
     if inputs is None:
         return P2PWork(lambda: [group.recv([output], src, 0)])
     own = inputs[src]
@@ -173,10 +173,10 @@ def broadcast_p2p(tensor: torch.Tensor, src: int, group: Any) -> P2PWork:
 
 
 def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, group: Any) -> P2PWork:
-    """Combine `tensor` of two processes in `into`, which may be the same."""
+    """Reduce `tensor` of two processes into `into`, which may be the same tensor."""
     other = 1 - group.rank()
     received = torch.empty_like(tensor) if into is tensor else into
-    # Both combine in the order of the ranks, so that the results are equal bit by bit.
+    # Both processes reduce in the order of the ranks, so that the results are bitwise equal.
     first, second = (received, tensor) if other == 0 else (tensor, received)
 
     def start() -> list[Any]:
@@ -186,7 +186,7 @@ def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, grou
         ]
 
     def finish() -> None:
-        # Tensors made in inference mode can be written to in that mode alone; others do not mind.
+        # Tensors that were created in inference mode can be written to only in that mode; it does not affect others.
         with torch.inference_mode():
             _COMBINE[op](first, second, out=into)
 

@@ -1,7 +1,7 @@
-"""How the transport of a process starts: alone, or after a rendezvous with the other processes of the run.
+"""Creates the transport of a process: a local one, or one after a rendezvous with the other processes of the run.
 
-The processes meet at a store that they share, and check that each rank came once. Then torch.distributed connects them,
-with a process group over that store. A process group that the script initialised itself is used as it is.
+The processes connect to a shared store, and check that each rank connected exactly once. Then torch.distributed creates
+a process group over that store. A process group that the script itself initialised is used unchanged.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from accel_state.transport.base import Transport
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
 _GRACE: Final = timedelta(seconds=2)
-"""What torch is given beyond the timeout to report by itself."""
+"""Time in addition to the timeout in which torch may report the failure itself."""
 
 _LAST_WORDS: Final = timedelta(seconds=10)
-"""How long the process that hosts the store waits for the others to read why all give up."""
+"""How long the process that hosts the store waits for the others to read the reason of the failure."""
 
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
-"""Seconds between two tries to connect; they double up to this."""
+"""Seconds between two attempts to connect; they double up to the second value."""
 
 _MOST_NAMED: Final = 16
-"""Missing ranks that an error names."""
+"""Maximum number of missing ranks that an error names."""
 
 _rendezvous_counts: Counter[tuple[str, int]] = Counter()
-"""How often this process met others at a URL; a second rendezvous must not read the keys of the first one."""
+"""Number of rendezvous of this process at each URL; a second one must not read the keys of the first one."""
 
 
 def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
-    """Name of the torch.distributed backend for a device family; `requested` wins where it can move its tensors.
+    """Name of the torch.distributed backend for a device family; `requested` has precedence if it supports the family.
 
-    "nccl" is what the interface has as its default, so on another family it means "by device".
+    "nccl" is the default of the interface, so for another family it means "select by device".
 
     Raises:
         NotOffered: no backend is requested and none is known.
@@ -60,13 +60,14 @@ def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
 
 
 def topology_of_group(count_devices: Callable[[], int]) -> Topology:
-    """The place of this process in the default group of torch.distributed, which the script has made.
+    """The topology of this process from the default group of torch.distributed, which the script has created.
 
-    For a process whose launcher left no trace. This assumes that ranks follow each other on each machine.
+    It is used if no launcher has set variables. It assumes that the ranks on each machine are consecutive.
 
     Args:
-        count_devices: of this machine. With several, this assumes that as many processes are on each machine; with one
-            or none, that all of them are. Counting may open a device, so it waits until the group is there.
+        count_devices: returns the number of devices of this machine. With several, this assumes as many processes on
+            each machine; with one or none, that all processes are on this machine. Counting may initialise a device,
+            so it is called after the group was created.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     devices = count_devices()
@@ -83,22 +84,22 @@ def init_transport(
     init_method: str | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[Transport, str]:
-    """The transport of this process among others, and the name of its torch.distributed backend.
+    """Create the transport between this process and others; return it and the name of its torch.distributed backend.
 
-    A process group that the script initialised itself is used as it is, whatever its backend.
+    A process group that the script itself initialised is used unchanged, whatever its backend.
 
     Args:
-        topology: the place of this process.
-        family: of its device.
-        device: where its tensors are.
-        backend: of torch.distributed; by default that of the family.
+        topology: the topology of this process.
+        family: the family of its device.
+        device: the device of its tensors.
+        backend: backend of torch.distributed; by default that of the family.
         init_method: URL of the rendezvous; by default MASTER_ADDR and MASTER_PORT.
-        timeout: of the rendezvous and of each collective; by default that of the family.
+        timeout: timeout of the rendezvous and of each collective; by default that of the family.
 
     Raises:
-        SettingError: no address is known for the rendezvous, or two processes have the same rank.
-        NotOffered: no backend is known that moves the tensors of the device.
-        CollectiveError: the processes did not meet in time, or could not connect to each other.
+        SettingError: there is no address for the rendezvous, or two processes have the same rank.
+        NotOffered: no known backend supports tensors on the device.
+        CollectiveError: the processes did not connect in time, or could not connect to each other.
     """
     limit = timeout or family.timeout
     if dist.is_available() and dist.is_initialized():
@@ -112,7 +113,7 @@ def init_transport(
             dist.destroy_process_group()
         raise CollectiveError(
             f"Cannot connect process {topology.rank} of {topology.world_size} to the others after the rendezvous.",
-            f"The backend {chosen!r} could not: {str(error).splitlines()[0]}.",
+            f"The backend {chosen!r} failed: {str(error).splitlines()[0]}.",
             "Check the output of the other processes and the network between the machines.",
         ) from error
 
@@ -120,12 +121,12 @@ def init_transport(
 def _connect(
     topology: Topology, family: DeviceFamily, device: torch.device, backend: str, store: Any, timeout: timedelta
 ) -> Transport:
-    """The transport over a process group that this makes; the transport owns the group and ends it."""
+    """Create a process group and the transport over it; the transport owns the group and ends it."""
     dist.init_process_group(
         backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
     )
     transport: Transport = _transport(family)(device, timeout, store, owner=True)
-    # A process that ended now would break the connections that others still make.
+    # A process that ended now would break connections that other processes are still opening.
     transport.barrier()
     return transport
 
@@ -140,11 +141,11 @@ def _transport(family: DeviceFamily) -> Any:
 
 
 def _init_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Any:
-    """The store that all processes share, with a prefix of its own for each attempt of a restarted run.
+    """The store that all processes share, with a separate prefix for each attempt of a restarted run.
 
     Raises:
-        SettingError: no address is known, or several processes have the same rank.
-        CollectiveError: the processes did not meet in time.
+        SettingError: there is no address, or several processes have the same rank.
+        CollectiveError: the processes did not connect in time.
     """
     if init_method is None or init_method == "env://":
         _check_address(topology)
@@ -172,7 +173,7 @@ def _check_address(topology: Topology) -> None:
     if missing:
         raise SettingError(
             f"Cannot connect rank {topology.rank} of {topology.world_size} ({topology.scheme}) to the other processes.",
-            f"{' and '.join(missing)} not set, so the processes have no rendezvous address.",
+            f"The rendezvous has no address: {' and '.join(missing)} not set.",
             "Set them, or start the script with `accel launch`, which sets them.",
         )
 
@@ -189,10 +190,10 @@ def _open_store(url: str, topology: Topology, timeout: timedelta) -> Any:
 
 
 def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
-    """What `work` returns; it runs in a thread that can be abandoned, since torch waits for a silent host for ever.
+    """The result of `work`; it runs in a thread that can be abandoned, because torch waits forever for a silent host.
 
     Raises:
-        TimeoutError: it did not end in time.
+        TimeoutError: `work` did not end in time.
     """
     outcome: list[Any] = []
 
@@ -213,7 +214,7 @@ def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
 
 
 def _host_on_loopback(url: str, topology: Topology, timeout: timedelta) -> Any | None:
-    """The store, hosted on the loopback interface; None where torch or another process hosts it.
+    """The store, hosted on the loopback interface; None if torch or another process hosts it.
 
     torch listens on every interface of the machine, even for a rendezvous at a loopback address.
     """
@@ -226,12 +227,12 @@ def _host_on_loopback(url: str, topology: Topology, timeout: timedelta) -> Any |
         return None
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        # A launcher keeps the port bound without listening, for which both have to set this.
+        # A launcher keeps the port bound without listening; both must set this option for that.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, address.port))
         listener.listen()
     except OSError:
-        # torch uses a store of this process that has not ended yet again, and reports the error for all others.
+        # torch reuses a store of this process that has not ended yet, and reports the error in all other cases.
         listener.close()
         return None
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -254,10 +255,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _wait_for_host(url: str, deadline: float) -> None:
-    """Return when the host of the store listens; torch would try only about twice a second.
+    """Return as soon as the host of the store listens; torch would try only about twice a second.
 
     Raises:
-        TimeoutError: nobody listened before the deadline.
+        TimeoutError: no process listened before the deadline.
     """
     address = urlsplit(url)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
@@ -269,7 +270,7 @@ def _wait_for_host(url: str, deadline: float) -> None:
             socket.create_connection((address.hostname, address.port), timeout=left).close()
         except OSError as error:
             if time.monotonic() + pause > deadline:
-                raise TimeoutError(f"nobody listened there: {error}") from error
+                raise TimeoutError(f"no process listens there: {error}") from error
         else:
             return
         time.sleep(pause)
@@ -280,9 +281,9 @@ def _failed_rendezvous(topology: Topology, url: str, error: Exception) -> Collec
     if "EADDRINUSE" in str(error):
         return CollectiveError(
             _cannot_meet(topology, url),
-            "This process must listen there, and the port is in use: by another program, or by a second process "
-            f"that was started as rank {topology.rank}.",
-            "Give every process another rank, or choose another MASTER_PORT (`accel launch` finds a free one).",
+            "This process must listen at that address, and the port is in use by another program, or by a second "
+            f"process that was started as rank {topology.rank}.",
+            "Start every process with a different rank, or set another MASTER_PORT (`accel launch` finds a free one).",
         )
     return CollectiveError(
         _cannot_meet(topology, url),
@@ -300,19 +301,19 @@ def _cannot_meet(topology: Topology, url: str) -> str:
 
 
 def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
-    """Wait until every process of the run came, and check that no two have the same rank.
+    """Wait until every process of the run has connected, and check that no two have the same rank.
 
-    Two processes with one rank would otherwise overwrite each other's connections, and all would wait. The keys stay:
-    they tell a second process of a rank that comes late. Takes 4 requests a rank.
+    Otherwise, two processes with the same rank would overwrite each other's connections, and all would wait. The keys
+    are not removed, so that a second process of a rank is noticed even if it connects late. Takes 4 requests per rank.
 
     Args:
-        store: of the run, with a prefix for this attempt.
-        topology: the place of this process.
-        url: where they meet, for errors.
+        store: store of the run, with a prefix for this attempt.
+        topology: the topology of this process.
+        url: address of the rendezvous, for errors.
         timeout: how long to wait for the others.
 
     Raises:
-        CollectiveError: not every rank came in time.
+        CollectiveError: not every rank connected in time.
         SettingError: two processes have the same rank.
     """
     if topology.world_size == 1:
@@ -335,7 +336,7 @@ def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) ->
         raise SettingError(
             _cannot_meet(topology, url),
             f"Two processes were started as rank {twice}.",
-            "Give every process another rank, or start the script with `accel launch`, which does.",
+            "Start every process with a different rank, or start the script with `accel launch`.",
         )
 
 
@@ -347,11 +348,11 @@ def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
     except RuntimeError as error:
         return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
     more = ", ..." if len(missing) == _MOST_NAMED else ""
-    return f"After {timeout.total_seconds():g} seconds these ranks had not come: {', '.join(map(str, missing))}{more}."
+    return f"Ranks that did not connect within {timeout.total_seconds():g} s: {', '.join(map(str, missing))}{more}."
 
 
 def _wait_for_readers(store: Any, topology: Topology) -> None:
-    """Keep the store, which ends with its host, until every process has read from it."""
+    """Wait until every process has read from the store, because the store ends with this process."""
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == topology.world_size:
             store.set("all left", "")

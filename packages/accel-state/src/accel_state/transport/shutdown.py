@@ -1,14 +1,12 @@
-"""How process groups end: before the interpreter does, and never in a process that was forked.
+"""Ends process groups: before the interpreter ends, and never in a forked process.
 
-A thread of gloo may still hold the tensors of a collective that has returned already. It needs the interpreter's lock
-to release them, and a thread that requests the lock while the interpreter ends aborts the process. So the groups end
-first, and their threads with them. They end on a thread of their own: a collective that another process never joined
-would block them.
+A gloo thread may still refer to the tensors of a collective that has already returned. It needs the GIL to release
+them, and a thread that requests the GIL while the interpreter ends aborts the process. Therefore the groups and their
+threads end first. A separate thread ends them, because a collective that another process never joined would block it.
 
-A group without a reference ends when the garbage is collected. In a forked child its threads are gone and the locks
-that they held stay locked, so ending it there hangs or crashes the child. Hooks of other modules, such as those of
-threading and logging, run first in a child, so collection pauses from before the fork until the objects of the parent
-are set apart.
+An unreferenced group ends at a garbage collection. In a forked child its threads do not exist and their locks stay
+locked, so ending it there hangs or crashes the child. Hooks of other modules, such as threading and logging, run first
+in a child. Therefore collection is disabled from before the fork until the objects of the parent are excluded from it.
 """
 
 from __future__ import annotations
@@ -25,40 +23,40 @@ from weakref import WeakSet
 __all__ = ("HasShutdown", "exit_exception", "keep_garbage_at_forks", "record_exit_exception", "shutdown_at_exit")
 
 _TIMEOUT: Final = 10.0
-"""Seconds for which the end of the process waits for collectives that are under way."""
+"""Seconds for which the end of the process waits for unfinished collectives."""
 
 _TIMEOUT_AFTER_EXCEPTION: Final = 1.0
-"""The same after an uncaught exception: the other processes join no collective any more, and wait for news."""
+"""The same after an uncaught exception: the other processes join no further collective, and wait for a status."""
 
 _exit_exception: str | None = None
 
 
 def record_exit_exception(error: BaseException) -> None:
-    """Record an exception that nobody caught, and that ends this process."""
+    """Record an uncaught exception that ends this process."""
     global _exit_exception
     _exit_exception = type(error).__name__
 
 
 def exit_exception() -> str | None:
     """Name of the exception that ends this process; None when there is none."""
-    # The interpreter keeps the exception that it showed by itself; a launcher that shows it instead does not.
+    # The interpreter stores an exception that it shows itself; a launcher that shows it instead does not.
     return type(sys.last_value).__name__ if hasattr(sys, "last_value") else _exit_exception
 
 
 class HasShutdown(Protocol):
-    """An object that has to end before the interpreter."""
+    """An object that must end before the interpreter."""
 
     def shutdown(self) -> None:
         """End it."""
 
 
 class _Exit:
-    """The thread that shuts down what is open, and the hook that wakes it."""
+    """The thread that shuts down all open objects, and the hook that wakes it."""
 
     def __init__(self) -> None:
         self.open: WeakSet[HasShutdown] = WeakSet()
         self._ends = threading.Event()
-        # The interpreter starts no thread any more when it runs its exit hooks (Python 3.12).
+        # The interpreter no longer starts threads when it runs its exit hooks (Python 3.12).
         self._thread = threading.Thread(target=self._run, name="accel_state.shutdown", daemon=True)
         self._thread.start()
         atexit.register(self._shutdown)
@@ -84,7 +82,7 @@ def shutdown_at_exit(target: HasShutdown) -> None:
 
 
 class _GarbagePause:
-    """Garbage collection is off while forks are under way; several may be, in different threads."""
+    """Disables garbage collection during forks; several threads may fork at the same time."""
 
     def __init__(self) -> None:
         self._forks = 0
@@ -110,7 +108,7 @@ class _GarbagePause:
 
 @cache
 def keep_garbage_at_forks() -> None:
-    """From now on, no child collects what was garbage when it was forked."""
+    """From now on, no forked child collects the garbage of its parent."""
     if hasattr(os, "register_at_fork"):
         pause = _GarbagePause()
         os.register_at_fork(before=pause.begin, after_in_parent=pause.end_in_parent, after_in_child=pause.end_in_child)

@@ -1,9 +1,9 @@
-"""The transport over torch.distributed, on process groups of our own.
+"""The transport over torch.distributed, on its own process groups.
 
-Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
-then only wait, never mix. They have the backends of the default group. Headers always travel between
-CPU tensors: over the CPU backend of the default group, or over a second group with gloo. Tensors over gloo take the way
-that costs the processor least: one all_to_all for small ones, point-to-point messages for large ones.
+Separate groups isolate our collectives from those of DistributedDataParallel and of the user: a mismatch between them
+can only wait, and never mixes data. They use the backends of the default group. Headers are always CPU tensors, sent
+over the CPU backend of the default group or over a second group with gloo. Over gloo, tensors are sent in the way that
+uses the least CPU time: small ones in one all_to_all, large ones in point-to-point messages.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist
 
 
 class TorchDistTransport(Transport):
-    """Collectives over a process group made for us; torch.distributed must be initialised.
+    """Collectives over a process group that this class creates; torch.distributed must be initialised.
 
     Args:
-        device: of the tensors of this process.
+        device: device of the tensors of this process.
         timeout: how long a collective may take before it fails.
-        store: the store the process group was made from.
-        owner: whether the default group was made for this transport, which then ends it.
+        store: the store with which the default group was created.
+        owner: whether the default group was created for this transport, which then ends it.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TorchDistTransport(Transport):
         self._header = dist.new_group(timeout=timeout, backend=None if "cpu" in backends else host)
         over_header = "cpu" in backends or device.type not in backends
         self._data = self._header if over_header else dist.new_group(timeout=timeout)
-        # Each transport has its own keys, so that nobody reads messages from before a state was made anew.
+        # Each transport has its own keys, so that a new state never reads messages of an earlier one.
         self._scope = f"transport{self._data.group_name}"
         self._store = None
-        # Torch has `Backend.FAKE` once the fake backend is registered, and torch 2.9 has it not before.
+        # torch 2.9 has `Backend.FAKE` only after the fake backend was registered.
         if host != "fake":
             # A fake group has no other processes, and its store may be empty.
             shared = self._host_store() if store is None else store
@@ -84,10 +84,10 @@ class TorchDistTransport(Transport):
                 return all_gather_p2p(output, tensor, group)
             return _started(self._small.all_gather(output, tensor))
         if tensor.is_cpu:
-            # Each CPU backend can gather into a list; MPI offers nothing else.
+            # Each CPU backend can gather into a list; MPI supports nothing else.
             rows = list(output.view(self.world_size, -1))
             work = dist.all_gather(rows, tensor.view(-1), group=group, async_op=True)
-            # Ranks that are threads wait inside of the call, and cannot wait for its result.
+            # Ranks that are threads wait inside the call, and cannot wait for its result.
             return DONE if work.is_completed() else _started(work)
         return _started(_all_gather(output, tensor, group=group, async_op=True))
 
@@ -133,7 +133,7 @@ class TorchDistTransport(Transport):
         return self._groups[name]
 
     def shutdown(self) -> None:
-        """End the groups over gloo; their threads end with them when nothing else refers to the group."""
+        """End the groups over gloo; their threads end too if nothing else refers to the group."""
         groups = {self._data, self._header}
         self._groups.clear()
         del self._data, self._header, self._small
@@ -162,10 +162,10 @@ class TorchDistTransport(Transport):
 
 
 class _GroupTransport(TorchDistTransport):
-    """Collectives between the processes of a process group of torch.
+    """Collectives between the processes of a torch process group.
 
-    What is on the CPU travels over connections of our own where the run uses gloo, else over the given group; what is
-    on other devices travels over the given group, after the header.
+    CPU tensors are sent over separate connections if the run uses gloo, else over the given group. Tensors on other
+    devices are sent over the given group, after the header.
 
     Args:
         world: the transport between all processes.
@@ -187,21 +187,21 @@ class _GroupTransport(TorchDistTransport):
         self._small = AllGatherByAllToAll(self._header) if over_gloo else None
 
     def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
-        raise TypeError("The transport between all processes makes those between some of them.")
+        raise TypeError("Only the transport between all processes can create transports of groups.")
 
     def shutdown(self) -> None:
-        """End the connections of this group; nothing else refers to them."""
+        """End the connections of this group, to which nothing else refers."""
         del self._data, self._header, self._small
 
 
 def _gloo_group(group: Any, store: Any, timeout: timedelta) -> Any:
-    """A group over gloo of the processes of another.
+    """Create a group over gloo with the processes of another group.
 
-    `new_group` would have to be called by all processes of the run, or names the group after the number of groups that
-    a process knows, which may differ.
+    All processes of the run would have to call `new_group`. Otherwise it derives the group's name from the number of
+    groups in the process, which may differ between processes.
     """
-    # A connection of its own: one that waits for the other processes holds the connection, and two threads that connect
-    # groups in different orders would wait for each other.
+    # A separate connection: a thread occupies the connection while it waits for the other processes, and two threads
+    # that connect groups in different orders would wait for each other.
     scope = dist.distributed_c10d.PrefixStore(f"group/{group.group_name}", store.clone())
     made = dist.ProcessGroup(scope, group.rank(), group.size())
     backend = dist.ProcessGroupGloo(scope, group.rank(), group.size(), timeout)

@@ -1,8 +1,8 @@
 """The transport between processes that torch_xla's runtime connects.
 
-Tensors on devices travel by the runtime's own collectives, inside of compiled graphs; headers and CPU tensors travel
-over gloo. Replicas must execute the same graphs, so each collective is a graph of its own, and pending work, which may
-differ between the processes, runs before it.
+The runtime's own collectives send tensors on devices, inside compiled graphs; gloo sends headers and CPU tensors.
+Replicas must execute the same graphs. Therefore each collective is a separate graph, and pending work, which may differ
+between the processes, runs before it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NAMES = {"product": "mul"}
 
 
 class XLATransport(TorchDistTransport):
-    """Collectives between XLA devices, one for each process, beside a process group over gloo.
+    """Collectives between XLA devices, one per process, with a process group over gloo for CPU tensors.
 
-    Where one process drives several devices as one (SPMD), the runtime has no collectives between processes, and
-    tensors travel over the host.
+    If one process drives several devices as one (SPMD), the runtime has no collectives between processes, and tensors
+    are sent through the host.
     """
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
@@ -54,7 +54,7 @@ class XLATransport(TorchDistTransport):
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         if not self._on_device(tensor):
             return super().broadcast(tensor, src)
-        # The runtime's own broadcast multiplies by 0 elsewhere, which infinities and NaN would survive.
+        # The runtime's broadcast multiplies by 0 on the other processes, where infinities and NaN would not become 0.
         gathered = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         self.all_gather(gathered, tensor.contiguous())
         tensor.copy_(gathered.view(self.world_size, -1)[src].view_as(tensor))
@@ -96,7 +96,7 @@ def _spmd() -> bool:
 
 
 def _alone(collective: Any) -> Any:
-    """The result of a collective that runs as a graph of its own."""
+    """The result of a collective that runs as a separate graph."""
     import torch_xla
     import torch_xla.core.xla_model as xla_model
 
