@@ -429,10 +429,10 @@ def test_a_single_process_and_the_message_after_it_has_finished(tmp_path: Path) 
         done = job.status()
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.count("\n") == 1
-        assert f"process {job.process.pid} has ended, or never existed on this machine; " in done.stderr
+        assert f"Process {job.process.pid} has ended, or never existed on this machine. " in done.stderr
         done = job.status(run=".")
         assert done.returncode == 1
-        assert "no run writes to '.' now: it has finished, or runs on another machine; " in done.stderr
+        assert "No run writes to '.' now: it has finished, or runs on another machine. " in done.stderr
     finally:
         job.end()
 

@@ -135,7 +135,7 @@ def test_runs_without_accounts_are_refused(tmp_path):
     with pytest.raises(NotFound, match="accel launch --project_dir"):
         read_goodput(tmp_path)
     write(tmp_path, "{", "nothing")
-    with pytest.raises(SettingError, match="2 are damaged"):
+    with pytest.raises(SettingError, match="2 lines are damaged"):
         read_goodput(tmp_path)
 
 

@@ -81,7 +81,7 @@ SHAPE = record(
         ('{"files": {}, "written": false}', "False, not a number"),
         ('{"files": {}, "names": ["a", 3]}', r"\['names'\]\[1\] is 3, not a text"),
         ('{"files": {}, "names": ["\\ud800"]}', "half of a surrogate pair"),
-        ('{"files": {}, "names": ["a", "b", "c", "d"]}', "has 4 items, and 3 are possible"),
+        ('{"files": {}, "names": ["a", "b", "c", "d"]}', "has 4 items; at most 3 are allowed"),
         ('{"files": {}, "facts": 3}', "3, not an object"),
     ],
 )

@@ -185,7 +185,7 @@ def test_replicas_in_threads_are_refused() -> None:
 
 def test_processes_of_another_launcher_are_refused() -> None:
     alone = REPLICAS | {"process_count": 1, "world_size": 1}
-    with pytest.raises(NotOffered, match="connects only processes that it starts itself"):
+    with pytest.raises(NotOffered, match="connects only processes that it started itself"):
         topology_of_xla(Topology(rank=1, world_size=2, scheme="torchrun"), **alone)
     launched = Topology(scheme="torchrun", master_addr="localhost", master_port=1)
     assert topology_of_xla(launched, **alone) == Topology(scheme="torchrun")

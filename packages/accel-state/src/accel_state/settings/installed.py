@@ -120,7 +120,7 @@ class Requirement(NamedTuple):
         installed = installed_version(name)
         if installed is None or SpecifierSet(self.versions).contains(installed, prereleases=True):
             return None
-        return f"{name} {installed} is installed; {self.versions} is required."
+        return f"{name} {installed} is installed; {self.versions} is needed."
 
     def remedy(self) -> str:
         """The install command."""

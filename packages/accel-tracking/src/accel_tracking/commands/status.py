@@ -38,8 +38,8 @@ def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> in
     try:
         runs = _chosen(run)
     except AccelError as error:
-        # One sentence, for scripts that pass it on.
-        text = printable(f"{error.obstacle}; {error.remedy}.")
+        # One line, for scripts that pass it on.
+        text = printable(f"{error.obstacle} {error.remedy}")
         print(f"accel runs status: {text}", file=sys.stderr)  # noqa: T201 - what the command is for
         return 1
     clear = _CLEAR if watch and not as_json and sys.stdout.isatty() else ""
@@ -62,8 +62,8 @@ def _chosen(run: str | None) -> Sequence[LaunchedRun]:
     if not runs:
         raise NotFound(
             "Cannot show the runs of this machine.",
-            "no run that this user started with `accel launch` is running on this machine",
-            "start one, or repeat the command on the machine of its launcher",
+            "No run that this user started with `accel launch` is running on this machine.",
+            "Start one, or repeat the command on the machine of its launcher.",
         )
     return runs
 
