@@ -52,7 +52,7 @@ def test_the_next_size_can_be_chosen() -> None:
 
 def test_a_choice_that_would_never_end() -> None:
     call, _ = tries_of(30, starting_batch_size=100, reduce_batch_size_fn=lambda: 100)
-    with pytest.raises(SettingError, match="would not end"):
+    with pytest.raises(SettingError, match="would never end"):
         call()
 
 

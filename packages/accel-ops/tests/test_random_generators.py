@@ -129,7 +129,7 @@ def test_unknown_kinds_are_refused(kind: str) -> None:
 
 def test_a_generator_must_be_given_to_be_synchronised() -> None:
     PartialState(cpu=True)
-    with pytest.raises(SettingError, match="No generator"):
+    with pytest.raises(SettingError, match="`generator` is missing"):
         synchronize_rng_states(["generator"])
 
 

@@ -1,4 +1,4 @@
-"""Collectives on nested data and random-number state, with named errors instead of hangs."""
+"""Collectives on nested data that raise typed errors instead of hanging, and random-number state."""
 
 from __future__ import annotations
 

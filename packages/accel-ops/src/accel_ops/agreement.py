@@ -1,4 +1,4 @@
-"""The agreement of all ranks outside of training: when one rank fails, all ranks raise.
+"""Agreement between all ranks outside training: when one rank fails, all ranks raise.
 
     barrier = StoreBarrier(process, "save/step-100", "Cannot save the checkpoint step-100.", deadline=600)
     folder = barrier.wait("open", name)      # rank 0's name, once every rank has called wait
@@ -6,13 +6,13 @@
         write(folder)
     barrier.wait("write", last=True)
 
-The ranks meet in the store of the run, not in a collective. So an agreement works in any thread and during collectives,
-a rank that fails reports the failure and continues, and the error names the ranks that are missing at the deadline. No
-rank polls: the store answers a request once its key exists. An agreement of W ranks costs each rank at most 4 requests
-and rank 0 at most W + 8, which include the removal of all keys. A failure costs the failing rank W more.
-A phase for which rank 0 waits for some ranks alone (`only`) costs each other rank one request.
+The ranks agree through the store of the run, not through a collective. Therefore an agreement works in any thread and
+during collectives, a rank that fails reports the failure and continues, and the error names the ranks that are missing
+at the deadline. No rank polls: the store answers a request once its key exists. An agreement of W ranks costs each rank
+at most 4 requests and rank 0 at most W + 8, including the removal of all keys. A failure costs the failing rank W more.
+In a phase in which only some ranks contribute (`only`), each other rank sends one request.
 
-Each `StoreBarrier` is one operation, whose number is the same on all ranks. A rank that raised before an operation is
+Each `StoreBarrier` is one operation, with the same number on all ranks. A rank that raised before an operation is
 reported as missing in it, and takes part in the next one.
 """
 
@@ -45,19 +45,19 @@ _ANSWER: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
 _LATER: Final = 5.0
-"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half a deadline."""
+"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline."""
 
 _FAREWELL: Final = 10.0
 """Seconds that rank 0 stays after an operation: its process often hosts the store that the other ranks read."""
 
 _MOST_NAMED: Final = 16
 _PAUSE: Final = 0.2
-"""Seconds before a retry of a request whose connection broke, or whose answer has no valid signature of a rank."""
+"""Seconds before a request is retried if its connection broke or its answer has no valid signature of a rank."""
 _MOST_BREAKS: Final = 3
 
 _WELL: Final = b"+"
 _BADLY: Final = b"-"
-"""First byte of the entry of a rank, and of the result: a value or a failure follows."""
+"""First byte of a rank's entry and of the result; it shows whether a value or a failure follows."""
 
 
 def first(values: Sequence[str]) -> str:
@@ -66,12 +66,12 @@ def first(values: Sequence[str]) -> str:
 
 
 class _Connection:
-    """What one process keeps for its operations over one store.
+    """The state of one process for its operations over one store.
 
     Attributes:
         free: idle connections; an operation that waits for other ranks occupies its own.
         operations: number of operations of each topic.
-        failed: keys of failed operations, by topic; late ranks read them.
+        failed: keys of failed operations by topic; they remain because late ranks read them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ _connections: Final[WeakKeyDictionary[Any, _Connection]] = WeakKeyDictionary()
 
 
 def _connection_of(process: Process) -> _Connection | None:
-    """The connection to the other ranks; None without other ranks, or with simulated ones."""
+    """The connection to the other ranks; None if there are no other ranks, or only simulated ones."""
     store: Any = process.transport.store()
     if store is None:
         return None
@@ -96,17 +96,17 @@ class StoreBarrier:
     """One operation of all ranks, in phases: no rank leaves a phase before all ranks have completed it.
 
     Attributes:
-        rank: index of this process among those that take part.
+        rank: index of this process among the processes that take part.
 
     Args:
-        process: who this process is.
-        topic: names the operation, equal on all ranks. Operations of one topic run one after another.
+        process: the `Process` of this rank.
+        topic: name of the operation, equal on all ranks. Operations of one topic run one after another.
         asked: first part of the errors, for example "Cannot save the checkpoint step-100."
         deadline: seconds to wait for the other ranks in each phase.
         error: class of the errors that the barrier itself raises.
         remedy: last part of the errors when another rank failed.
-        group: a process group, a DeviceMesh of one dimension or an axis of the mesh of the run, whose processes alone
-            take part; by default all do. Where this class says rank 0, it means the first of the group.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its processes
+            take part; by default all processes do. In a group, "rank 0" means its first process.
 
     Raises:
         SettingError: there is no such group, or this process is not in it.
@@ -140,11 +140,11 @@ class StoreBarrier:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a phase is over, so that every rank takes part."""
+        """Whether a phase has completed, so that every rank is known to take part."""
         return self._index > 0
 
     def describe(self, asked: str, remedy: str) -> None:
-        """Replace the first and last part of the errors, once all ranks know more about what they do."""
+        """Replace the first and the last part of the errors, once all ranks know more about the operation."""
         self._asked, self._remedy = asked, remedy
 
     def wait(
@@ -163,8 +163,8 @@ class StoreBarrier:
             value: what this rank contributes.
             combine: called on rank 0 with the values in the order of the ranks.
             last: whether the operation ends with this phase.
-            only: ranks in order, 0 among them, whose values are combined; the others only read the result. All ranks
-                give the same. Not for the first phase, in which a rank notices an operation that it missed.
+            only: ranks, in order and including 0, that contribute a value; the others only read the result. All ranks
+                pass the same ranks. Not for the first phase, in which a rank notices an operation that it missed.
 
         Raises:
             AccelError: a rank failed (`error`, or the class raised there if it is one of `accel_state.errors`), or did
@@ -180,14 +180,14 @@ class StoreBarrier:
                     self.leave()
                 return answer
         except BaseException as error:
-            # An error of `combine`, or an interrupt; `fail` does not report a failure that all ranks know.
+            # An error of `combine`, or an interrupt; `fail` does not report a failure that all ranks already know.
             self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error on every other rank, in its present or next `wait` of this operation; raises nothing here.
+        """Raise this error on every other rank, in its current or next `wait` of this operation; raises nothing here.
 
-        Returns when the other ranks have received it, after ten seconds at the latest.
+        Returns when the other ranks have received it, or after ten seconds.
         """
         if self._connection is None or self._over:
             return
@@ -221,7 +221,7 @@ class StoreBarrier:
             raise
 
     def check(self) -> None:
-        """Raise a failure that another rank has already reported in this operation; returns at once otherwise.
+        """Raise the failure that another rank has reported in this operation, if there is one; does not wait.
 
         Raises:
             AccelError: another rank has failed.
@@ -280,13 +280,13 @@ class StoreBarrier:
             absent = self._absent(control, ranks)
             if absent:
                 return self._missed(control, absent, phase)
-            # A key may hold an entry without a valid signature.
+            # A key may have an entry without a valid signature.
             found = control.get_many(posts, _ANSWER)
             missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in found]
             if missing:
                 return self._missed(control, missing, phase)
         if not all(post.startswith(_WELL) for post in found.values()):
-            # A failed rank has filled the missing posts with marks.
+            # A failed rank has filled the missing entries with marks.
             return self._receive(control, [self._key()], until)[self._key()]
         try:
             answer = combine([value, *(found[post][1:].decode() for post in posts)])
@@ -298,7 +298,7 @@ class StoreBarrier:
         return control.compare_set(self._key(), _WELL + answer.encode(), _ANSWER)
 
     def _contribute(self, control: ControlStore, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
-        """Post the value of this rank if it is one of `ranks`, and wait for the result."""
+        """Write the value of this rank if it is one of `ranks`, and wait for the result."""
         if self.rank in ranks:
             control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
         found = self._receive(control, [self._key()], until)
@@ -306,20 +306,20 @@ class StoreBarrier:
         return found.get(self._key()) or self._missed(control, [0, *self._absent(control, ranks)], phase)
 
     def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
-        """Publish the missing ranks, and return the valid result: another rank may have published one before."""
+        """Publish the missing ranks, and return the valid result, which another rank may have published before."""
         named = missing[:_MOST_NAMED]
         failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
         return control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
 
     def _absent(self, control: ControlStore, ranks: Sequence[int]) -> list[int]:
-        """The first few of some ranks that have posted nothing in this phase."""
+        """The first few of `ranks` that have written no entry in this phase."""
         from accel_state.transport.control import find_absent
 
         posts = [self._post(rank) for rank in ranks]
         return [ranks[index] for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]
 
     def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
-        """The values of the keys, once all exist; at the deadline those that exist."""
+        """The values of the keys as soon as all exist; at the deadline, those that exist."""
         breaks = 0
         while True:
             left = until - time.monotonic()
@@ -336,7 +336,7 @@ class StoreBarrier:
             time.sleep(max(min(_PAUSE, until - time.monotonic()), 0.0))
 
     def _result(self, control: ControlStore) -> bytes | None:
-        """The result of the present phase; None while there is none."""
+        """The result of the current phase; None if there is none yet."""
         key = self._key()
         return control.get_many([key], _ANSWER).get(key)
 
@@ -348,7 +348,7 @@ class StoreBarrier:
                 self._connection.operations[self._topic] += 1
 
     def _heed(self, result: bytes) -> None:
-        """Raise a failure, unless the other ranks ended that operation without this rank: then take the next number."""
+        """Raise a failure. If the other ranks ended that operation without this rank, use the next number instead."""
         failure = json.loads(result[1:])
         if self._is_skipped(failure):
             return
@@ -356,7 +356,7 @@ class StoreBarrier:
         raise self._described(failure)
 
     def _is_skipped(self, failure: Mapping[str, Any]) -> bool:
-        """Whether an operation failed because this rank was missing; if so, take the next number."""
+        """Whether an operation failed because this rank was missing; if so, use the next number."""
         if self._index or self._collects or self.rank not in failure.get("missing", ()):
             return False
         if self.rank == 0:
@@ -367,7 +367,7 @@ class StoreBarrier:
         return True
 
     def _tell(self, control: ControlStore, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Publish a failure, and return the first failure published; None if the caller has to try again."""
+        """Publish a failure, and return the first failure that was published; None if the caller must try again."""
         mine = _BADLY + json.dumps(failure).encode()
         told = control.compare_set(self._key(), mine, _ANSWER)
         if told.startswith(_WELL):
@@ -375,7 +375,7 @@ class StoreBarrier:
             self._index += 1
             return None
         if told == mine and (self.rank or self._collects):
-            # Rank 0 waits for all posts, so fill the missing ones.
+            # Rank 0 waits for all entries, so fill the missing ones.
             for post in self._posts():
                 control.compare_set(post, _BADLY, _ANSWER)
         counts: Mapping[str, Any] = json.loads(told[1:])
@@ -404,14 +404,14 @@ class StoreBarrier:
         return f"accel/agreement/{self._topic}/{self._number}"
 
     def _key(self) -> str:
-        """The key of the result of the present phase."""
+        """The key of the result of the current phase."""
         return f"{self._operation}/{self._index}"
 
     def _post(self, rank: int) -> str:
         return f"{self._key()}/{rank}"
 
     def _posts(self) -> list[str]:
-        """The keys of the posts of all ranks except rank 0, which posts nothing."""
+        """The keys of the entries of all ranks except rank 0, which writes none."""
         return [self._post(rank) for rank in range(1, self._world_size)]
 
     # ------------------------------------------------------------------ ending
@@ -440,7 +440,7 @@ class StoreBarrier:
         """Remove the keys of this operation; a later operation removes those of a failed one."""
         assert self._connection is not None
         phases = [f"{self._operation}/{index}" for index in range(self._index + (not well))]
-        # A rank that fails marks the posts of all ranks.
+        # A rank that fails marks the entries of all ranks.
         marked = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
         later = self._connection.failed[self._topic]
         later += [*(self._posted if well else marked), *phases, *marks]
@@ -455,10 +455,10 @@ class StoreBarrier:
             late = self._error(
                 f"{self._asked} ({failure['phase']})",
                 f"Process {missing} did not arrive within {failure['seconds']:g} s. {self._everyone()}",
-                "Look at what it does; call this on every process, or give a longer deadline.",
+                "Check what that process does. Call this on every process, or set a longer deadline.",
             )
             return _following(late, absent)
-        # Without a rank: the values of the ranks differ.
+        # If no rank is named, the values of the ranks differ.
         who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
@@ -470,7 +470,7 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """The last known position of every process."""
-        # Imported for an error alone, as what a report needs is a fifth of the import of this package.
+        # Imported only for an error, because the modules of a report take a fifth of this package's import time.
         from accel_state.hang_report.report import describe_all_ranks
 
         process = self._process
@@ -487,12 +487,12 @@ class StoreBarrier:
                 self._asked,
                 f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle} "
                 f"{self._everyone()}",
-                "Look at the output of the other processes, and start the run again.",
+                "Check the output of the other processes, and restart the run.",
             ) from error
 
 
 def _following(error: AccelError, ranks: list[int]) -> AccelError:
-    """The error, with the ranks that it follows from, for the launcher's report."""
+    """The error with an attribute for the launcher's report: the ranks that caused it."""
     from accel_state.hang_report.report import MISSED
 
     setattr(error, MISSED, ranks)
@@ -512,13 +512,13 @@ def raise_on_any_rank(
     """Run `work` on every rank; an exception on one rank raises on all.
 
     Args:
-        process: who this process is.
-        topic: names the work, equal on all ranks.
-        work: runs on each rank; a rank on which it raises gets its own exception.
+        process: the `Process` of this rank.
+        topic: name of the work, equal on all ranks.
+        work: function that runs on each rank; a rank on which it raises gets its own exception.
         asked: first part of the error when a rank failed or is missing.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
-        group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
+        group: a process group or a mesh axis; only its processes take part, see `gather`.
 
     Returns:
         The result of `work` on this rank.
@@ -548,16 +548,16 @@ def all_agree(
     *,
     group: Group = None,
 ) -> str:
-    """The value that all ranks give; if values differ, all ranks raise.
+    """Return the value that all ranks pass; if the values differ, all ranks raise.
 
     Args:
-        process: who this process is.
-        topic: names the value, equal on all ranks.
+        process: the `Process` of this rank.
+        topic: name of the value, equal on all ranks.
         value: the value of this rank.
         asked: first part of the error.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
-        group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
+        group: a process group or a mesh axis; only its processes take part, see `gather`.
 
     Raises:
         AccelError: the values differ, or a rank is missing at the deadline.
@@ -576,13 +576,13 @@ def all_agree(
             owners.setdefault(given, []).append(rank)
         if len(owners) > 1:
             shown = "; ".join(f"{given!r} on {format_ranks(who)}" for given, who in owners.items())
-            raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same value.")
+            raise error(asked, f"The values of the processes differ: {shown}.", "Pass the same value on every process.")
         return values[0]
 
     return StoreBarrier(process, topic, asked, deadline, error, group=group).wait("value", value, same, last=True)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An error as the other ranks receive it."""
+    """An error in the form in which the other ranks receive it."""
     parts = [error.failure, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
     return {"type": type(error).__name__, "text": str(error), "parts": parts}

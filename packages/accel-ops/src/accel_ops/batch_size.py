@@ -1,4 +1,4 @@
-"""Batches that shrink until they fit the memory of the device, on all ranks together."""
+"""Reduces the batch size until a batch fits into the device's memory, on all ranks together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ("all_fit", "find_executable_batch_size")
 
 _SHRINK: Final = 0.9
-"""Each batch that did not fit is followed by one of this part of its size."""
+"""Factor by which the batch size is reduced after a batch that did not fit."""
 
 
 def all_fit(outcomes: Sequence[str]) -> str:
-    """What ranks agree on when each says whether its batch fitted ("yes"): "yes" if it did on all."""
+    """Combine the answers of the ranks: "yes" if the batch fitted on all of them."""
     return "yes" if all(outcome == "yes" for outcome in outcomes) else "no"
 
 
@@ -33,18 +33,19 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: call a function with a batch size, and again with smaller ones while the device runs out of memory.
 
-    The size that fitted is where the next call starts. In a run of several processes all call the function; where one
-    runs out of memory, all take the smaller size once they have returned. What another process raises, all raise.
+    The next call starts with the size that fitted. In a run of several processes, all processes must call the function.
+    If one runs out of memory, all continue with the smaller size once they have returned. If one raises another error,
+    all processes raise.
 
     Args:
         function: takes the batch size as its first argument; the caller leaves it out.
-        starting_batch_size: what to try first.
-        reduce_batch_size_fn: tells the next size; by default each is nine tenths of the one before.
+        starting_batch_size: the first size to try.
+        reduce_batch_size_fn: returns the next size; by default nine tenths of the previous one.
 
     Raises:
         UnknownKind: the function takes no batch size, or the caller passed one.
         OutOfMemory: not even one sample fitted.
-        SettingError: `reduce_batch_size_fn` told a size that is not smaller.
+        SettingError: `reduce_batch_size_fn` returned a size that is not smaller.
         CollectiveError: another process failed, or did not return in time.
 
     Example:
@@ -64,7 +65,7 @@ def find_executable_batch_size(
 
 
 class _Retrying:
-    """A function and the batch size that is tried next."""
+    """A function and the batch size to try next."""
 
     def __init__(self, function: Callable[..., Any], size: int, reduce: Callable[[], int] | None) -> None:
         self.function = function
@@ -87,25 +88,25 @@ class _Retrying:
             fitted, result, error = self._try(args, kwargs)
             if fitted:
                 return result
-            # The traceback holds the frames, and with them the tensors that did not fit.
+            # The traceback refers to the frames, and thereby to the tensors that did not fit.
             error = error.with_traceback(None) if error else None
             clear_device_cache(garbage_collection=True)
             self.size = self._smaller()
         raise OutOfMemory(
             "No executable batch size found, reached zero.",
             f"The device ran out of memory in {self.function.__qualname__}() with a single sample.",
-            "Take a smaller model or shorter samples, or a device with more memory.",
+            "Use a smaller model, shorter samples, or a device with more memory.",
         ) from error
 
     def _try(self, args: Any, kwargs: Any) -> tuple[bool, Any, Exception | None]:
-        """Whether the size fitted on all ranks, what the function returned here, and that it ran out of memory here."""
+        """Whether the size fitted on all ranks, the function's result here, and its out-of-memory error here."""
         try:
             result, error = self._run(args, kwargs)
         except Exception as failure:
             if (process := _several()) is not None:
                 self._barrier(process).fail(failure)
             raise
-        # The function may have started the run, as scripts do that make their Accelerator in it.
+        # The function may have started the run: some scripts create their Accelerator in it.
         process = _several()
         if process is None:
             return error is None, result, error
@@ -113,7 +114,7 @@ class _Retrying:
         return outcome == "yes", result, error
 
     def _run(self, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
-        """What the function returned, or that it ran out of memory."""
+        """The function's result, or its out-of-memory error."""
         try:
             return self.function(self.size, *args, **kwargs), None
         except Exception as error:
@@ -134,8 +135,8 @@ class _Retrying:
         if size >= self.size:
             raise SettingError(
                 f"Cannot try a batch of {size} after one of {self.size} did not fit (reduce_batch_size_fn).",
-                "It is not smaller, so the search would not end.",
-                "Let reduce_batch_size_fn return a smaller size each time.",
+                "The size must decrease, or the search would never end.",
+                "Make reduce_batch_size_fn return a smaller size each time.",
             )
         return size
 
@@ -154,11 +155,11 @@ class _Retrying:
             raise UnknownKind(
                 failed,
                 f"It receives the batch size as its first argument, before those of the caller: {error}.",
-                "Let the function take it first, and leave it out of the call.",
+                "Make the batch size its first parameter, and omit it in the call.",
             ) from None
 
 
 def _several() -> Process | None:
-    """This process, where it has others to agree with."""
+    """This process if the run has several processes, else None."""
     process = current.process_or_none()
     return None if process is None or process.world_size == 1 else process

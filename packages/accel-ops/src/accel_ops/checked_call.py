@@ -1,17 +1,17 @@
-"""The checked collective: what all processes must agree on, how leaves travel, and the call that does both.
+"""The checked collective: a call that first compares a plan between all processes, and then sends the leaves by it.
 
     with CheckedCall(transport, "gather") as call:  # logged; calls of other threads wait
-        plan, leaves = call.plan(data)              # what must agree, and how it travels
-        rows = call.agree(plan, leaves, large)      # headers exchanged and compared: after this, sizes are equal
-        ...                                         # what did not fit is read from shared memory, or sent
+        plan, leaves = call.plan(data)              # what must be equal, and how each leaf is sent
+        rows = call.agree(plan, leaves, large)      # exchange and compare headers; after this, sizes are equal
+        ...                                         # read from shared memory, or send, what did not fit
         call.wait(works)
 
-A failure before `agree` goes to the other processes in place of it, so that they raise too instead of waiting.
+A failure before `agree` is sent to the other processes instead of the header, so that they raise too and do not wait.
 
-A `Plan` says which leaves travel packed and which by themselves. It depends only on structure, shapes and dtypes, so it
-is made once for each and looked up afterwards: first it is compared with what the same line of the user's code gave
-last. Leaves are in the order of their paths, so that processes agree whose dictionaries were filled in different
-orders. A DTensor counts as the full tensor that it represents.
+A `Plan` defines which leaves are packed together and which are sent separately. It depends only on structure, shapes
+and dtypes, so it is created once and then cached; the lookup first tries the plan of the last call from the same line
+of the user's code. Leaves are ordered by their paths, so that the order in which dictionaries were filled does not
+matter. A DTensor counts as the full tensor that it represents.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ __all__ = (
 )
 
 LARGE: Final = 256 * 1024
-"""Bytes above which a leaf travels by itself, straight into its final tensor; below, packing with others is quicker."""
+"""Bytes above which a leaf is sent separately, directly into its final tensor; below, packing leaves is faster."""
 
 _HOST: Final = torch.device("cpu")
 _PLANS_KEPT: Final = 1024
 _MOST_NAMED: Final = 16
 
 _NEGOTIATES: Final = 4
-"""Flag of headers by which processes find out whether they share memory."""
+"""Flag of the headers with which processes find out whether they can share memory."""
 
 _LONGEST_READ: Final = 2.0
-"""Seconds for which an answer of the store is waited for."""
+"""Timeout of a request to the store, in seconds."""
 
 
 def transport_of(group: Group, operation: str) -> Transport:
     """The transport between the processes of a group; all processes of the run by default.
 
-    The processes of a group connect when they first use it, over connections of their own. They meet in the store
-    before, so that an error names who does not come.
+    The processes of a group open separate connections when they first use it. Before that they wait for each other
+    through the store, so that an error names the missing ones.
 
     Args:
         group: see `accel_ops.groups`.
@@ -83,7 +83,7 @@ def transport_of(group: Group, operation: str) -> Transport:
 
     Raises:
         SettingError: there is no such group, or this process is not in it.
-        CollectiveError: a process of the group did not come.
+        CollectiveError: a process of the group did not connect in time.
     """
     process = current.process_or_start()
     world = process.transport
@@ -111,19 +111,19 @@ def transport_of(group: Group, operation: str) -> Transport:
 
 
 def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
-    """Let a leaf pass whose storage is simply its elements.
+    """Raise for a leaf with a storage that is not simply its elements.
 
     Raises:
-        UnknownKind: for other leaves; the path is named.
+        UnknownKind: the leaf is sparse, nested, quantized, on the meta device, or a subclass; the error names its path.
     """
     if leaf.layout is not torch.strided or leaf.is_nested:
         obstacle, remedy = "a sparse or nested tensor", "Convert it with .to_dense() or to_padded_tensor() first."
     elif leaf.is_quantized:
-        obstacle, remedy = "a quantized tensor", "Give its .int_repr() or .dequantize() instead."
+        obstacle, remedy = "a quantized tensor", "Pass its .int_repr() or .dequantize() instead."
     elif leaf.is_meta:
         obstacle, remedy = "a meta tensor, which has no contents", "Materialise it first, for example with .to_empty()."
     elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        obstacle, remedy = f"of the tensor subclass {type(leaf).__name__}", "Give the plain tensors that it is made of."
+        obstacle, remedy = f"of the tensor subclass {type(leaf).__name__}", "Pass its plain tensors instead."
     else:
         return
     raise UnknownKind(
@@ -134,10 +134,10 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
 
 
 def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -> None:
-    """Let a leaf pass that can be split evenly along its first dimension.
+    """Raise for a leaf that cannot be split evenly along its first dimension.
 
     Raises:
-        SettingError: for other leaves; the path is named.
+        SettingError: it cannot be split; the error names its path.
     """
     if leaf.dim() == 0 or leaf.shape[0] % count:
         raise SettingError(
@@ -148,12 +148,12 @@ def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -
 
 
 def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
-    """The index among the processes of a transport that a rank of the run has.
+    """The index that a rank of the run has among the processes of a transport.
 
     Args:
         operation: name of the function that the user called.
-        name: of the argument.
-        rank: what the user gave.
+        name: name of the argument.
+        rank: its value.
         transport: the transport between the processes.
 
     Raises:
@@ -174,15 +174,15 @@ def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
 
 
 def check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:
-    """Refuse on one process what several refuse, so that a script fails before it is launched on more.
+    """Check data on a single process as on several, so that a script fails before it is launched on more.
 
     Args:
         operation: name of the function that the user called.
-        data: nested data with tensors alone at its leaves.
+        data: nested data with only tensors as leaves.
         check: raises when a leaf, given with path and operation, cannot take part.
 
     Raises:
-        UnknownKind: a leaf cannot travel.
+        UnknownKind: a leaf cannot be sent.
     """
     leaves, _ = flatten(data, operation)
     try:
@@ -194,21 +194,21 @@ def check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, s
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor. Nothing is imported: where its module was not loaded, there is none."""
+    """Whether a tensor is a DTensor. Imports nothing: if the module of DTensor is not loaded, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def placement_of(tensor: Any) -> str:
-    """How a DTensor is spread, as text that is equal on all its processes."""
+    """Shape, placements and mesh of a DTensor, as text that is equal on all its processes."""
     return f"DTensor {tuple(tensor.shape)} {tensor.placements} on {tuple(tensor.device_mesh.shape)}"
 
 
 def check_writable(tensor: Any) -> None:
-    """Let a DTensor pass whose processes each hold a part of its value.
+    """Raise for a DTensor with partial sums on its processes.
 
     Raises:
-        UnknownKind: they hold partial sums, so that no part of a value is theirs.
+        UnknownKind: a process has a partial sum instead of a part of the value.
     """
     from torch.distributed.tensor import Partial
 
@@ -221,7 +221,7 @@ def check_writable(tensor: Any) -> None:
 
 
 def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:
-    """Overwrite the local part of a DTensor, one that is writable, with its part of `value`."""
+    """Overwrite the local part of a writable DTensor with its part of `value`."""
     from torch.distributed.tensor import distribute_tensor
 
     parts = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -229,16 +229,16 @@ def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:
 
 
 class Plan:
-    """How the leaves of one structure travel.
+    """How the leaves of one structure are sent.
 
     Attributes:
         description: what must be equal on all processes.
         fingerprint: its hash.
         order: positions of the leaves in the order of their paths.
-        small: positions of the leaves that travel packed, in that order.
-        large: positions of the others, in that order.
-        layout: where the small ones are in the packed buffer.
-        devices: of the leaves, if one of them is not on the device of the transport; else empty.
+        small: positions of the leaves that are packed, in that order.
+        large: positions of the other leaves, in that order.
+        layout: layout of the small leaves in the packed buffer.
+        devices: devices of the leaves if one of them is not on the transport's device; else empty.
     """
 
     __slots__ = (
@@ -280,14 +280,14 @@ class Plan:
         if self._generation != header.generation:
             self._generation, self._by_rank = header.generation, {}
             nbytes = self.layout.nbytes
-            # Views made in inference mode could not be written to outside of it.
+            # Views made in inference mode could not be written to outside it.
             with torch.inference_mode(False):
                 own, rows = header.own_payload(nbytes), header.payloads(nbytes)
                 self._eager_parts = self.layout.parts(own), self.layout.parts(rows)
         return self._eager_parts
 
     def eager_leaves(self, header: EagerHeader, rank: int) -> list[torch.Tensor]:
-        """The small leaves that the eager header brought from one process, as views of it."""
+        """The small leaves in the eager header from one process, as views of it."""
         rows = self.eager_parts(header)[1]
         if rank not in self._by_rank:
             with torch.inference_mode(False):
@@ -305,7 +305,7 @@ class Plan:
         return torch.empty(self.layout.nbytes, dtype=torch.uint8, device=leaves[0].device)
 
     def on_devices(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results on the devices that the leaves came from."""
+        """Move results to the devices of the original leaves."""
         if not self.devices:
             return iter(results)
         return (result.to(device) for result, device in zip(results, self.devices, strict=True))
@@ -321,15 +321,15 @@ def plan_for(
     world_size: int,
     check: Callable[[str, torch.Tensor, str], None],
 ) -> Plan:
-    """Make the plan for the leaves of nested data.
+    """Create the plan for the leaves of nested data.
 
     Args:
         operation: name of the collective.
-        arguments: those that must be equal on all processes.
-        paths: of the leaves.
-        leaves: as `flatten` found them.
+        arguments: the arguments that must be equal on all processes.
+        paths: paths of the leaves.
+        leaves: the leaves that `flatten` found.
         shapes: the part of each leaf's shape that must be equal on all processes.
-        device: where the transport moves tensors.
+        device: the device on which the transport moves tensors.
         world_size: number of processes.
         check: raises when a leaf, given with path and operation, cannot take part.
     """
@@ -346,7 +346,7 @@ class CheckedCall(HeaderCall):
     Args:
         transport: the transport between at least two processes.
         operation: name of the function that the user called.
-        arguments: what must be equal on all processes, by name.
+        arguments: values that must be equal on all processes, by name.
     """
 
     __slots__ = ("_large", "_memory", "_slots")
@@ -364,16 +364,16 @@ class CheckedCall(HeaderCall):
         check: Callable[[str, torch.Tensor, str], None] = check_leaf,
         move: bool = True,
     ) -> tuple[Plan, list[torch.Tensor]]:
-        """How nested data travel, and their leaves where the transport can move them.
+        """The plan for nested data, and their leaves on the device of the transport.
 
         Args:
-            data: nested data with tensors alone at its leaves.
+            data: nested data with only tensors as leaves.
             shape_of: the part of a leaf's shape that must be equal on all processes; by default all of it.
             check: raises when a leaf, given with path and operation, cannot take part.
-            move: bring the leaves to where the transport moves tensors.
+            move: move the leaves to the device of the transport.
 
         Raises:
-            UnknownKind: a leaf cannot travel.
+            UnknownKind: a leaf cannot be sent.
         """
         leaves, spec = flatten(data, self._operation)
         return self.plan_of(data, leaves, spec, shape_of, check, move)
@@ -387,7 +387,7 @@ class CheckedCall(HeaderCall):
         check: Callable[[str, torch.Tensor, str], None] = check_leaf,
         move: bool = True,
     ) -> tuple[Plan, list[torch.Tensor]]:
-        """Like `plan`, for data whose leaves and structure `flatten` has found already."""
+        """Like `plan`, for leaves and a structure that `flatten` has already found."""
         kinds = list(map(type, leaves))
         if kinds.count(torch.Tensor) < len(kinds) and any(map(is_dtensor, leaves)):
             leaves = self._full_tensors(data, leaves)
@@ -398,7 +398,7 @@ class CheckedCall(HeaderCall):
         return plan, leaves
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the small leaves, if there are any, travel in the eager header, a CPU tensor."""
+        """Whether the small leaves, if there are any, fit into the eager header, a CPU tensor."""
         nbytes = plan.layout.nbytes
         return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST)
 
@@ -409,21 +409,21 @@ class CheckedCall(HeaderCall):
         large: Sequence[torch.Tensor] = (),
         shares: bool = True,
     ) -> Sequence[torch.Tensor] | None:
-        """Meet the other processes and check that all have the same plan.
+        """Exchange headers with the other processes, and check that all have the same plan.
 
         Args:
-            plan: that of this process.
-            leaves: all leaves, if the small ones are to go along where they fit.
-            large: contiguous tensors that do not fit. Where processes share memory, `read` has them afterwards.
+            plan: plan of this process.
+            leaves: all leaves, to send the small ones in the header if they fit.
+            large: contiguous tensors that do not fit. If the processes share memory, `read` returns them afterwards.
             shares: whether this process has values for `large`.
 
         Returns:
-            The small leaves of all processes, as parts of shape (world_size, elements), valid inside of this call;
-            None when they do not fit.
+            The small leaves of all processes, as parts of shape (world_size, elements), valid inside this call; None
+            if they do not fit.
 
         Raises:
             ShapeMismatch: on every process, when the plans differ.
-            CollectiveError: a process did not come.
+            CollectiveError: a process did not call this in time.
         """
         memory = self._memory_for(plan, large) if large else None
         slot = memory.write(large) if memory is not None and shares else 0
@@ -432,27 +432,27 @@ class CheckedCall(HeaderCall):
             own, parts = plan.eager_parts(self._state.header)
             if leaves is not None:
                 plan.layout.write([leaves[position] for position in plan.small], own)
-        # All know the bytes of the small leaves by the plan, so the header has a place for the slot.
+        # The plan defines the bytes of the small leaves, so the header has a fixed place for the slot.
         self._exchange_headers(plan.fingerprint, plan.description, slot)
         if memory is not None:
             slots = self._state.header.lengths()
-            # Every process sees the same slots, and so sends or reads as the others do.
+            # Every process sees the same slots, so either all send or all read.
             if NO_SLOT not in slots:
                 self._memory, self._large, self._slots = memory, large, slots
         return parts
 
     @property
     def shares_memory(self) -> bool:
-        """After `agree`: whether `read` has what is large, so that it need not be sent."""
+        """After `agree`: whether `read` returns the large tensors, so that they need not be sent."""
         return self._memory is not None
 
     def read(self, rank: int) -> list[torch.Tensor]:
-        """What a process gave to `agree` as large, as bytes that are valid inside of this call."""
+        """The large tensors that a process passed to `agree`, as bytes that are valid inside this call."""
         assert self._memory is not None
         return self._memory.read(rank, self._slots[rank], self._large)
 
     def _memory_for(self, plan: Plan, large: Sequence[torch.Tensor]) -> HostMemory | None:
-        """The memory through which all processes of this plan share what is large, or None."""
+        """The memory through which the processes share the large tensors of this plan, or None."""
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
             rows = self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATES)
@@ -465,11 +465,11 @@ class CheckedCall(HeaderCall):
         return memory if memory is not None and memory.fits(large) else None
 
     def small_leaves(self, plan: Plan, rank: int) -> list[torch.Tensor]:
-        """After `agree`: the small leaves of one process, which fit, as views that are valid inside of this call."""
+        """After `agree`: the small leaves of one process, if they fit, as views that are valid inside this call."""
         return plan.eager_leaves(self._state.header, rank)
 
     def all_gather_ints(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """One number for each leaf of the plan, of all processes, by rank."""
+        """Gather one number per leaf of the plan from all processes; the result is by rank."""
         layout = struct.Struct(f"<{len(numbers)}q")
         return [
             layout.unpack(row)
@@ -477,7 +477,7 @@ class CheckedCall(HeaderCall):
         ]
 
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
-        """The bytes of process `src`; the others give None."""
+        """The bytes of process `src`; the others pass None."""
         header = self._state.header
         length = 0 if data is None else len(data)
         if data is not None and length <= header.capacity:
@@ -494,7 +494,7 @@ class CheckedCall(HeaderCall):
         return buffer.cpu().numpy().tobytes()
 
     def _full_tensors(self, data: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """All DTensors as full tensors, once all processes were seen to have the same: that is a collective too."""
+        """All DTensors as full tensors, after a check that all processes have the same: this is a collective too."""
         paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
         spread = [
             (path, placement_of(leaf), str(leaf.dtype))
@@ -525,8 +525,8 @@ class CheckedCall(HeaderCall):
             [leaf.layout for leaf in leaves],
             kinds,
         )
-        # What a line gave last is compared, which costs less than a hash of it all. Another code object at the same
-        # address does no harm, since all of the signature is compared.
+        # Comparing with the last call of the same line costs less than hashing the signature. Another code object at
+        # the same address does no harm, because the whole signature is compared.
         sites, site = self._state.sites, (id(self._site[0]), self._site[1], self._operation)
         last = sites.get(site)
         if last is not None and last[0] == signature:
@@ -544,7 +544,7 @@ class CheckedCall(HeaderCall):
         signature: tuple[Any, ...],
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
-        """The plan for a signature, whichever line had it first."""
+        """The cached plan for a signature, from any line of the user's code."""
         operation, arguments, spec, shapes, *others = signature
         key = (operation, tuple(arguments.items()), spec, tuple(shapes), *map(tuple, others))
         plans = self._state.plans
@@ -570,10 +570,10 @@ class CheckedCall(HeaderCall):
 
 
 def where_is_everyone() -> str:
-    """Where each process is, as far as it is known: its last collective, and the line of the user's code.
+    """The position of each process, as far as it is known: its last collective, and the line of the user's code.
 
-    Never waits for another process. What is known of the others is up to two seconds old. Among more than 16 processes
-    nothing is read before somebody asks, so that the first call takes up to two seconds.
+    Never waits for another process. The information about the others is up to two seconds old. With more than 16
+    processes nothing is read before this function is called, so its first call takes up to two seconds.
     """
     from accel_state.hang_report.report import describe_ranks
 
@@ -588,5 +588,5 @@ def where_is_everyone() -> str:
 
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:
-    """The newest collectives that this process completed, the newest last; all that are kept by default."""
+    """The newest collectives that this process has completed, the newest last; by default all in the log."""
     return protocol_state(current.process_or_start().transport).log.recent(count)

@@ -38,23 +38,23 @@ __all__ = ("all_to_all", "broadcast", "gather", "scatter")
 
 
 def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False, group: Group = None) -> Any:
-    """The tensors of all processes, concatenated along their first dimension in the order of the ranks.
+    """Gather the tensors of all processes, concatenated along the first dimension in the order of the ranks.
 
-    Tensors without dimensions come back with one element per process. With one process the data come back as they are.
-    A DTensor counts as the full tensor that it represents.
+    Tensors without dimensions are returned with one element per process. With one process the data are returned
+    unchanged. A DTensor counts as the full tensor that it represents.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        dst: rank in the run of the only process that needs the result; the others return None. By default all do.
-        differentiable: let gradients flow back: each process gets the sum of what all processes have as gradients of
-            its own tensors. Every process has to run the backward then, and cannot name a `dst`.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        tensor: a tensor, or nested data with only tensors as leaves; shapes and dtypes equal on all processes.
+        dst: rank in the run of the only process that gets the result; the others return None. By default all get it.
+        differentiable: let gradients flow back: the gradient of a process's tensors is the sum of the gradients that
+            all processes have for them. Every process must then run the backward pass, and `dst` is not possible.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
-        SettingError: `dst` is not a rank of the group, the call gives it with `differentiable`, or this process is not
-            in the group.
-        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
+        SettingError: `dst` is not a rank of the group or is passed with `differentiable`, or this process is not in
+            the group.
+        UnknownKind: a leaf is not a tensor, or is a tensor that cannot be sent; the error names its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -77,20 +77,19 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False,
 
 
 def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> Any:
-    """The tensors of one process, on every process.
+    """Send the tensors of one process to all processes.
 
-    The tensors given are overwritten in place, and returned.
+    The tensors are overwritten in place and returned.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        src: rank in the run of the process whose tensors all get; by default the first of the group, which without a
-            group is rank 0.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        tensor: a tensor, or nested data with only tensors as leaves; shapes and dtypes equal on all processes.
+        src: rank in the run of the sending process; by default the first of the group, or rank 0 without a group.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
         SettingError: `src` is not a rank of the group, or this process is not in the group.
-        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
+        UnknownKind: a leaf is not a tensor, or is a tensor that cannot be sent; the error names its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
     """
@@ -116,23 +115,22 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
 
 
 def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) -> Any:
-    """The part of one process's tensors that is for this process: equal slices of the first dimension, by rank.
+    """Split the tensors of one process along the first dimension into equal slices, and send slice r to process r.
 
-    The call also sends the structure and the shapes, so only `src` gives data. With one process the data are returned
+    The call also sends the structure and the shapes, so only `src` passes data. With one process the data are returned
     unchanged.
 
     Args:
-        tensor: on `src`, a tensor, or nested data with tensors alone at the leaves, each with a first dimension that
-            the number of processes divides; ignored on the others.
-        src: rank in the run of the process whose data are split; by default the first of the group, which without a
-            group is rank 0.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        tensor: on `src`, a tensor, or nested data with only tensors as leaves, each with a first dimension that is a
+            multiple of the number of processes; ignored on the others.
+        src: rank in the run of the sending process; by default the first of the group, or rank 0 without a group.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
         SettingError: `src` is not a rank of the group, this process is not in the group, or a tensor cannot be split
-            evenly; its path is named.
-        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
+            evenly; the error names its path.
+        UnknownKind: a leaf is not a tensor, or is a tensor that cannot be sent.
         ShapeMismatch: on the other processes, when `src` could not take part, or when the calls differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -162,20 +160,20 @@ def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) 
 
 
 def all_to_all(tensor: Any, *, group: Group = None) -> Any:
-    """What all processes have for this process, joined along the first dimension in the order of the ranks.
+    """Send a slice of each tensor to every process, and receive one from each, concatenated in the order of the ranks.
 
-    Each process splits its tensors into equal slices of their first dimension, and slice r is for process r. Shapes
-    stay as they are; with one process the data come back.
+    Each process splits its tensors along the first dimension into equal slices, and slice r is for process r. Shapes do
+    not change. With one process the data are returned unchanged.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
-            of processes divides; shapes and dtypes equal on all processes.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        tensor: a tensor, or nested data with only tensors as leaves, each with a first dimension that is
+            a multiple of the number of processes; shapes and dtypes equal on all processes.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
-        SettingError: this process is not in the group, or a tensor cannot be split evenly; its path is named.
-        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
+        SettingError: this process is not in the group, or a tensor cannot be split evenly; the error names its path.
+        UnknownKind: a leaf is not a tensor, or is a tensor that cannot be sent.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -213,8 +211,8 @@ def _gather_with_gradients(tensor: Any, dst: int | None, group: Group) -> Any:
     if dst is not None:
         raise SettingError(
             f"Cannot gather with differentiable=True and dst={dst}.",
-            "Gradients flow back from every process.",
-            "Leave out one of the two.",
+            "Gradients must flow back from every process, so every process needs the result.",
+            "Omit one of the two.",
         )
     if transport_of(group, "gather").world_size == 1:
         return gather(tensor, group=group)
@@ -223,7 +221,7 @@ def _gather_with_gradients(tensor: Any, dst: int | None, group: Group) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """gather() with gradients; each gathered leaf takes part in the loss of every process."""
+    """gather() with gradients; every process may use each gathered leaf in its loss."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Group, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -245,7 +243,7 @@ class _Gather(torch.autograd.Function):
 def _gather(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], dst: int | None
 ) -> list[torch.Tensor]:
-    """The gathered leaves; nothing where they are not wanted."""
+    """The gathered leaves; empty on processes that do not need them."""
     wanted = dst is None or dst == transport.rank
     outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
     inputs = [as_bytes(contiguous(leaves[position])) for position in plan.large]
@@ -281,7 +279,7 @@ def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tensor, dst: int | None) -> Work:
-    """Start to bring `given` of every process into its row, everywhere or at one process."""
+    """Start to gather `given` of every process into its row, on all processes or on one."""
     if dst is None:
         assert rows is not None
         return transport.all_gather(rows.view(-1), given)
@@ -291,7 +289,7 @@ def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tenso
 def _broadcast(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], src: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What was received from another process, by position in `plan.small` and `plan.large`."""
+    """The tensors received from another process, by position in `plan.small` and `plan.large`."""
     sends = transport.rank == src
     large = [contiguous(leaves[position]) for position in plan.large]
     packed = None
@@ -313,7 +311,7 @@ def _broadcast(
 
 
 def _overwrite(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy what was received, if anything was, into the tensors of the caller."""
+    """Copy the received tensors, if there are any, into the caller's tensors."""
     into, new = [], []
     for target, value in pairs:
         if type(target) is not torch.Tensor and is_dtensor(target):
@@ -321,26 +319,26 @@ def _overwrite(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             into.append(target)
             new.append(value)
-    # Tensors made in inference mode can be written to in that mode alone; others do not mind.
+    # Tensors that were created in inference mode can be written to only in that mode; it does not affect others.
     with torch.inference_mode():
         if into:
             torch._foreach_copy_(into, new)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value, which is contiguous, was received in place."""
+    """Whether a contiguous value was received in place."""
     if type(target) is not torch.Tensor and is_dtensor(target):
         return False
     return value.data_ptr() == target.data_ptr() and target.is_contiguous()
 
 
 def _rows(leaf: torch.Tensor, count: int) -> torch.Tensor:
-    """A tensor cut along its first dimension, one row for each process."""
+    """A tensor split along its first dimension, one row per process."""
     return leaf.detach().reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
 
 
 def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
-    """What each part looks like, as nested data, and the packed parts."""
+    """Nested data with the shape and dtype of each part, and the packed parts."""
     leaves = _checked_leaves(tensor, count)
     skeleton = recursively_apply(lambda leaf: _part_of(leaf, count), tensor)
     chunks = [leaf.to(device).chunk(count) if leaf.numel() else (leaf,) * count for leaf in leaves]

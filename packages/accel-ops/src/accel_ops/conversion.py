@@ -1,4 +1,4 @@
-"""Moving nested data to a device, and bringing half-precision results back to float32."""
+"""Moves nested data to a device, and converts half-precision results to float32."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ATOMS: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Collection[str] | None = None
 ) -> Any:
-    """Nested data with its tensors, and all other objects that have a `.to`, on `device`.
+    """Move the tensors in nested data, and all other objects with a method `.to`, to `device`.
 
-    Tensors that are on it already are not copied. Objects that cannot be moved stay as they are.
+    Tensors that are already on it are not copied. Objects that cannot be moved are returned unchanged.
 
     Args:
         tensor: a tensor, an object with `.to`, or nested data.
-        device: a `torch.device` or what makes one (text, or the index of a device).
+        device: a `torch.device`, its name, or the index of a device.
         non_blocking: do not wait until copies from pinned memory are done.
-        skip_keys: keys of mappings whose values stay where they are, at every depth.
+        skip_keys: keys of mappings, at every depth; their values are not moved.
 
     Example:
         >>> batch = send_to_device({"pixels": torch.zeros(2, 3), "names": ["a", "b"]}, "cpu")
@@ -73,11 +73,11 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 class CannotPickle(AccelError, pickle.PicklingError):
-    """Raised when an object is pickled that only makes sense in the process that made it."""
+    """Raised when an object is pickled that is valid only in the process that created it."""
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Nested data with its float16 and bfloat16 tensors as float32; all other leaves stay as they are.
+    """Convert the float16 and bfloat16 tensors in nested data to float32; all other leaves are unchanged.
 
     Example:
         >>> convert_to_fp32({"logits": torch.ones(2, dtype=torch.float16), "names": ["a"]})
@@ -91,10 +91,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A forward function whose half-precision results come back as float32.
+    """Wraps a forward function and converts its half-precision results to float32.
 
     Args:
-        model_forward: the function; also found as `__wrapped__`.
+        model_forward: the function; also available as `__wrapped__`.
 
     Raises:
         CannotPickle: when pickled, because the function belongs to a prepared model.
@@ -118,7 +118,7 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls `model_forward` and returns its half-precision results as float32.
 
-    A plain function, so that it can take the place of a method. `__wrapped__` is a `ConvertOutputsToFp32`, which holds
+    It is a plain function, so that it can replace a method. Its `__wrapped__` is a `ConvertOutputsToFp32`, which has
     the original as `model_forward`.
     """
     converting = ConvertOutputsToFp32(model_forward)

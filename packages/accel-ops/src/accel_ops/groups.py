@@ -1,8 +1,8 @@
-"""What collectives take as `group`: a process group of torch, or an axis of a device mesh.
+"""The `group` argument of collectives: a torch process group, or an axis of a device mesh.
 
     gather(loss, group="dp_shard")          # an axis of the mesh of the run, by its name
-    gather(loss, group=mesh["tp"])          # a DeviceMesh of one dimension
-    gather(loss, group=process_group)       # of torch.distributed.new_group
+    gather(loss, group=mesh["tp"])          # a one-dimensional DeviceMesh
+    gather(loss, group=process_group)       # from torch.distributed.new_group
 
 Ranks in arguments, results and errors are those of the run, as in torch.
 """
@@ -34,8 +34,8 @@ class Members(NamedTuple):
 
     Args:
         ranks: their ranks in the run, in the order of the group.
-        label: what messages call the group.
-        process_group: the group of torch; None where this process is alone.
+        label: name of the group in messages.
+        process_group: the torch process group; None if this is the only process.
     """
 
     ranks: tuple[int, ...]
@@ -44,12 +44,12 @@ class Members(NamedTuple):
 
 
 def members_of(group: Group, operation: str, process: Process) -> Members:
-    """The processes of a group that this process is in.
+    """The processes of a group that contains this process.
 
     Args:
-        group: see the module.
+        group: a group as the module describes it.
         operation: name of the function that the user called.
-        process: who this process is.
+        process: the `Process` of this rank.
 
     Raises:
         SettingError: there is no such group, or this process is not in it.
@@ -64,8 +64,8 @@ def members_of(group: Group, operation: str, process: Process) -> Members:
         if group.ndim != 1:
             raise SettingError(
                 f"Cannot run {operation}() in a DeviceMesh of {group.ndim} dimensions.",
-                "A group has one dimension.",
-                f"Give an axis of it, such as group=mesh[{(group.mesh_dim_names or ('name',))[0]!r}].",
+                "A collective needs a mesh of one dimension.",
+                f"Pass one axis of it, such as group=mesh[{(group.mesh_dim_names or ('name',))[0]!r}].",
             )
         names = group.mesh_dim_names
         return _of_process_group(group.get_group(), names[0] if names else "", operation, process)
@@ -73,7 +73,7 @@ def members_of(group: Group, operation: str, process: Process) -> Members:
 
 
 def _along_axis(axis: str, operation: str, process: Process) -> Members:
-    # Loaded where there is a mesh alone.
+    # Imported only if there is a mesh.
     from accel_state.mesh import AXES, FLATTENED
 
     run = current.run_or_none()
@@ -114,7 +114,7 @@ def _of_process_group(group: Any, name: str, operation: str, process: Process) -
         raise SettingError(
             f"Cannot run {operation}() in {label}.",
             f"This process, rank {process.rank}, is not in it.",
-            "Call it on the ranks of the group alone, or give a group that this rank is in.",
+            "Call it only on the ranks of the group, or pass a group that contains this rank.",
         )
     return Members(ranks, label, group if len(ranks) > 1 else None)
 

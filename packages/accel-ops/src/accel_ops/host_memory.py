@@ -1,14 +1,14 @@
-"""Large tensors between processes of one machine, through memory that each of them can read.
+"""Sends large tensors between processes of one machine through shared memory.
 
-Each process has a file without a name (memfd), which ends with the last process that has it open, however that process
-ends. A process copies its tensors there before the headers of a call travel, and the others copy them from there
-afterwards: two copies in memory take a fraction of the time of a socket, and need no further message.
+Each process has an anonymous file (memfd), which the system removes when the last process that has it open ends. A
+process copies its tensors there before it sends the header of a call, and the others copy them from there afterwards.
+Two copies in memory take a fraction of the time of a socket, and need no further message.
 
-The file has two slots, used in turn; the header says which. A process writes to a slot again only in the second call
-after, when the headers of the call between have arrived. The others sent those after they had read.
+The file has two slots, which are used in turn; the header contains the slot. A process reuses a slot only two calls
+later, when the headers of the call in between have arrived. The others sent those headers after they had read the slot.
 
-A process takes memory from the system before it writes, since a page that the system cannot give would end it by SIGBUS
-(where it does not overcommit memory). Without memory the header says so, and the tensors of the call are sent.
+A process allocates the memory before it writes: if the system does not overcommit memory, a page that it cannot provide
+would end the process by SIGBUS. If there is no memory, the header reports it, and the tensors are sent instead.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from accel_state.transport.base import Transport
 __all__ = ("NO_SLOT", "HostMemory", "host_memory", "is_negotiated", "negotiate")
 
 NO_SLOT: Final = 2
-"""Of a process that has no memory for its tensors."""
+"""Slot of a process that has no memory for its tensors."""
 
 _CAPACITY: Final = 64 * 1024 * 1024
-"""Bytes of a slot. Memory is taken when it is first written to."""
+"""Bytes of a slot. Memory is allocated when it is first written to."""
 
 _MOST_PROCESSES: Final = 16
-"""Processes up to which each reads from all others."""
+"""Maximum number of processes that share memory, because each reads from all others."""
 
 _ALIGNMENT: Final = 64
 _SLOTS: Final = 2
@@ -48,7 +48,7 @@ _TOKEN_BYTES: Final = 16
 
 
 class _Offer(NamedTuple):
-    """Where the others find the memory of a process: the file as the system shows it, and what is written in it."""
+    """How the other processes find the memory of a process: the path of the file in `/proc`, and its first bytes."""
 
     host: str
     pid: int
@@ -64,11 +64,11 @@ class HostMemory:
     """The memory of all processes of a transport.
 
     Args:
-        rank: this process, among those of the transport.
+        rank: index of this process in the transport.
         files: descriptors of the files of all processes, by rank.
 
     Raises:
-        OSError: the system has no room for them.
+        OSError: the system cannot map them.
     """
 
     __slots__ = ("__weakref__", "_file", "_memories", "_rank", "_slot", "_taken")
@@ -76,16 +76,16 @@ class HostMemory:
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._rank = rank
         self._slot = 0
-        # Bytes of each slot that this process has taken from the system.
+        # Bytes of each slot that this process has allocated.
         self._taken = [0] * _SLOTS
         self._file = os.dup(files[rank])
         weakref.finalize(self, os.close, self._file)
-        # Tensors made in inference mode could not be written to outside of it.
+        # Tensors made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             self._memories = [torch.frombuffer(mmap.mmap(file, _FILE_BYTES), dtype=torch.uint8) for file in files]
 
     def write(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Copy contiguous tensors to where the others can read them, and return the slot, or `NO_SLOT`."""
+        """Copy contiguous tensors into a slot for the other processes; return the slot, or `NO_SLOT`."""
         slot = (self._slot + 1) % _SLOTS
         if not self._take(slot, sum(_aligned(tensor.nbytes) for tensor in tensors)):
             return NO_SLOT
@@ -95,7 +95,7 @@ class HostMemory:
         return self._slot
 
     def _take(self, slot: int, nbytes: int) -> bool:
-        """Whether the system has given memory for the first bytes of a slot."""
+        """Allocate the first bytes of a slot; return whether there was enough memory."""
         taken = self._taken[slot]
         if nbytes > taken:
             try:
@@ -106,7 +106,7 @@ class HostMemory:
         return True
 
     def read(self, rank: int, slot: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a process wrote to a slot, as bytes; `like` are tensors of the same sizes."""
+        """The tensors that a process wrote to a slot, as bytes; `like` are tensors of the same sizes."""
         at, found = slot * _CAPACITY, []
         for tensor in like:
             found.append(self._memories[rank].narrow(0, at, tensor.nbytes))
@@ -123,22 +123,22 @@ _negotiated: weakref.WeakKeyDictionary[ProtocolState, HostMemory | None] = weakr
 
 
 def host_memory(state: ProtocolState) -> HostMemory | None:
-    """The memory of the processes of a transport, given its state; None if they share none, or have not negotiated."""
+    """The shared memory of a transport, from its state; None if there is none, or `negotiate` was not called yet."""
     return _negotiated.get(state)
 
 
 def is_negotiated(state: ProtocolState, transport: Transport) -> bool:
-    """Whether the processes know if they can share memory; alike on all of them."""
+    """Whether the processes have found out if they can share memory; equal on all of them."""
     return state in _negotiated or transport.world_size > _MOST_PROCESSES or transport.device.type != "cpu"
 
 
 def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
-    """Let the processes find out whether they can share memory; called on all of them at the same time.
+    """Find out whether the processes can share memory; all of them must call this at the same time.
 
     Args:
-        state: of the transport.
+        state: the state of the transport.
         transport: the transport between the processes.
-        all_gather_bytes: brings bytes of every process to all, by rank.
+        all_gather_bytes: gathers bytes of every process on all processes, by rank.
     """
     files: list[int] = []
     token = os.urandom(_TOKEN_BYTES)
@@ -149,7 +149,7 @@ def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Call
         offers = all_gather_bytes(json.dumps(offer).encode() if own >= 0 else b"")
         if all(offers):
             files = [_opened(_Offer(*json.loads(text)), offer.host) for text in offers]
-            # One process may lack the addresses or the memory.
+            # One process may lack address space or memory.
             with suppress(OSError):
                 memory = HostMemory(transport.rank, files) if min(files) >= 0 else None
         opened = all_gather_bytes(b"\1" if memory is not None else b"")
@@ -161,7 +161,7 @@ def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Call
 
 
 def _own_file(transport: Transport, token: bytes) -> int:
-    """A descriptor of a new file that begins with the token; -1 if there is none."""
+    """A descriptor of a new file that begins with the token; -1 if it cannot be created."""
     # A simulated world has no store, and no other processes.
     if sys.platform != "linux" or transport.store() is None:
         return -1
@@ -176,17 +176,17 @@ def _own_file(transport: Transport, token: bytes) -> int:
 
 
 def _opened(offer: _Offer, host: str) -> int:
-    """A descriptor of the file of a process; -1 if it cannot be opened here."""
+    """A descriptor of the file of another process; -1 if it cannot be opened here."""
     if offer.host != host:
         return -1
     with suppress(OSError):
         found = os.stat(offer.path)
-        # Opening may do something to what is not a file, such as a device.
+        # Opening something other than a file, such as a device, may have side effects.
         if not stat.S_ISREG(found.st_mode) or found.st_size != _FILE_BYTES:
             return -1
         file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         with suppress(OSError):
-            # A process of another container may have the same number.
+            # A process of another container may have the same process id.
             if os.pread(file, _TOKEN_BYTES, 0).hex() == offer.token:
                 return file
         os.close(file)

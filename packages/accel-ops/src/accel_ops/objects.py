@@ -1,6 +1,6 @@
-"""gather_object and broadcast_object_list: anything that can be pickled, between processes that trust each other.
+"""gather_object and broadcast_object_list: send picklable objects between processes that trust each other.
 
-`dumps` and `loads` are their pickles, which hold tensors of the dtypes that torch itself cannot pickle too.
+They pickle with `dumps` and `loads`, which also support tensors of the dtypes that torch itself cannot pickle.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _NOT_PICKLED_BY_TORCH: Final = frozenset(
 
 
 def gather_object(object: Any, *, group: Group = None) -> Any:  # noqa: A002 - the name callers know
-    """The items of the lists of all processes in one list, in the order of the ranks.
+    """Gather the items of the lists of all processes in one list, in the order of the ranks.
 
-    With one process the object comes back as it is, once it is seen that several could gather it.
+    With one process the object is returned unchanged, after a check that several processes could gather it.
 
     Args:
         object: a list (or another iterable) of picklable items; lengths may differ between processes.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
         SettingError: this process is not in the group.
-        UnknownKind: not a list, or an item cannot be pickled.
+        UnknownKind: it is not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when they call different collectives.
         CollectiveError: a process ended or did not call this in time.
 
@@ -67,20 +67,19 @@ def gather_object(object: Any, *, group: Group = None) -> Any:  # noqa: A002 - t
 
 
 def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Group = None) -> Any:
-    """The items of one process's list, on every process.
+    """Send the items of one process's list to all processes.
 
-    The list given is overwritten in place, and returned.
+    The list is overwritten in place and returned.
 
     Args:
         object_list: a list of picklable items, of the same length on all processes.
-        src: rank in the run of the process whose items all get; by default the first of the group, which without a
-            group is rank 0.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        src: rank in the run of the sending process; by default the first of the group, or rank 0 without a group.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
         SettingError: `src` is not a rank of the group, or this process is not in the group.
-        UnknownKind: not a list, or an item cannot be pickled.
+        UnknownKind: it is not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when lengths or calls differ.
         CollectiveError: a process ended or did not call this in time.
     """
@@ -131,7 +130,7 @@ def _pickled(operation: str, items: list[Any]) -> bytes:
         raise UnknownKind(
             f"Cannot send the items of {operation}() to other processes.",
             f"{where} cannot be pickled: {error}",
-            "Give items that can be pickled, such as numbers, text, tensors, and lists and dicts of them.",
+            "Pass items that can be pickled, such as numbers, strings, tensors, and lists and dicts of them.",
         ) from error
 
 
@@ -152,14 +151,14 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """The bytes of an object."""
+    """Pickle an object."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """The object that `dumps` made the bytes of; only for bytes from processes of the same run."""
+    """Unpickle the bytes from `dumps`; only for bytes from processes of the same run."""
     return pickle.loads(data)
 
 

@@ -1,7 +1,7 @@
-"""Many small tensors in one run of bytes, and back.
+"""Packs many small tensors into one buffer of bytes, and unpacks them.
 
-Tensors of one dtype are adjacent, so that packing is one `cat` per dtype and unpacking one copy per dtype in which
-every tensor gets storage of its own. (Views of one buffer would let one small tensor keep all of it alive.)
+Tensors of one dtype are adjacent, so that packing is one `cat` per dtype and unpacking one copy per dtype. Each
+unpacked tensor has its own storage: with views of one buffer, one small tensor would keep the whole buffer alive.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in a row, without history; the tensor's own memory where they are so already."""
+    """The detached elements of a tensor in contiguous memory; the tensor's own memory if it is already contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def gathered_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Shape of as many tensors joined along their first dimension; those without dimensions give one element each."""
+    """Shape of `rows` tensors joined along the first dimension; tensors without dimensions become one element each."""
     return (rows * shape[0], *shape[1:]) if shape else (rows,)
 
 
@@ -36,13 +36,13 @@ class Segment:
     """The tensors of one dtype in a packed buffer.
 
     Args:
-        dtype: theirs.
-        members: their positions in the list that is packed.
-        shapes: theirs.
-        start: first byte.
+        dtype: dtype of the tensors.
+        members: their positions in the packed list.
+        shapes: their shapes.
+        start: first byte of the segment.
 
     Attributes:
-        stop: byte after the last, without the padding that follows.
+        stop: byte after the last one, without padding.
     """
 
     __slots__ = ("_common", "_joined", "_lengths", "_same", "_sizes", "dtype", "members", "shapes", "start", "stop")
@@ -62,7 +62,7 @@ class Segment:
         self._sizes = [math.prod(shape) for shape in shapes]
         self.stop = start + sum(self._sizes) * dtype.itemsize
         self._joined = [gathered_shape(shape, rows) for shape in shapes]
-        # Tensors that are alike are joined and split as they are, which is quicker than giving each another shape.
+        # Tensors of equal shapes are joined and split without a reshape of each, which is faster.
         self._common = _common(shapes)
         self._lengths = [] if self._common is None else [shape[0] for shape in shapes]
         self._same = len(set(shapes)) == 1 and self._sizes[0] > 0
@@ -80,7 +80,7 @@ class Segment:
             torch.cat([tensor.reshape(-1) for tensor in mine], out=values)
 
     def split(self, values: torch.Tensor, copy: bool = True) -> list[torch.Tensor]:
-        """The members' tensors in `values`, of shape (elements,); new tensors, or views of it."""
+        """The members' tensors from `values`, of shape (elements,), as copies or as views."""
         split: Any = torch.split_with_sizes_copy if copy else torch.split_with_sizes
         if self._common is not None:
             return list(split(values.view(-1, *self._common), self._lengths))
@@ -88,7 +88,7 @@ class Segment:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def join(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The members' tensors in `rows`, of shape (rows, elements), new and each joined over the rows."""
+        """The members' tensors from `rows`, of shape (rows, elements), as new tensors joined over the rows."""
         split: Any = torch.split_with_sizes_copy
         if self._same:
             shape, count = self._joined[0], len(self.members)
@@ -120,14 +120,14 @@ class PackedLayout:
             segments.append(Segment(dtype, members, shapes, start, rows))
             start = -(-segments[-1].stop // ALIGNMENT) * ALIGNMENT
         self.segments = tuple(segments)
-        # Rows of no length could not be read as another dtype.
+        # Empty rows could not be viewed as another dtype.
         self.nbytes = max(start, ALIGNMENT) if segments else 0
         """Length of the buffer, a multiple of `ALIGNMENT`."""
 
     def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The segments of `buffer`, uint8 of shape (..., nbytes), as views of shape (..., elements), each of its dtype.
 
-        Keep them where one buffer is used again.
+        They can be cached if the buffer is reused.
         """
         return [segment.of(buffer) for segment in self.segments]
 
@@ -137,7 +137,7 @@ class PackedLayout:
             segment.write(tensors, values)
 
     def split(self, parts: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:
-        """The tensors in the parts of a buffer of shape (nbytes,); new ones, or views of it."""
+        """The tensors in the parts of a buffer of shape (nbytes,), as copies or as views."""
         return self._in_order(segment.split(values, copy) for segment, values in zip(self.segments, parts, strict=True))
 
     def join(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,13 +1,13 @@
-"""Collectives that start now and are waited for later, behind the checked header of all collectives.
+"""Collectives that start now and complete later, after the checked header of all collectives.
 
     pending = async_all_gather_bytes(data, "DataLoader.__next__")     # starts
-    ...                                                             # computes meanwhile
+    ...                                                             # compute meanwhile
     everyones = pending.wait()                                      # the bytes of all processes, by rank
 
-A stream of messages from one process to the others is such a collective in each step, or needs none on one machine.
+A message stream from one process to the others uses such a collective for each step; on one machine it needs none.
 
-A process that calls something else meanwhile gets the same error as all others. On one process nothing travels, so
-these functions expect a run of several.
+If a process calls another collective meanwhile, all processes get the same error. These functions require a run of
+several processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ("PendingCall", "ScatterStream", "async_all_gather_bytes", "open_scatt
 
 
 def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
-    """Start to gather a few bytes of every process; `wait` on the result returns those of all, by rank.
+    """Start to gather a few bytes of every process; `wait` on the result returns the bytes of all, by rank.
 
     Args:
         data: at most as many bytes as fit into a header, about 1 KiB; lengths may differ.
@@ -38,23 +38,24 @@ def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
 
 
 class ScatterStream(Protocol):
-    """Messages from one process to each of the others, in steps of one message to each.
+    """A message stream from one process to the others; each step sends one message to each of them.
 
-    The source: `buffers`, `send`, `wait`. The others: `expect`, `wait`, `release`. All of them complete as many steps,
-    and know the length of a message before it comes. A message may be sent before the step before is complete.
+    The source calls `buffers`, `send`, `wait`; the others call `expect`, `wait`, `release`. All of them complete the
+    same number of steps, and know the length of a message before they receive it. A message may be sent before the
+    previous step is complete.
     """
 
     def buffers(self, nbytes: int) -> Sequence[Any]:
-        """Where the source writes the next messages: one for each of the others, of at least so many bytes."""
+        """The buffers for the source's next messages: one for each of the others, of at least `nbytes` bytes."""
 
     def send(self) -> None:
-        """Start to send what was written."""
+        """Start to send the written messages."""
 
     def expect(self, nbytes: int) -> None:
-        """Start to receive the next message, of so many bytes."""
+        """Start to receive the next message, of `nbytes` bytes."""
 
     def wait(self) -> Any:
-        """Complete a step, and return the message; the source may send another one.
+        """Complete a step and return the message; afterwards the source may send another one.
 
         Raises:
             ShapeMismatch: on every process, when one of them called another collective.
@@ -65,28 +66,28 @@ class ScatterStream(Protocol):
         """Let the source overwrite the message that `wait` returned."""
 
     def close(self) -> None:
-        """Take part no longer, at the end or before it."""
+        """Leave the stream, at its end or before it."""
 
 
 _broken: WeakSet[Transport] = WeakSet()
-"""Transports on which a scatter failed, so that a message may still be under way."""
+"""Transports on which a scatter failed, so that a message may still arrive."""
 
 
 def open_scatter_stream(
     data: bytes, operation: str, step: str, wrap: Callable[[torch.Tensor], Any], src: int = 0
 ) -> tuple[bytes, ScatterStream]:
-    """Begin to send messages from one process to all others: over shared memory on one machine, else by scatters.
+    """Open a message stream from one process to all others: through shared memory on one machine, else by scatters.
 
     Args:
-        data: what the source says first.
+        data: the first message of the source.
         operation: name of the function that the user called, for error messages.
-        step: name of the one that the user calls at each step.
-        wrap: makes of a tensor, uint8 of shape (nbytes,), what `buffers` and `wait` of the stream give out. It is
-            called once for memory that is used again and again.
-        src: the process that sends.
+        step: name of the function that the user calls at each step.
+        wrap: converts a tensor, uint8 of shape (nbytes,), to the object that `buffers` and `wait` of the stream return.
+            It is called once for each piece of memory, which is reused.
+        src: rank of the sending process.
 
     Returns:
-        What the source said, and the stream.
+        The first message of the source, and the stream.
 
     Raises:
         ShapeMismatch: on every process, when one of them called another collective.
@@ -100,9 +101,8 @@ def open_scatter_stream(
             if transport in _broken:
                 raise CollectiveError(
                     f"Cannot begin {operation}.",
-                    "Some processes left an earlier one before its end, and its messages could be mistaken for those "
-                    "of this one.",
-                    "Restart the run, and let all processes leave loaders at the same step.",
+                    "Some processes left an earlier one before its end, and its messages could be taken for new ones.",
+                    "Restart the run, and make all processes leave loaders at the same step.",
                 )
             if transport.rank == src:
                 handshake.listen()
@@ -117,15 +117,15 @@ def open_scatter_stream(
 
 
 class _ScatteredStream:
-    """A stream in which each step is a scatter, behind the checked header of all collectives."""
+    """A stream in which each step is a scatter, after the checked header of all collectives."""
 
     def __init__(self, transport: Transport, step: str, wrap: Callable[[torch.Tensor], Any], src: int) -> None:
         self._transport = transport
         self._step = step
         self._wrap = wrap
         self._src = src
-        # Two sets in turn: one may still be under way. The source's own message carries nothing and does not travel,
-        # but all messages must have one length.
+        # Two sets are used in turn, because one may still be in use. The source's message to itself is empty and is not
+        # sent, but all messages must have the same length.
         self._sets: list[list[torch.Tensor]] = [[], []]
         self._wrapped: list[list[Any]] = [[], []]
         self._pending: tuple[PendingCall, Work] | None = None
@@ -158,10 +158,10 @@ class _ScatteredStream:
         return self._wrapped[0][0]
 
     def release(self) -> None:
-        """Nothing to do: the source has buffers of its own."""
+        """Does nothing: the source has its own buffers."""
 
     def close(self) -> None:
-        """Wait for what was started; the others started it too."""
+        """Wait for the scatters that were started; the others have started them too."""
         if self._pending is not None:
             self.wait()
 

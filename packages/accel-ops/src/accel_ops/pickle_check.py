@@ -1,13 +1,12 @@
-"""Checks a pickle without running it: a table of rules says which objects it may create.
+"""Checks a pickle without running it: a table of rules defines which objects it may create.
 
 A pickle is a program. `check_pickle` interprets its opcodes on a stack of descriptions instead of objects, so it
 imports, calls and allocates nothing that the pickle names. It accepts only the opcodes that pickles of data need, the
 names in the table, and for each name the one way in which pickles of data create it. An accepted pickle does the same
-in `pickle` and in `torch.load`: both interpret the same opcodes and make the same calls, whose arguments the rules have
-checked.
+in `pickle` and in `torch.load`: both interpret the same opcodes and make the same calls, with arguments that the rules
+have checked.
 
-A rule for a name receives descriptions (`Made`, `Global`) of the objects, and the memory budget that is left
-(`Budget`).
+A rule for a name receives descriptions (`Made`, `Global`) of the objects, and the remaining memory budget (`Budget`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = (
 )
 
 BYTES_PER_BYTE: Final = 64
-"""Bytes of memory that the content may take for each byte of the file."""
+"""Bytes of memory that the content may use for each byte of the file."""
 
 _FREE_BYTES: Final = 1 << 28
 
@@ -42,24 +41,24 @@ _DEPTH: Final = 200
 """The deepest nesting of containers, so that recursive readers of the data do not overflow their stack."""
 
 _KEY_SIZE: Final = 4096
-"""The most values inside a key of a mapping: hashing a tuple of shared tuples takes exponential time."""
+"""The maximum number of values inside a key of a mapping: hashing a tuple of shared tuples takes exponential time."""
 
 _TOO_LARGE: Final = 1 << 40
 _LARGEST_KEY: Final = 2**61 - 2
-"""The largest integer that is its own hash; larger ones can be chosen so that all of them have the same."""
+"""The largest integer that is its own hash; larger ones can be chosen so that all have the same hash."""
 
 _FREE_NODES: Final = 1 << 22
 
 
 class PickleRefused(ValueError):
-    """A pickle is damaged, or does something that pickles of data do not do."""
+    """Raised for a pickle that is damaged, or does something that pickles of data do not do."""
 
 
 def demand(condition: object, text: str) -> None:
-    """Refuse a pickle unless a condition holds.
+    """Refuse a pickle unless a condition is true.
 
     Raises:
-        PickleRefused: it does not.
+        PickleRefused: the condition is false.
     """
     if not condition:
         raise PickleRefused(text)
@@ -67,10 +66,10 @@ def demand(condition: object, text: str) -> None:
 
 @dataclass
 class Budget:
-    """How much memory the content of a file may take: 64 bytes for each byte of the file, and 256 MiB.
+    """The memory that the content of a file may use: 64 bytes for each byte of the file, plus 256 MiB.
 
     Args:
-        size: bytes of the file.
+        size: size of the file in bytes.
     """
 
     size: int
@@ -80,10 +79,10 @@ class Budget:
         self.left = BYTES_PER_BYTE * self.size + _FREE_BYTES
 
     def spend(self, count: int) -> None:
-        """Count bytes that reading makes.
+        """Count bytes that reading allocates.
 
         Raises:
-            PickleRefused: they are more than are left.
+            PickleRefused: the budget is exceeded.
         """
         self.left -= count
         demand(self.left >= 0, f"its {self.size} bytes would take more memory than {self.size} bytes of data can")
@@ -107,8 +106,8 @@ class Made:
         kind: "tuple", "list", "dict", "set", or the name of the callable that created it.
         parts: its items; for mappings keys and values alternate, for objects the arguments of the call.
         state: the argument of its BUILD opcode.
-        facts: what its rule keeps for later checks.
-        carries: whether it is a tuple that holds names other than data; only a call may take it.
+        facts: data that its rule stores for later checks.
+        carries: whether it is a tuple that contains names that are not data; only a call may use it.
     """
 
     __slots__ = ("carries", "facts", "kind", "parts", "rule", "size", "state")
@@ -132,12 +131,12 @@ class Rule:
     """How pickles of data may use one name.
 
     Args:
-        call: checks the arguments of a call and describes its result; without it, calls are refused.
+        call: checks the arguments of a call and describes its result; if None, calls are refused.
         new: the same for `cls.__new__`.
-        build: checks the state of an object, set once after its creation; without it, states are refused.
-        constant: the name itself is data, such as a dtype.
-        items: it is a mapping, whose items are set one by one.
-        key: it may be a key of a mapping.
+        build: checks the state of an object, which is set once after its creation; if None, states are refused.
+        constant: whether the name itself is data, such as a dtype.
+        items: whether it is a mapping with items that are set one by one.
+        key: whether it may be a key of a mapping.
     """
 
     call: CallRule | None = None
@@ -160,7 +159,7 @@ def numbers_in(value: Any) -> list[int]:
     """The integers of a tuple or `torch.Size`, which must not be negative.
 
     Raises:
-        PickleRefused: it is something else.
+        PickleRefused: the value is something else.
     """
     demand(is_made(value, "tuple", "list", "torch.Size"), "a shape is not a tuple")
     demand(
@@ -232,23 +231,23 @@ class _Reading:
         return self.stack[-1]
 
     def pop_mark(self) -> list[Any]:
-        demand(self.marks, "it takes a mark that is not there")
+        demand(self.marks, "it uses a mark that does not exist")
         items, self.stack = self.stack, self.marks.pop()
         return items
 
     def remember(self, index: int) -> None:
         # Python stores the memo in an array: one large index would take gigabytes.
-        demand(index <= self.at - self.start, "it remembers a value under a number that is too large")
+        demand(index <= self.at - self.start, "it stores a value under a number that is too large")
         self.memo[index] = self.top()
 
     def recall(self, index: int) -> None:
-        demand(index in self.memo, "it recalls a value that it has not remembered")
+        demand(index in self.memo, "it loads a value that it has not stored")
         self.push(self.memo[index])
 
     # ------------------------------------------------------------------ what may go where
 
     def rule_of(self, name: Any) -> Rule:
-        demand(isinstance(name, Global), "it calls what is not a name")
+        demand(isinstance(name, Global), "it calls something that is not a name")
         return self.rules[name.module, name.name]
 
     def is_data(self, value: Any) -> bool:
@@ -285,7 +284,7 @@ class _Reading:
     def put_items(self, items: list[Any]) -> None:
         target = self.top()
         mapping = is_made(target, "dict") or (isinstance(target, Made) and target.rule and target.rule.items)
-        demand(mapping and len(items) % 2 == 0, "it puts items into what is not a mapping")
+        demand(mapping and len(items) % 2 == 0, "it sets items of something that is not a mapping")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.demand_key(key)
             self.demand_data(value)
@@ -294,7 +293,7 @@ class _Reading:
 
     def append(self, items: list[Any]) -> None:
         target = self.top()
-        demand(is_made(target, "list"), "it appends to what is not a list")
+        demand(is_made(target, "list"), "it appends to something that is not a list")
         for item in items:
             self.demand_data(item)
         self.budget.spend(8 * len(items))
@@ -302,7 +301,7 @@ class _Reading:
 
     def add(self, items: list[Any]) -> None:
         target = self.top()
-        demand(is_made(target, "set"), "it adds to what is not a set")
+        demand(is_made(target, "set"), "it adds to something that is not a set")
         for item in items:
             self.demand_key(item)
         self.budget.spend(100 * len(items))
@@ -311,18 +310,18 @@ class _Reading:
     # ------------------------------------------------------------------ names and objects
 
     def name(self, module: Any, name: Any) -> None:
-        demand(type(module) is str and type(name) is str, "it asks for a name that is not text")
+        demand(type(module) is str and type(name) is str, "it refers to a name that is not a string")
         module = "builtins" if module == "__builtin__" else module
-        demand((module, name) in self.rules, f"it asks for {module}.{name}")
+        demand((module, name) in self.rules, f"it refers to {module}.{name}")
         self.push(Global(module, name))
 
     def call(self, new: bool) -> None:
         arguments, name = self.pop(), self.pop()
         rule = self.rule_of(name)
         check = rule.new if new else rule.call
-        demand(is_made(arguments, "tuple"), f"{name} is called with what is not a tuple")
+        demand(is_made(arguments, "tuple"), f"it calls {name} with something that is not a tuple")
         if check is None:
-            raise PickleRefused(f"it makes {name} in a way that its own pickles do not")
+            raise PickleRefused(f"it creates {name} in a way that pickles of data do not")
         made = check(name, arguments.parts, self.budget)
         if isinstance(made, Made):
             self.budget.spend(400)
@@ -334,7 +333,7 @@ class _Reading:
         what = made.kind if isinstance(made, Made) else made
         rule = made.rule if isinstance(made, Made) else None
         if rule is None or rule.build is None or made.state is not None:
-            raise PickleRefused(f"it gives a state to {what}")
+            raise PickleRefused(f"it sets a state of {what}")
         self.demand_data(state)
         rule.build(made, state, self.budget)
         made.state = state
@@ -343,19 +342,19 @@ class _Reading:
     def persistent(self) -> None:
         key = self.pop()
         if self.storage is None or not is_made(key, "tuple"):
-            raise PickleRefused("it refers to something outside of it")
+            raise PickleRefused("it refers to something outside the pickle")
         self.push(self.storage(Global("", "storage"), key.parts, self.budget))
 
 
 def _size_of(state: Any) -> int:
-    """Number of values in the state of an object, one level deep, which is what its hash reads."""
+    """Number of values in the state of an object, one level deep: the values that its hash reads."""
     if not isinstance(state, Made):
         return 1
     return sum(part.size if isinstance(part, Made) else 1 for part in state.parts)
 
 
 def _protocol(reading: _Reading) -> None:
-    demand(reading.at == reading.start + 1, "it names its protocol in the middle")
+    demand(reading.at == reading.start + 1, "it declares its protocol after the beginning")
     demand(reading.take(1)[0] <= 5, "its protocol is unknown")
 
 
@@ -480,9 +479,9 @@ def check_pickle(
     """Check one pickle.
 
     Args:
-        data: holds the pickle.
+        data: bytes that contain the pickle.
         rules: the objects it may create, by module and name.
-        budget: the memory that they may take.
+        budget: the memory that they may use.
         storage: describes the object of a persistent id; without it, persistent ids are refused.
         start: offset of the pickle in `data`.
 
@@ -502,7 +501,7 @@ def check_pickle(
 
 
 def _demand_tree(root: Any, budget: Budget) -> None:
-    """Refuse data that contain themselves, are nested too deep, or are huge to walk because of shared parts."""
+    """Refuse data that contain themselves, are nested too deep, or are huge to traverse because of shared parts."""
     known: dict[int, tuple[int, int]] = {}
     open_: set[int] = set()
     limit = BYTES_PER_BYTE * budget.size + _FREE_NODES
@@ -521,7 +520,7 @@ def _demand_tree(root: Any, budget: Budget) -> None:
         sizes = [known[id(part)] for part in inner]
         count = 1 + len(made.parts) + sum(size for size, _ in sizes)
         depth = 1 + max((depth for _, depth in sizes), default=0)
-        demand(count <= limit, "its shared parts make more data than it has bytes for")
+        demand(count <= limit, "its shared parts expand to more data than its size allows")
         demand(depth <= _DEPTH, f"its data are nested more than {_DEPTH} levels deep")
         known[id(made)] = count, depth
         open_.discard(id(made))

@@ -1,4 +1,4 @@
-"""reduce and reduce_scatter: the tensors of all processes combined element by element."""
+"""reduce and reduce_scatter: combine the tensors of all processes element by element."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _COMBINE: Final[dict[Reduction, Callable[..., torch.Tensor]]] = {
 }
 
 _MOST_GATHERED: Final = 64 * 1024 * 1024
-"""Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
+"""Bytes of all processes together up to which each process itself adds up small tensors of several dtypes."""
 
 _WIDER: Final = {torch.int16: torch.int32}
-"""Sums of these are taken in a wider type, which backends can add; the result wraps as theirs would."""
+"""Sums of these dtypes are computed in a wider dtype that backends can add; the result wraps around as usual."""
 
 _SUMMABLE: Final = frozenset(
     {
@@ -60,21 +60,21 @@ _SUMMABLE: Final = frozenset(
 
 
 def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = None) -> Any:
-    """The element-wise mean, sum, product, maximum or minimum of the tensors of all processes, on every process.
+    """Compute the element-wise mean, sum, product, maximum or minimum over all processes, on every process.
 
-    The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
-    "any", products and minima "all". A maximum or minimum is NaN where any process has NaN.
+    The input is not changed. The results are bitwise equal on all processes. Sums and maxima of bools are "any",
+    products and minima are "all". A maximum or minimum is NaN where any process has NaN.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        op: "mean", "sum", "product", "max", "min", or "none", which returns the data as they are.
+        tensor: a tensor, or nested data with only tensors as leaves; shapes and dtypes equal on all processes.
+        op: "mean", "sum", "product", "max", "min", or "none", which returns the data unchanged.
         scale: factor for the result.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
-        SettingError: an unknown `op`, or this process is not in the group.
-        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
+        SettingError: `op` is unknown, or this process is not in the group.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers although the result is not.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -101,19 +101,19 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
 
 
 def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
-    """The part for this process of what `reduce` returns: equal slices of the first dimension, by rank.
+    """Reduce tensors and split the result along the first dimension into equal slices; process r gets slice r.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
-            of processes divides; shapes and dtypes equal on all processes.
+        tensor: a tensor, or nested data with only tensors as leaves, each with a first dimension that is
+            a multiple of the number of processes; shapes and dtypes equal on all processes.
         op: "mean", "sum", "product", "max" or "min".
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
-        SettingError: an unknown `op`, this process is not in the group, or a tensor cannot be split evenly; its path
-            is named.
-        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
+        SettingError: `op` is unknown, this process is not in the group, or a tensor cannot be split evenly; the error
+            names its path.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers although the result is not.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -172,7 +172,7 @@ def _reduce(
         adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
         call.wait(works)
     if parts is not None:
-        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
+        # Every process adds up the same rows in the same order, so the sums are bitwise equal.
         sums = [_combined(rows, op) for rows in parts]
     results: list[Any] = [None] * len(leaves)
     for segment, total in zip(plan.layout.segments, sums, strict=True):
@@ -192,10 +192,10 @@ def _begin_sums(
     packed: torch.Tensor | None,
     op: Reduction,
 ) -> tuple[Sequence[torch.Tensor] | None, list[torch.Tensor], list[Work]]:
-    """Start to bring the small leaves together, unless the eager headers have brought them.
+    """Start to gather or to sum the small leaves, unless the eager headers already contain them.
 
     Returns:
-        What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.
+        The leaves of all processes, or None; else the buffers for the sums, by segment; and the works to wait for.
     """
     if packed is None:
         return parts, [], []
@@ -207,9 +207,9 @@ def _begin_sums(
 
 
 def _is_gathered(plan: Plan, transport: Transport) -> bool:
-    """Whether what is packed is brought to every process as it is and added up there.
+    """Whether the packed leaves are gathered on every process and added up there.
 
-    Numbers can be added up on the way in their own dtype alone, so several dtypes would need as many collectives.
+    A backend can sum only numbers of one dtype in a collective, so several dtypes would need several collectives.
     """
     return len(plan.layout.segments) > 1 and plan.layout.nbytes * transport.world_size <= _MOST_GATHERED
 
@@ -225,7 +225,7 @@ def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
 
 
 def _combined_in_order(values: Sequence[torch.Tensor], op: Reduction, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Tensors combined in the order of the ranks, so that the results are equal bit by bit on all processes."""
+    """Combine tensors in the order of the ranks, so that the results are bitwise equal on all processes."""
     combine = _COMBINE[op]
     total = combine(values[0], values[1], out=into)
     for value in values[2:]:
@@ -234,7 +234,7 @@ def _combined_in_order(values: Sequence[torch.Tensor], op: Reduction, into: torc
 
 
 def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:
-    """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
+    """Start to reduce `values`, in place or into `into`. Backends add bools as bytes, so sums of bools use "max"."""
     if values.dtype is torch.bool:
         bytewise: Reduction = "min" if op in ("min", "product") else "max"
         return transport.all_reduce(
@@ -242,7 +242,7 @@ def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.
         )
     if op in ("sum", "product") or not values.is_floating_point():
         return transport.all_reduce(values, op, into)
-    # What backends make of NaN depends on the order of the processes.
+    # How backends treat NaN depends on the order of the processes.
     spoilt = values.isnan()
     return _WithNaN(
         transport.all_reduce(values, op, into),
@@ -253,7 +253,7 @@ def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.
 
 
 class _WithNaN:
-    """Extremes that become NaN where any process had NaN."""
+    """Work that computes extremes which are NaN where any process had NaN."""
 
     __slots__ = ("_marks", "_spoilt", "_target", "_values")
 
@@ -304,7 +304,7 @@ def _check_fraction_of_product(path: str, leaf: torch.Tensor, operation: str) ->
 def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
     _check_sum(path, leaf, operation)
     if leaf.is_complex():
-        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "gather() them and multiply then.")
+        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "Use gather() and multiply then.")
 
 
 def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:

@@ -1,4 +1,4 @@
-"""Random number generators: seeding them, making them equal on all processes, saving and restoring them."""
+"""Random number generators: seeds them, synchronises them between processes, saves and restores them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Source:
 
 
 def _numpy_state() -> Any:
-    """The argument of `numpy.random.set_state`, with a tensor for the array: its pickle imports nothing of numpy."""
+    """The argument of `numpy.random.set_state`, with a tensor for the array, so that its pickle imports no numpy."""
     state = np.random.get_state()
     if not isinstance(state, tuple):
         return state
@@ -38,7 +38,7 @@ def _numpy_state() -> Any:
 
 
 def _set_numpy_state(state: Any) -> None:
-    """Check and set a state of any origin: numpy reads beyond the key when the position is too large."""
+    """Check and set an untrusted state: numpy reads beyond the key when the position is too large."""
     if isinstance(state, Mapping) and state.get("bit_generator") == _TWISTER:
         inner = state["state"]
         state = _TWISTER, inner["key"], inner["pos"], state.get("has_gauss", 0), state.get("gauss", 0.0)
@@ -67,12 +67,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the generators of Python, numpy, torch and the device.
 
     Args:
-        seed: from 0 to 2**32 - 1, with the rank added.
+        seed: int from 0 to 2**32 - 1, also after the rank was added.
         device_specific: add the rank to the seed, so that each process draws different numbers.
         deterministic: let torch use only deterministic algorithms.
 
     Raises:
-        SettingError: the seed is not an int, or is outside of the range of numpy.
+        SettingError: the seed is not an int, or is outside numpy's range.
     """
     process = current.process_or_start() if device_specific else current.process_or_none()
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -89,10 +89,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the state that one kind of generator has on process 0.
+    """Set one kind of generator on all processes to its state on process 0.
 
     Args:
-        rng_type: see `synchronize_rng_states`; by default "generator" if one is given, else "torch".
+        rng_type: see `synchronize_rng_states`; by default "generator" if one is passed, else "torch".
         generator: the generator for "generator".
 
     Raises:
@@ -103,7 +103,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Give all processes the states that kinds of generators have on process 0, in one collective.
+    """Set kinds of generators on all processes to their states on process 0, in one collective.
 
     Args:
         rng_types: names among "torch", "python", "numpy", "generator", and the available device families.
@@ -151,7 +151,7 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
             raise CheckpointError(
                 f"Cannot restore the random number generator {key!r}.",
                 f"Its state cannot be used: {error}",
-                "Restore from a checkpoint that was made with the same kind of device.",
+                "Restore from a checkpoint that was saved with the same kind of device.",
             ) from error
     return tuple(key for key in sources if key not in states)
 
@@ -168,8 +168,8 @@ def _source(kind: str, generator: torch.Generator | None) -> _Source:
         if generator is None:
             raise SettingError(
                 "Cannot synchronise the state of a generator.",
-                "No generator was given.",
-                "Give it as `generator`, or take 'generator' out of rng_types.",
+                "The argument `generator` is missing.",
+                "Pass a `generator`, or remove 'generator' from rng_types.",
             )
         return _Source(generator.get_state, generator.set_state)
     sources = {"torch": _TORCH, "python": _PYTHON, "numpy": _NUMPY}

@@ -1,4 +1,4 @@
-"""Padding, slicing and joining nested data, alone or with regard to the shapes on other processes."""
+"""Pads, slices and joins nested data, with or without regard to the shapes on other processes."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ __all__ = (
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Given when a nested tensor is met by `pad_across_processes`, which leaves it as it is."""
+    """Issued when `pad_across_processes` finds a nested tensor, which it returns unchanged."""
 
 
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, group: Group = None
 ) -> Any:
-    """Nested data with each tensor padded along `dim` to the largest size that it has on any process.
+    """Pad each tensor of nested data along `dim` to the largest size that it has on any process.
 
-    Tensors without that dimension, and those that have the largest size already, come back as they are. With one
-    process all do.
+    Tensors without that dimension, and those that already have the largest size, are returned unchanged. With one
+    process all tensors are.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves; numbers of dimensions and dtypes equal on all
+        tensor: a tensor, or nested data with only tensors as leaves; numbers of dimensions and dtypes equal on all
             processes.
         dim: the dimension; negative ones count from the last.
         pad_index: the value to pad with.
-        pad_first: pad in front instead of at the end.
-        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
-            processes alone take part; by default all do.
+        pad_first: pad at the beginning instead of at the end.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
 
     Raises:
-        UnknownKind: a leaf is not a tensor; the error has its path.
-        SettingError: a dtype cannot hold `pad_index`, or this process is not in the group.
+        UnknownKind: a leaf is not a tensor; the error names its path.
+        SettingError: a dtype cannot represent `pad_index`, or this process is not in the group.
         ShapeMismatch: on every process, when their calls, structures, numbers of dimensions or dtypes differ.
         CollectiveError: a process ended or did not call this in time.
 
@@ -77,16 +77,16 @@ def pad_across_processes(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Nested data padded with zeros along `dim`, so that a batch can be split evenly between processes.
+    """Pad nested data with zeros along `dim`, so that a batch can be split evenly between processes.
 
     Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves.
+        tensor: a tensor, or nested data with only tensors as leaves.
         batch_size: size of the batch.
-        num_processes: number of parts.
+        num_processes: number of parts into which the batch is split.
         dim: the dimension of the batch.
 
     Raises:
-        UnknownKind: a leaf is not a tensor; the error has its path.
+        UnknownKind: a leaf is not a tensor; the error names its path.
     """
     size = -(-batch_size // num_processes) * num_processes
 
@@ -103,23 +103,23 @@ def slice_tensors(
 
     Args:
         data: nested data.
-        tensor_slice: what a tensor can be indexed with.
-        process_index: not looked at; functions that split a batch in another way may need it.
-        num_processes: likewise.
+        tensor_slice: index or slice for each tensor.
+        process_index: ignored; functions that split a batch in another way may need it.
+        num_processes: ignored, as `process_index`.
     """
     return recursively_apply(itemgetter(tensor_slice), data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Nested data of one structure, joined leaf by leaf; tensors without dimensions are stacked.
+    """Concatenate nested data of the same structure leaf by leaf; tensors without dimensions are stacked.
 
     Args:
-        data: the items, which have the same containers. A single item may have leaves that are not tensors; it is
-            returned with these as they are.
+        data: the items, which have the same containers. A single item may have leaves that are not tensors; they are
+            returned unchanged.
         dim: the dimension along which tensors are joined; their other dimensions must be equal.
 
     Raises:
-        SettingError: there is nothing to join.
+        SettingError: there are no items.
         UnknownKind: a leaf of several items is not a tensor.
         ShapeMismatch: the structures differ.
 
@@ -128,7 +128,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         {'a': tensor([0., 0., 1.])}
     """
     if not data:
-        raise SettingError("Cannot concatenate nothing.", "The list is empty.", "Give at least one item.")
+        raise SettingError("Cannot concatenate nested data.", "The list of items is empty.", "Pass at least one item.")
     return _Concatenation(dim).join(tuple(data))
 
 
@@ -137,18 +137,18 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _check_or_nested(path: str, leaf: torch.Tensor, operation: str) -> None:
-    """Nested tensors come back as they are, and everything else has to be able to travel."""
+    """Raise for a leaf that cannot be sent; nested tensors pass, because they are returned unchanged."""
     if not leaf.is_nested:
         check_leaf(path, leaf, operation)
 
 
 def _warn_of_nested(data: Any) -> int:
-    """The number of nested tensors in `data`, after a warning where there are any."""
+    """Count the nested tensors in `data`, and warn if there are any."""
     nested = sum(_is_nested(leaf) for _, leaf in leaves_with_paths(data))
     if nested:
         warnings.warn(
-            f"{nested} nested tensors were given to pad_across_processes(), which cannot pad them and leaves them "
-            "as they are.",
+            f"pad_across_processes() cannot pad nested tensors. It returns the {nested} nested tensors in its input "
+            "unchanged.",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
@@ -171,13 +171,13 @@ def _check_value(value: float, leaves: Sequence[torch.Tensor]) -> None:
         if value != int(value) or not least <= value <= most:
             raise SettingError(
                 f"Cannot pad with pad_index={value} in pad_across_processes().",
-                f"Tensors of {dtype} cannot hold it.",
-                "Give another value, or convert the tensors first.",
+                f"Tensors of {dtype} cannot represent it.",
+                "Pass another value, or convert the tensors first.",
             )
 
 
 class _Concatenation:
-    """One call of `concatenate`; knows the path to what it joins, for errors."""
+    """One call of `concatenate`; it stores the path of the current leaf, for errors."""
 
     __slots__ = ("_join_tensors", "_path")
 
@@ -186,12 +186,12 @@ class _Concatenation:
         self._path: list[Any] = []
 
     def join(self, parts: tuple[Any, ...], *key: Any) -> Any:
-        """What `parts`, which are under `key` in their containers, become together."""
+        """Join `parts`, which are under `key` in their containers."""
         self._path += key
         first = parts[0]
         kind = type(first)
         joined: Any
-        # Exact types first: asking whether an object is a tensor is slow for others.
+        # Exact types first, because `is_torch_tensor` is slow for other objects.
         if kind is list or kind is tuple:
             joined = self._sequence(parts)
             if kind is tuple:
@@ -231,7 +231,7 @@ class _Concatenation:
     def _columns(self, keys: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The parts under each key, joined."""
         if columns and type(columns[0][0]) is torch.Tensor:
-            # Most containers hold tensors alone, which are joined without a look at each.
+            # Most containers have only tensors, which are joined without a check of each.
             try:
                 return list(map(self._join_tensors, columns))
             except (TypeError, RuntimeError):

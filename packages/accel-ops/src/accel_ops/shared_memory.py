@@ -1,12 +1,12 @@
-"""A stream of messages from one process to the others of its machine, through memory that they share.
+"""A message stream from one process to the others of its machine, through shared memory.
 
-The memory is a file without a name (memfd): it ends with the last process that has it open, however that process ends.
-A socket between the source and each receiver carries the file, and from then on a byte for each message that was
-written, and one back for each that was read. The order of the bytes in a socket is also what makes a message visible
-before its byte. Messages have places in a ring, so that one is written while another is read.
+The memory is an anonymous file (memfd), which the system removes when the last process that has it open ends. A socket
+between the source and each receiver transfers the file. After that the source sends a byte for each message that it has
+written, and the receiver returns a byte for each that it has read. The socket also guarantees that a message is visible
+before its byte. Messages have slots in a ring buffer, so that one can be written while another is read.
 
-No headers travel. A process that waits for a second looks whether the other one has left the stream, or waits for it in
-another call, and then exchanges headers with all, which raises the same error everywhere.
+No headers are sent. A process that has waited for a second checks whether the other one has left the stream or waits in
+another call. If so, it exchanges headers with all processes, which raises the same error on all of them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ("Handshake", "SharedMemoryStream", "StreamCall")
 
 _PAGE: Final = mmap.PAGESIZE
 _PLACES: Final = 2
-"""Of the ring: one message is read while the next is written. With more, a source would not see in time that others
-have left the loop."""
+"""Slots of the ring: one message is read while the next is written. With more slots, the source would notice too late
+that others have left the loop."""
 
 _BYTE: Final = b"\1"
 _BYTES_AT_ONCE: Final = 64
 _RANK: Final = struct.Struct("q")
 _CREDENTIALS: Final = struct.Struct("3i")
 _SLICE: Final = 1.0
-"""Seconds of a wait after which a process looks for the cause."""
+"""Seconds of waiting after which a process looks for the cause."""
 
 _LOOKS: Final = 2
-"""How often in a row a process must be found in another call."""
+"""How many times in a row a process must be found in another call."""
 
 
 class StreamCall(HeaderCall):
-    """The steps of a stream of messages. Each process counts them, and the headers of other calls have the count.
+    """The steps of a message stream. Each process counts them, and the headers of other calls contain the count.
 
     Args:
         transport: the transport between the processes.
@@ -57,7 +57,7 @@ class StreamCall(HeaderCall):
 
     def __init__(self, transport: Transport, operation: str) -> None:
         super().__init__(transport, operation)
-        # A step that fails exchanges headers by itself where others have to know.
+        # A step that fails exchanges headers itself if the other processes must know.
         self._sent = True
 
     def count(self) -> None:
@@ -67,10 +67,10 @@ class StreamCall(HeaderCall):
         log.messages += 1
 
     def complete(self, ready: Callable[[float], bool]) -> None:
-        """Complete a step that has to wait.
+        """Complete a step that must wait.
 
         Args:
-            ready: waits for so many seconds at most, and returns whether the step is complete; raises ConnectionError
+            ready: waits for at most the given seconds, and returns whether the step is complete; raises ConnectionError
                 when another process has left the stream, or waits for this one in another call.
 
         Raises:
@@ -90,11 +90,11 @@ class StreamCall(HeaderCall):
 
 
 class Handshake:
-    """How the processes of a machine find each other: the source listens before the others connect.
+    """Connects the processes of a machine: the source listens before the others connect.
 
     Args:
-        transport: between all of them.
-        src: the process that sends.
+        transport: the transport between all processes.
+        src: rank of the sending process.
     """
 
     def __init__(self, transport: Transport, src: int) -> None:
@@ -103,10 +103,10 @@ class Handshake:
         self._socket: socket.socket | None = None
         self._file = -1
         self.address = b""
-        """Where the source listens; empty where it does not."""
+        """Address at which the source listens; empty if it does not."""
 
     def listen(self) -> None:
-        """Let others connect; for the source."""
+        """Accept connections of the others; only the source calls this."""
         if not _is_offered(self._transport):
             return
         address = b"\0accel/" + os.urandom(16).hex().encode()
@@ -138,7 +138,7 @@ class Handshake:
         return _has_our_user(source)
 
     def stream(self, operation: str, wrap: Callable[[torch.Tensor], Any]) -> SharedMemoryStream:
-        """The stream, once all processes could connect; see `SharedMemoryStream`."""
+        """The stream, after all processes have connected; see `SharedMemoryStream`."""
         transport, found = self._transport, self._socket
         assert found is not None
         peers: dict[int, socket.socket] = {}
@@ -155,7 +155,7 @@ class Handshake:
         return SharedMemoryStream(transport, operation, wrap, self._src, peers, file)
 
     def end(self) -> None:
-        """Close what no stream has taken."""
+        """Close the socket and the file if no stream uses them."""
         if self._socket is not None:
             self._socket.close()
         if self._file >= 0:
@@ -182,9 +182,9 @@ class SharedMemoryStream:
     Args:
         transport: the transport between the processes.
         operation: name of the function that the user calls at each step.
-        wrap: makes of a tensor what `buffers` and `wait` give out.
-        src: the process that sends.
-        peers: the sockets, by the rank at the other end: of all receivers, or of the source.
+        wrap: converts a tensor to the object that `buffers` and `wait` return.
+        src: rank of the sending process.
+        peers: sockets by the rank at the other end: those of all receivers, or that of the source.
         file: descriptor of the shared memory.
     """
 
@@ -205,14 +205,14 @@ class SharedMemoryStream:
         self._pid = os.getpid()
         for peer in peers.values():
             peer.setblocking(False)
-        # At the beginning of the memory, how many exchanges of headers each process has begun to wait for.
+        # At the beginning of the memory: for how many header exchanges each process has begun to wait.
         self._end = _head_bytes(transport)
         self._waits = memoryview(mmap.mmap(file, self._end)).cast("q")
         state = protocol_state(transport)
         self._log, self._listeners, self._exchanges = state.log, state.listeners, state.log.exchanges
         self._listeners.append(self._publish)
         self._looks = 0
-        # The ring: where it begins, the bytes of each place, and its first message.
+        # The ring: its offset, the bytes of each slot, and the number of its first message.
         self._start = self._size = self._first = 0
         self._buffers: list[list[Any]] = []
         # The next message to write or to read; and how many each receiver has read, or the source has written.
@@ -235,7 +235,7 @@ class SharedMemoryStream:
             try:
                 peer.send(_BYTE)
             except OSError:
-                # It may have left after the step before, as this process is about to.
+                # It may have left after the previous step, as this process is about to.
                 self._left = True
 
     def expect(self, nbytes: int) -> None:
@@ -272,14 +272,14 @@ class SharedMemoryStream:
         self._buffers = []
         self._waits.release()
         for peer in self._peers.values():
-            # Children that were forked meanwhile have it open too.
+            # Children that were forked meanwhile have the socket open too.
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
         os.close(self._file)
 
     def _enlarge(self, nbytes: int) -> None:
-        """Begin a ring behind the last one, whose messages may still be read; alike in all processes."""
+        """Begin a new ring behind the last one, because its messages may still be read; equal in all processes."""
         self._size = -(-max(nbytes, 2 * self._size) // _PAGE) * _PAGE
         self._start, self._first = self._end, self._next
         self._end += self._size * _PLACES * self._receivers
@@ -288,7 +288,7 @@ class SharedMemoryStream:
     def _map(self) -> None:
         shape = (_PLACES, self._receivers, self._size)
         memory = mmap.mmap(self._file, self._end)
-        # Views made in inference mode could not be written to outside of it.
+        # Views made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             ring = torch.frombuffer(memory, dtype=torch.uint8, offset=self._start).view(shape)
             mine = range(self._receivers)
@@ -298,7 +298,7 @@ class SharedMemoryStream:
             self._buffers = [[self._wrap(place[index]) for index in mine] for place in ring]
 
     def _is_ready(self, seconds: float) -> bool:
-        """Whether the next message has come; in the source, whether it may write another one."""
+        """Whether the next message has arrived; in the source, whether it may write another one."""
         if self._left:
             raise ConnectionResetError("A process has left the stream.")
         sends = self._rank == self._src
@@ -314,7 +314,7 @@ class SharedMemoryStream:
         return True
 
     def _take(self, rank: int, peer: socket.socket, seconds: float) -> None:
-        """Count the bytes that a peer has sent; wait for them for so many seconds at most."""
+        """Count the bytes that a peer has sent; wait for them for at most `seconds`."""
         try:
             if seconds and not _poll(peer, seconds):
                 self._look(rank)

@@ -1,8 +1,8 @@
 """Nested data: lists, tuples, named tuples, mappings and dataclasses with tensors at their leaves.
 
 Everything in this package that takes "a tensor or nested data" walks it with the functions here, so that all operations
-agree on what a container is, how it is rebuilt, and how the path to a leaf is written. Facts are
-read from it here as well: `find_batch_size`, `get_shape` and the like.
+agree on what a container is, how it is rebuilt, and how the path to a leaf is written. Functions that read facts from
+nested data, such as `find_batch_size` and `get_shape`, are here too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = (
 T = TypeVar("T")
 
 TreeSpec = Any
-"""Hashable description of the containers around the leaves: equal for data that differ only in their leaves."""
+"""Hashable description of the containers around the leaves: equal for data that differ only in the leaves."""
 
 
 @dataclasses.dataclass
 class TensorInformation:
-    """What is known of a tensor without its contents."""
+    """Shape and dtype of a tensor, without its contents."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
 
     Args:
         obj: the sequence whose type the result has.
-        generator: the values of the result; as many as there are fields, for a named tuple.
+        generator: the values of the result; for a named tuple, as many as it has fields.
 
     Example:
         >>> honor_type((1, 2), (2 * value for value in (1, 2)))
@@ -91,16 +91,16 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`func(leaf, *args, **kwargs)` for each leaf that passes `test_type`, in containers of the same types.
+    """Replace each leaf that passes `test_type` by `func(leaf, *args, **kwargs)`, in containers of the same types.
 
     Args:
         func: called with the leaf, `args` and `kwargs`.
         data: a leaf, or nested lists, tuples, named tuples and mappings of leaves.
         test_type: whether a value is a leaf to call `func` with; by default, whether it is a tensor.
-        error_on_other_type: raise for other leaves, which stay as they are by default.
+        error_on_other_type: raise for other leaves; by default they are unchanged.
 
     Raises:
-        UnknownKind: a leaf does not pass and `error_on_other_type` is set; the path of the leaf is named.
+        UnknownKind: a leaf does not pass and `error_on_other_type` is set; the error names its path.
 
     Example:
         >>> recursively_apply(lambda tensor: tensor.shape[0], {"a": torch.zeros(3, 2), "b": "text"})
@@ -135,7 +135,7 @@ def _with_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def rebuild(data: Any, leaves: Iterator[Any]) -> Any:
-    """`data` with its leaves, in the order of `flatten`, replaced by those of `leaves`; other values are kept."""
+    """Replace the leaves of `data`, in the order of `flatten`, by those of `leaves`; other values are unchanged."""
 
     following, usual = leaves.__next__, torch.Tensor
 
@@ -155,13 +155,13 @@ def rebuild(data: Any, leaves: Iterator[Any]) -> Any:
 
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
-    """The tensors of `data` and a hashable picture of the containers around them.
+    """The tensors of `data`, and a hashable description of the containers around them.
 
     Raises:
-        UnknownKind: a leaf is not a tensor; the error has its path and `operation`.
+        UnknownKind: a leaf is not a tensor; the error names its path and `operation`.
     """
     leaves: list[torch.Tensor] = []
-    # Appending returns None, which is what a leaf looks like in the structure.
+    # Appending returns None, which represents a leaf in the structure.
     leaf, usual = leaves.append, torch.Tensor
 
     def walk(value: Any) -> TreeSpec:
@@ -182,7 +182,7 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
 
 
 def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any], None] | None = None) -> Any:
-    """A container of any kind with `walk` applied to its items; other values are kept, after `refuse` has seen them."""
+    """Apply `walk` to the items of a container of any type; other values are unchanged, after a call of `refuse`."""
     if isinstance(value, (list, tuple)):
         return honor_type(value, [walk(item) for item in value])
     if isinstance(value, Mapping):
@@ -195,10 +195,10 @@ def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any],
 
 
 def children(value: Any) -> Iterable[Any]:
-    """What a container of any kind holds; nothing for a value that is not a container."""
+    """The items of a container of any type; none for a value that is not a container."""
     if isinstance(value, (list, tuple)):
         return value
-    if isinstance(value, (dict, Mapping)):  # a dict is recognised sooner than a mapping
+    if isinstance(value, (dict, Mapping)):  # the check for a dict is faster than that for a mapping
         return value.values()
     if _is_dataclass(value) and not isinstance(value, TensorInformation):
         return (getattr(value, field.name) for field in dataclasses.fields(value))
@@ -206,7 +206,7 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of `original` that holds `items`."""
+    """A mapping of the type of `original` with the items `items`."""
     make: Any = type(original)
     if hasattr(original, "default_factory"):
         again: Any = copy.copy(original)
@@ -235,7 +235,7 @@ def _with_paths(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
-    """Names, as in a path, and values of what a container holds; None for other values."""
+    """Names, as in a path, and values of the items of a container; None for other values."""
     if is_namedtuple(value):
         return [(f".{name}", item) for name, item in zip(value._fields, value, strict=True)]
     if isinstance(value, (list, tuple)):
@@ -252,7 +252,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _dataclass_like(original: Any, walk: Callable[[Any], Any]) -> Any:
-    """The object itself when no field changed, so that a configuration inside of a batch keeps its identity."""
+    """The object itself if no field changed, so that a configuration inside a batch keeps its identity."""
     changed = {}
     for field in dataclasses.fields(original):
         before = getattr(original, field.name)
@@ -268,7 +268,7 @@ def _dataclass_like(original: Any, walk: Callable[[Any], Any]) -> Any:
 
 
 def _same_items(before: Any, after: Any) -> bool:
-    """Whether a rebuilt container holds the very objects of the one it was made from."""
+    """Whether a rebuilt container has the same objects as the original."""
     if type(before) is not type(after) or isinstance(before, torch.Tensor):
         return False
     if isinstance(before, (list, tuple)):
@@ -289,7 +289,7 @@ def _unsupported(data: Any, value: Any, test_type: Callable[[Any], bool], operat
         f"Cannot use the nested data given to {operation}().",
         f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which is not a tensor"
         + ("." if test_type is is_torch_tensor else f" and does not pass {function_name(test_type)}()."),
-        "Give tensors, or lists, tuples, mappings and dataclasses of tensors; take other values out first.",
+        "Pass tensors, or lists, tuples, mappings and dataclasses of tensors. Remove other values first.",
     )
 
 
@@ -320,7 +320,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None when there is none. What follows that tensor is not visited.
+    """Device of the first tensor; None if there is none. Values after that tensor are not visited.
 
     Example:
         >>> find_device({"names": ["a"], "images": torch.zeros(2)})
@@ -351,24 +351,24 @@ def _device_in(data: Any) -> torch.device | None:
 
 
 def get_shape(data: Any) -> Any:
-    """Nested data with the shape of each tensor, as a list, in its place."""
+    """Nested data with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Nested data with a `TensorInformation` in place of each tensor."""
+    """Nested data with each tensor replaced by a `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Nested data with an uninitialised tensor on the CPU in place of each `TensorInformation`."""
+    """Nested data with each `TensorInformation` replaced by an uninitialised tensor on the CPU."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def listify(data: Any) -> Any:
-    """Nested data with the numbers of each tensor, as nested lists, in its place."""
+    """Nested data with each tensor replaced by its numbers, as nested lists."""
     return recursively_apply(_to_list, data)
 
 

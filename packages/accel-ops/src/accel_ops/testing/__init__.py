@@ -1,1 +1,1 @@
-"""Helpers for tests of what is built on the collectives."""
+"""Tools for tests of code that uses the collectives."""

@@ -1,6 +1,6 @@
-"""Ranks that are threads over one store in memory, which counts the requests of each.
+"""Ranks as threads with one store in memory, which counts the requests of each rank.
 
-With them a test counts what an operation of a thousand ranks asks of the store of a run, in one process:
+With them a test in one process counts the store requests of an operation of a thousand ranks:
 
     ranks = simulated_ranks(1024)
     on_all_ranks(ranks, lambda rank: StoreBarrier(rank, "save", "Cannot save.").wait("done", last=True))
@@ -30,7 +30,7 @@ _PATIENT: Final = 60.0
 
 
 class _Memory:
-    """What all ranks see of one store: values, and who waits for which."""
+    """The shared state of one store: its values, and the ranks that wait for keys."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ class CountingStore:
                     continue
                 self.memory.waiting.setdefault(key, []).append(event)
             if not event.wait(max(until - time.monotonic(), 0.0)):
-                raise dist.DistStoreError("time is up")
+                raise dist.DistStoreError("the wait timed out")
         with self.memory.lock:
             if not all(key in self.memory.values for key in keys):
                 raise dist.DistStoreError("a key was deleted")
@@ -116,7 +116,7 @@ class CountingStore:
 
 
 class _Transport(LocalTransport):
-    """The way of one rank to the others, for messages alone."""
+    """The transport of one rank, only for messages."""
 
     def __init__(self, rank: int, world_size: int, store: CountingStore) -> None:
         super().__init__(torch.device("cpu"))
@@ -130,10 +130,10 @@ class _Transport(LocalTransport):
 
 
 class SimulatedRank:
-    """What `StoreBarrier` and a save ask of a process.
+    """The part of a `Process` that `StoreBarrier` and a save use.
 
     Attributes:
-        requests: how many of each kind this rank made.
+        requests: number of requests of this rank, by kind.
     """
 
     def __init__(self, rank: int, world_size: int, ranks_per_node: int, memory: _Memory) -> None:
@@ -146,29 +146,29 @@ class SimulatedRank:
 
     @property
     def count(self) -> int:
-        """Requests of all kinds."""
+        """Number of requests of all kinds."""
         return self.requests.total()
 
 
 def simulated_ranks(size: int, ranks_per_node: int | None = None) -> list[Any]:
-    """The ranks of one run.
+    """Create the ranks of one run.
 
     Args:
-        size: how many.
-        ranks_per_node: how many share a node; all by default.
+        size: number of ranks.
+        ranks_per_node: number of ranks on each node; all by default.
 
     Returns:
-        A `SimulatedRank` each, in order; typed as `Any`, because they lack most of a process.
+        A `SimulatedRank` for each, in order; typed as `Any`, because it lacks most of a `Process`.
     """
     memory = _Memory()
     return [SimulatedRank(rank, size, ranks_per_node or size, memory) for rank in range(size)]
 
 
 def on_all_ranks(ranks: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """Call `work` with each rank, all at once in a thread each.
+    """Call `work` with each rank, all at the same time, each in its own thread.
 
     Returns:
-        What it returned or raised, in the order of the ranks.
+        The results or the exceptions, in the order of the ranks.
     """
 
     def outcome(rank: Any) -> Any:

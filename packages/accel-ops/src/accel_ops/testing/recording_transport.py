@@ -28,7 +28,7 @@ class Record(NamedTuple):
 
     Args:
         operation: name of the transport's method.
-        nbytes: bytes that this process gave.
+        nbytes: bytes that this process passed.
     """
 
     operation: str
@@ -36,13 +36,13 @@ class Record(NamedTuple):
 
 
 class RecordingTransport(Transport):
-    """Passes every call on to another transport and takes note of it.
+    """Forwards every call to another transport and records it.
 
     Args:
         inner: the transport that does the work.
 
     Attributes:
-        records: what was started so far.
+        records: the collectives that were started so far.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -102,7 +102,7 @@ class RecordingTransport(Transport):
 
 @contextmanager
 def recording() -> Iterator[list[Record]]:
-    """Record what this process starts on its transport inside of the block."""
+    """Record the collectives that this process starts on its transport inside the block."""
     process = current.process_or_start()
     transport = RecordingTransport(process.transport)
     if process.world_size > 1:
