@@ -144,7 +144,7 @@ def test_a_store_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
 def test_a_store_in_the_folder_of_the_local_checkpoints_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
     for place in (tmp_path / "run" / "checkpoints", tmp_path / "link" / "checkpoints"):
-        with fresh(), pytest.raises(Conflict, match="the store would each remove files of the other"):
+        with fresh(), pytest.raises(Conflict, match="the store would each delete files of the other"):
             accelerator_with_model(tmp_path, remote=place.as_uri())
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_in_the_folder_of_the_store_is_refused_and_nothing_is_lost(
     accelerator.save_state(str(tmp_path / "run" / "a"))
     accelerator.end_training()
     before = sorted(path for path in place.rglob("*") if path.is_file())
-    with pytest.raises(Conflict, match="the store would each remove files of the other"):
+    with pytest.raises(Conflict, match="the store would each delete files of the other"):
         accelerator.save_state(str(tmp_path / name))
     assert sorted(path for path in place.rglob("*") if path.is_file()) == before != []
     assert verify(tmp_path / "run" / "a", hashes=True).good

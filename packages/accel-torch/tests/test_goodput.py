@@ -201,7 +201,7 @@ def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
     # An account that another test of this process began serves every Accelerator.
     monkeypatch.setattr("accel_torch.goodput.RUN_OBSERVERS", [])
-    with pytest.raises(SettingError, match="The account of its time needs a project folder"):
+    with pytest.raises(SettingError, match="Goodput is recorded in the project folder, and there is none"):
         Accelerator(cpu=True, goodput=True)
     with pytest.raises(SettingError, match="must be a bool"):
         Accelerator(cpu=True, goodput="yes")  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Where the time of this process goes: what charges the account of `accel_state.goodput`.
+"""Records how this process spends its time, in the account of `accel_state.goodput`.
 
-It follows prepared loaders. Between two batches of one the process waits for data; from a batch to the next request it
-trains, or evaluates where no optimizer stepped.
+It observes prepared loaders. While a loader fetches a batch, the process waits for data. Between a batch and the next
+request it trains, or evaluates if no optimizer stepped.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SAVES: Final = ("save", "save_model", "save_state", "wait_for_checkpoint")
 
 
 class GoodputRecorder(RunObserver):
-    """Keeps the account of this process; see `RunObserver`.
+    """Records the account of this process; see `RunObserver`.
 
     Args:
-        folder: of the run.
+        folder: the project folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -58,7 +58,7 @@ class GoodputRecorder(RunObserver):
 
     @property
     def account(self) -> TimeAccount:
-        """Begun when the rank of this process is known."""
+        """The account; created when the rank of this process is known."""
         if self._account is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             rank = current.process().rank
@@ -75,12 +75,12 @@ class GoodputRecorder(RunObserver):
             self._account.close()
 
     def _after_step_without_loader(self, *_: Any) -> None:
-        """A loop over something else than a prepared loader: what follows its first step are steps."""
+        """For a loop without a prepared loader: the time after its first step counts as steps."""
         if self.account.doing == START_UP:
             self.account.charge(FIRST_STEP, STEP)
 
     def watch_collectives(self) -> None:
-        """Charge the collectives of this process to waiting; called before anybody holds the process."""
+        """Charge the collectives of this process to waiting; called before other objects refer to the process."""
         account, process = self.account, current.process()
         if process.world_size == 1 or isinstance(process.transport, TimedTransport):
             return
@@ -89,7 +89,7 @@ class GoodputRecorder(RunObserver):
         current.set_process(process._replace(transport=transport))
 
     def begins(self, accelerator: Any) -> None:
-        """Charge saving, and the waiting in backward passes where there are other processes."""
+        """Charge saving, and with several processes the waiting in backward passes."""
         account = self.account
         for name in _SAVES:
             setattr(accelerator, name, account.timed(SAVING, getattr(accelerator, name)))
@@ -97,7 +97,7 @@ class GoodputRecorder(RunObserver):
             accelerator.backward = _waiting_backward(account, accelerator.backward)
 
     def loader_prepared(self, accelerator: Any, loader: Any) -> None:
-        """Follow a loader."""
+        """Observe a loader."""
         if hasattr(loader, "between_batches"):
             _TimedLoader(self.account, accelerator.gradient_state, loader).follow(loader)
             loader.observer.first = self._forget_steps
@@ -109,7 +109,7 @@ class GoodputRecorder(RunObserver):
 
 
 class _TimedLoader:
-    """Charges what one loader and the loop over it do; see `accel_data.hooks.LoaderObserver`."""
+    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderObserver`."""
 
     __slots__ = ("_account", "_before", "_gradient", "_steps", "first")
 
@@ -120,7 +120,7 @@ class _TimedLoader:
         self.first: Any = None
 
     def follow(self, loader: Any) -> None:
-        """Take part between the batches of a loader."""
+        """Attach to a loader, to be called between its batches."""
         loader.between_batches, loader.observer = self._between, self
 
     def epoch_begins(self) -> None:
@@ -131,7 +131,7 @@ class _TimedLoader:
 
     def _between(self, first: bool) -> None:
         account, before = self._account, self._before
-        # What the time since the last batch was spent on.
+        # Decide how the time since the last batch was spent.
         if not first:
             steps, begun = PROGRESS.steps, self._steps
             if steps == begun and self._gradient.sync_gradients:
@@ -151,19 +151,19 @@ class _TimedLoader:
         """See `LoaderObserver`."""
         self._steps = steps = PROGRESS.steps
         account = self._account
-        # What it is shows at its end; until then this is what a killed process was doing.
+        # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
         expected = STEP if PROGRESS.loaded + steps >= account.before else RECOMPUTED
         account.enter(expected if steps else FIRST_STEP)
 
     def epoch_ends(self) -> None:
-        """See `LoaderObserver`: what follows belongs to what the loop did."""
+        """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
         account = self._account
         if account.doing == DATA:
             account.enter(STEP if PROGRESS.steps > 0 and torch.is_grad_enabled() else EVALUATION)
 
 
 def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
-    """A backward pass that charges to waiting what follows the last gradient of this process."""
+    """A backward pass that charges the time after this process's last gradient to waiting."""
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
         doing = account.doing
@@ -182,7 +182,7 @@ def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
 
 
 def _queue(account: TimeAccount) -> None:
-    # Callbacks run in the order in which they were queued, and those that wait for other processes come later.
+    # Callbacks run in the order in which they were queued, and those that wait for other processes are queued later.
     torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait(account))
 
 
@@ -192,7 +192,7 @@ def _wait(account: TimeAccount) -> None:
 
 
 def recorder_of(options: Options) -> GoodputRecorder | None:
-    """What keeps the account of this process where the run has one; every Accelerator shares it.
+    """The recorder of this process, which all Accelerators share; None if goodput is not recorded.
 
     Raises:
         SettingError: `goodput=True` was given without a project folder.
@@ -204,7 +204,7 @@ def recorder_of(options: Options) -> GoodputRecorder | None:
     if folder is None:
         raise SettingError(
             "Cannot construct an Accelerator with goodput=True.",
-            "The account of its time needs a project folder.",
+            "Goodput is recorded in the project folder, and there is none.",
             "Give project_dir too, or start the script with accel launch --project_dir.",
         )
     recorder = GoodputRecorder(os.fspath(folder))

@@ -1,4 +1,4 @@
-"""Profiling a block of a run: one trace file per process, and a table of where the time of all processes went."""
+"""Profiles a block of a run: one trace file per process, and a table of the slowest operations on all processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN: Final = 25
 
 
 class ProfilerActivity(str, Enum):
-    """What a profiler can watch."""
+    """The activities that a profiler can record."""
 
     CPU = "cpu"
     XPU = "xpu"
@@ -42,23 +42,23 @@ class ProfilerActivity(str, Enum):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """How `accelerator.profile` profiles; the arguments of `torch.profiler.profile`.
+    """Settings of `accelerator.profile`: the arguments of `torch.profiler.profile`.
 
     Args:
-        activities: what is watched, such as `["cpu", "cuda"]`; all that torch finds here when None.
-        schedule_option: which steps are recorded: the arguments of `torch.profiler.schedule` (`wait`, `warmup`,
-            `active`, `repeat`, `skip_first`); every step when None.
-        on_trace_ready: called with the profiler when a cycle of the schedule has been recorded.
+        activities: activities to record, such as `["cpu", "cuda"]`. None records all that are available.
+        schedule_option: the steps to record: the arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`,
+            `repeat`, `skip_first`) as a dict. None records every step.
+        on_trace_ready: called with the profiler after each recorded cycle of the schedule.
         record_shapes: record the shapes of inputs.
-        profile_memory: record how much memory operations take.
-        with_stack: record where operations were called.
+        profile_memory: record the memory that operations allocate.
+        with_stack: record the source lines that call operations.
         with_flops: estimate floating-point operations.
         with_modules: record which module an operation belongs to.
-        output_trace_dir: folder for a trace `profile_<process>.json` of each process, to be opened with Perfetto or
-            chrome://tracing, and the table `profile_summary.txt`; nothing is written when None.
+        output_trace_dir: folder for a trace `profile_<process>.json` of each process, which Perfetto and
+            chrome://tracing open, and the table `profile_summary.txt`. None writes no files.
 
     Raises:
-        SettingError: there is no such activity, or a schedule lacks what it needs.
+        SettingError: an activity is unknown, or a schedule does not set `active`.
 
     Example:
         >>> handler = ProfileKwargs(activities=["cpu"], output_trace_dir="traces")
@@ -89,12 +89,12 @@ class ProfileKwargs(KwargsHandler):
         if self.schedule_option is not None and "active" not in self.schedule_option:
             raise SettingError(
                 f"Cannot profile with schedule_option={self.schedule_option!r}.",
-                "It does not set how many steps of a cycle are recorded.",
+                "It does not set the number of recorded steps in a cycle.",
                 "Add 'active', for example {'wait': 1, 'warmup': 1, 'active': 3}.",
             )
 
     def build(self) -> profile:
-        """The profiler, not started yet."""
+        """Create the profiler, without starting it."""
         import torch.profiler
 
         schedule = self.schedule_option
@@ -111,10 +111,10 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _activity(name: str) -> Any:
-    """What torch calls an activity.
+    """The torch constant of an activity.
 
     Raises:
-        SettingError: this torch does not know it.
+        SettingError: the installed torch does not support it.
     """
     import torch.profiler
 
@@ -130,9 +130,9 @@ def _activity(name: str) -> Any:
 
 @contextmanager
 def profiled(process: Process, handler: ProfileKwargs) -> Iterator[profile]:
-    """Profile a block on every process.
+    """Context manager that profiles its block on every process.
 
-    Traces are written when the block is left without an error; all processes have to leave it so.
+    Traces are written if the block ends without an error on all processes.
     """
     folder = handler.output_trace_dir
     with handler.build() as profiler:
@@ -148,7 +148,7 @@ def profiled(process: Process, handler: ProfileKwargs) -> Iterator[profile]:
 
 
 def _times(profiler: profile) -> dict[str, tuple[int, float]]:
-    """For each operation of this process: how often it ran, and its own time in milliseconds."""
+    """For each operation of this process, the number of calls and its own time in milliseconds."""
     return {
         event.key: (event.count, (event.self_cpu_time_total + event.self_device_time_total) / 1000)
         for event in profiler.key_averages()
@@ -156,10 +156,10 @@ def _times(profiler: profile) -> dict[str, tuple[int, float]]:
 
 
 def summary(times: list[dict[str, tuple[int, float]]]) -> str:
-    """A table of the operations that took longest, and how that differs between processes.
+    """A table of the slowest operations, with the mean and the longest time over processes.
 
     Args:
-        times: for each process: operation -> (calls, milliseconds).
+        times: for each process, a dict from operation to (calls, milliseconds).
     """
     rows = []
     for name in {name for own in times for name in own}:

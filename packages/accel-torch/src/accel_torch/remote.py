@@ -1,4 +1,4 @@
-"""Checkpoints of an Accelerator on a store: copied there after each save, fetched from there before a load."""
+"""Checkpoints of an Accelerator on a remote store: uploaded after each save, downloaded before a load."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
-    """Refuse a store that checkpoints cannot be kept in, before anything is trained; called on every process.
+    """Check before training that a store can store checkpoints; called on every process.
 
     Args:
         accelerator: the Accelerator.
-        folder: of automatically named checkpoints.
+        folder: the folder of automatically named checkpoints.
 
     Raises:
-        Conflict: it is the folder of the local checkpoints.
-        CheckpointError: on every process; it cannot be reached, refuses, or does not know conditional writes.
+        Conflict: the store is the folder of the local checkpoints.
+        CheckpointError: the store cannot be reached, denies access, or has no conditional writes; raised on every
+            process.
     """
     project, process = accelerator._options.project, accelerator.state._process
     remote = RemoteCheckpoints.at(str(project.remote), project.deadline)
@@ -49,14 +50,14 @@ def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
 
 
 def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
-    """Refuse a store in whose files a local checkpoint would be written, because each would remove files of the other.
+    """Check that a local checkpoint is not written inside the store, because each would delete files of the other.
 
     Args:
         remote: the store.
-        target: what the local checkpoint is called.
+        target: the folder of the local checkpoint.
 
     Raises:
-        Conflict: the store is the folder of the checkpoint, or the one that it is in.
+        Conflict: the store is the checkpoint's folder or its parent.
     """
     if remote.store.local_folder is None:
         return
@@ -64,28 +65,25 @@ def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
     if folder == target.parent or target in (folder, *folder.parents):
         raise Conflict(
             f"Cannot save {target} and copy it to {remote.store.url}.",
-            "Both are the same place: the local checkpoints and the store would each remove files of the other.",
-            "Give ProjectConfiguration(remote=...) a folder of its own.",
+            "Both are the same folder: local checkpoints and the store would each delete files of the other.",
+            "Give ProjectConfiguration(remote=...) another folder.",
         )
 
 
 def upload(accelerator: AcceleratorMembers, folder: Path, committed: Committed | None) -> None:
-    """Begin to copy a checkpoint that was committed, on each process that made a folder of it.
-
-    What goes wrong is logged.
-    """
+    """Begin to upload a committed checkpoint, on each process that created a folder of it. Errors are logged."""
     if accelerator._uploader is not None and committed is not None and committed.is_owner:
         accelerator._uploader.add(folder, committed.identity, accelerator.state._process.rank, committed.owners)
 
 
 def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheckpoint | None:
-    """The newest complete checkpoint of the project on its store; called on the main process.
+    """The project's newest complete checkpoint on its store; called on the main process.
 
     Args:
-        local: whether there is a local one to go on with, so that a store that does not answer is not an error.
+        local: whether a local checkpoint can be used instead, so that an unreachable store is not an error.
 
     Raises:
-        CheckpointError: the store does not answer.
+        CheckpointError: the store cannot be reached.
     """
     if accelerator._uploader is None:
         return None
@@ -94,25 +92,25 @@ def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheck
     except CheckpointError as error:
         if not local:
             raise
-        logger.warning("%s The newest local checkpoint is taken.", error)
+        logger.warning("%s The newest local checkpoint is used.", error)
         return None
 
 
 def fetch(
     accelerator: AcceleratorMembers, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool
 ) -> Path | None:
-    """A local copy of a checkpoint, one on each node; called on every process.
+    """Download a checkpoint to one local copy on each node; called on every process.
 
     Args:
         accelerator: the Accelerator.
-        barrier: of the load.
-        url: of a checkpoint.
-        phase: of the barrier; no other phase begins with it.
-        stack: removes the copy when it is closed.
-        missing_ok: return None where the store has no such checkpoint.
+        barrier: the barrier of the load.
+        url: the URL of the checkpoint.
+        phase: the phase of the barrier; no other phase begins with this text.
+        stack: deletes the copy when it is closed.
+        missing_ok: return None if the store does not have the checkpoint.
 
     Raises:
-        CheckpointError: the store does not answer, there is no such checkpoint, or it is damaged.
+        CheckpointError: the store cannot be reached, or the checkpoint does not exist or is damaged.
     """
     process, project = accelerator.state._process, accelerator._options.project
     store, name = split_url(url)

@@ -1,12 +1,12 @@
-"""Watching that replicas stay replicas: processes that hold the same part of a model must hold the same numbers in it.
+"""Checks that replicas agree: processes with the same shard of a model must have equal values in it.
 
-Where they do not, training goes on and quietly means less and less. `ReplicaChecker` compares weights and positions
-after every so many steps; a difference is an error that names the first tensor that differs, and the processes.
+Otherwise training continues without an error, but with wrong results. `ReplicaChecker` compares weights and positions
+periodically; a difference is an error that names the first differing tensor and the processes.
 
-`ReplicaComparison` is one look after the second optimizer step, in the background, without any process waiting for
-another. Each process posts digests of a sample of its parameters to the store of the run; a thread of the main process
-compares them once all have come. Where no prepared loader was read, the digests of the first inputs are posted too:
-processes that train on the same samples learn no more than one of them.
+`ReplicaComparison` compares once, in the background after the second optimizer step, and no process waits for another.
+    Each process writes digests of a sample of its parameters to the store of the run, and a thread of the main process
+    compares them when all have arrived. If no prepared loader was read, digests of the first inputs are compared too:
+    processes that train on the same samples learn no more than one process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 __all__ = ("CheckingStepper", "ReplicaChecker", "ReplicaComparison", "ReplicasDiffer", "bit_sums", "digest_of")
 
-# ---------------------------------------------------------------------- after every so many steps
+# ---------------------------------------------------------------------- periodic checks
 
 _WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by size, through which the bits of any tensor can be added up without rounding."""
+"""Integer dtypes by size, with which the bits of any tensor can be summed without rounding."""
 
 
 _PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
-"""Types whose values a text tells wholly; the states of generators hold hundreds of such."""
+"""Types whose text represents the value exactly; the states of generators have hundreds of such values."""
 
 
 class ReplicasDiffer(AccelError, RuntimeError):
@@ -55,12 +55,12 @@ class ReplicasDiffer(AccelError, RuntimeError):
 
 
 class ReplicaState(NamedTuple):
-    """What one process says of itself in a check.
+    """The contribution of one process to a check.
 
     Args:
-        holds: which parts of which tensors it has; processes that say the same are replicas.
-        weights: digest of those parts.
-        facts: what must be equal on all processes, by name.
+        holds: the shards of tensors that it has; processes with the same shards are replicas.
+        weights: a digest of these shards.
+        facts: values that must be equal on all processes, by name.
     """
 
     holds: bytes
@@ -69,23 +69,23 @@ class ReplicaState(NamedTuple):
 
 
 class ReplicaChecker:
-    """Compares replicas after every so many steps of each optimizer.
+    """Compares replicas periodically, after a number of steps of each optimizer.
 
     Args:
-        every: steps between two checks.
-        prepared: knows names of parameters and positions of loaders; not kept alive.
-        strategy: knows which part of them this process has.
+        every: optimizer steps between two checks.
+        prepared: the prepared objects, for names of parameters and positions of loaders; weakly referenced.
+        strategy: the strategy, for the shards that this process has.
     """
 
     def __init__(self, every: int, prepared: PreparedObjects, strategy: Strategy) -> None:
         self.every = every
-        # The optimizers that it holds hold this.
+        # A weak reference: its optimizers have references to this object.
         self._prepared, self._strategy = weakref.ref(prepared), strategy
         self._steps: dict[int, int] = {}
         self._shared_generators: set[str] | None = None
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take note of a step, and check when it is time.
+        """Count a step, and compare replicas if a check is due.
 
         Raises:
             ReplicasDiffer: on every process.
@@ -95,7 +95,7 @@ class ReplicaChecker:
             self._check(optimizer, steps)
 
     def watching(self, stepping: SupportsStep) -> CheckingStepper:
-        """The same stepper, which reports each step to the checker."""
+        """Wrap a stepper, so that it reports each step to the checker."""
         return CheckingStepper(stepping, self)
 
     def _check(self, optimizer: Optimizer, steps: int) -> None:
@@ -107,7 +107,7 @@ class ReplicaChecker:
         self._compare_facts(witnesses, steps)
         if _agree(witnesses, [witness.weights for witness in witnesses]):
             return
-        # All processes see the same witnesses, so all of them come here.
+        # All processes have the same data, so all of them reach this line.
         everyones: list[list[int]] = gather_object([sums])
         for index, tensor in enumerate(tensors):
             values = [sums[index] for sums in everyones]
@@ -125,7 +125,7 @@ class ReplicaChecker:
         return {**loaders, **generators}
 
     def _compare_facts(self, witnesses: Sequence[ReplicaState], steps: int) -> None:
-        """Compare what must be equal; generators count if they were equal at the first check."""
+        """Compare the values that must be equal; generators are included if they were equal at the first check."""
         facts = list(dict.fromkeys(name for witness in witnesses for name in witness.facts))
         equal = {name for name in facts if len({witness.facts.get(name) for witness in witnesses}) == 1}
         if self._shared_generators is None:
@@ -143,11 +143,11 @@ class ReplicaChecker:
 
 
 class CheckingStepper:
-    """Steps, and tells the checker.
+    """Steps, and reports the step to the checker.
 
     Args:
-        stepping: how optimizers step.
-        sentinel: receives each step.
+        stepping: the wrapped stepper.
+        sentinel: the checker.
     """
 
     __slots__ = ("_replica_checker", "_stepping")
@@ -163,7 +163,7 @@ class CheckingStepper:
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
-    """For each tensor the sum of its bits, taken as integers: equal for equal tensors, whatever the order of adding."""
+    """For each tensor, the sum of its bits as integers, which does not depend on the order of addition."""
     sums: dict[torch.device, list[Tensor]] = {}
     order = []
     for tensor in tensors:
@@ -172,20 +172,20 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
         made = sums.setdefault(local.device, [])
         order.append((local.device, len(made)))
         made.append(words.sum(dtype=torch.int64))
-    # One transfer for each device.
+    # One copy for each device.
     values = {device: torch.stack(made).tolist() for device, made in sums.items()}
     return [values[device][index] for device, index in order]
 
 
 def local_part(tensor: Any) -> Tensor:
-    """What this process holds of a tensor that may be divided."""
+    """This process's shard of a tensor that may be sharded."""
     tensor = tensor.detach()
     local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return torch.view_as_real(local) if local.is_complex() else local
 
 
 def part_of(tensor: Any) -> Hashable:
-    """Which part of a tensor this process holds: its place on the axes of the mesh that divide the tensor."""
+    """The index of this process's shard: its coordinates on the mesh axes that shard the tensor."""
     if not hasattr(tensor, "placements"):
         return tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate() or ()
@@ -194,7 +194,7 @@ def part_of(tensor: Any) -> Hashable:
 
 
 def digest(value: Any) -> bytes:
-    """16 bytes that are equal for equal nested values, on every process."""
+    """A digest of 16 bytes, equal for equal nested values on every process."""
     made = blake2b(digest_size=16)
     for piece in _pieces(value):
         made.update(piece)
@@ -202,7 +202,7 @@ def digest(value: Any) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """All of a value: tensors and arrays as their bytes, whose text would leave numbers out, and the rest as text."""
+    """A complete representation: tensors and arrays as bytes, since their text omits elements, and the rest as text."""
     if isinstance(value, torch.Tensor):
         value = value.cpu().numpy()
     if hasattr(value, "tobytes"):
@@ -218,13 +218,13 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _agree(witnesses: Sequence[ReplicaState], values: Sequence[Hashable]) -> bool:
-    """Whether all replicas of each part have the same value."""
+    """Whether all replicas of each shard have the same value."""
     pairs = {(witness.holds, value) for witness, value in zip(witnesses, values, strict=True)}
     return len(pairs) == len({holds for holds, _ in pairs})
 
 
 def _sides(witnesses: Sequence[ReplicaState] | None, values: Sequence[Hashable]) -> list[list[int]]:
-    """Processes by what they hold, for the first part whose replicas differ; the largest group first."""
+    """Groups of processes with equal values, for the first shard whose replicas differ; the largest group first."""
     parts = [b""] * len(values) if witnesses is None else [witness.holds for witness in witnesses]
     for part in dict.fromkeys(parts):
         sides: dict[Hashable, list[int]] = {}
@@ -241,7 +241,7 @@ def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
     return ReplicasDiffer(
         f"The replicas differ after {steps} optimizer steps (check_replicas_every).",
         f"They differ first in {what}. Processes that agree with each other: {groups}.",
-        "Look for what only some processes do: steps under a condition, weights changed by hand, another seed, or "
+        "Look for code that only some processes run: conditional steps, weights changed by hand, another seed, or "
         "data read outside of prepared loaders.",
     )
 
@@ -251,28 +251,28 @@ def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
 _logger: Final = logging.getLogger(__name__)
 
 _TENSORS: Final = 64
-"""Parameters of an optimizer that are looked at, spread evenly."""
+"""The number of an optimizer's parameters that are compared, evenly spaced."""
 
 _ELEMENTS: Final = 1024
-"""Elements of each that are looked at, spread evenly."""
+"""The number of elements of each parameter that are compared, evenly spaced."""
 
 _PAUSE: Final = 1.0
 _PATIENCE: Final = 600.0
-"""Seconds between two looks for the others, and after which the main process no longer looks."""
+"""Seconds between two polls of the store, and seconds after which the main process stops polling."""
 
 _REQUEST: Final = 10.0
 
 
 def _nameless(tensor: Tensor) -> None:
-    """The name of a parameter where nobody knows it any more."""
+    """The name of a parameter that is not in a prepared model."""
 
 
 class ReplicaComparison:
     """Compares the replicas of each prepared optimizer's parameters once.
 
     Args:
-        strategy: knows which part of the parameters, and of the data, this process has.
-        prepared: knows the names of parameters; not kept alive.
+        strategy: the strategy, for this process's shards of parameters and data.
+        prepared: the prepared objects, for the names of parameters; weakly referenced.
     """
 
     def __init__(self, strategy: Strategy, prepared: PreparedObjects) -> None:
@@ -280,12 +280,12 @@ class ReplicaComparison:
         self._names = weakref.WeakMethod(prepared.parameter_name)
 
     def after_step(self, optimizer: Optimizer, number: int | None, inputs: Sequence[str]) -> None:
-        """Post what this process has, and begin to compare.
+        """Write this process's digests to the store, and start the comparison.
 
         Args:
-            optimizer: has just made its second step.
-            number: which prepared optimizer it is; None for one that was not prepared, which is not compared.
-            inputs: digests of the first inputs of models, where no prepared loader was read.
+            optimizer: an optimizer after its second step.
+            number: the index of the prepared optimizer; None for an unprepared one, which is not compared.
+            inputs: digests of the first inputs of models, if no prepared loader was read.
         """
         process = self._strategy.context.process
         control = process.transport.control()
@@ -313,7 +313,7 @@ class ReplicaComparison:
 
 
 def digest_of(inputs: Any) -> str:
-    """A digest of the first tensors of nested inputs, by a sample of their elements; empty where there is none."""
+    """A digest of a sample of elements from the first tensors of nested inputs; empty without tensors."""
     tensors = [leaf for _, leaf in leaves_with_paths(inputs) if isinstance(leaf, torch.Tensor) and leaf.numel()][:8]
     if not tensors:
         return ""
@@ -328,7 +328,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _compare(control: ControlStore, keys: Sequence[str], rank: int, message: bytes, ended: threading.Event) -> None:
-    """Post a message; on the main process wait for all and say what is wrong."""
+    """Write a message to the store; on the main process, wait for all messages and warn about differences."""
     try:
         control.set(keys[rank], message, _REQUEST)
         if rank == 0:
@@ -337,7 +337,7 @@ def _compare(control: ControlStore, keys: Sequence[str], rank: int, message: byt
             for sentence in findings([json.loads(found[key]) for key in keys] if found else []):
                 _logger.warning("%s", sentence)
     except StoreUnreachable:
-        # The run has ended, or its store is gone; either is reported by others.
+        # The run has ended, or its store is unreachable; other code reports both.
         return
     finally:
         control.close()
@@ -352,20 +352,20 @@ def _everyones(control: ControlStore, keys: Sequence[str], ended: threading.Even
 
 
 def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with the messages of all processes, by rank, in sentences."""
+    """The differences between the messages of all processes, as warnings."""
     found = []
     for name, sides in _differing(messages):
         found.append(
             f"Replicas differ after the second optimizer step, first in {name!r}. Processes that agree with each "
-            f"other: {'; '.join(', '.join(map(str, side)) for side in sides)}. Each side learns for itself. Call the "
-            "model that prepare() returned, and change weights on all processes alike. "
-            "(Accelerator(check_replicas_every=0) turns this check off; =100 compares all weights every 100 steps.)"
+            f"other: {'; '.join(', '.join(map(str, side)) for side in sides)}. Each group trains independently. Call "
+            "the model that prepare() returned, and change weights equally on all processes. "
+            "(Accelerator(check_replicas_every=0) disables this check; =100 compares all weights every 100 steps.)"
         )
         break
     if _same_inputs(messages):
         found.append(
             "All processes train on the same samples: their first inputs are equal, and no prepared loader was read. "
-            "Pass the loader to prepare() and iterate the one that it returns, so that each process gets its own part."
+            "Pass the loader to prepare() and iterate the one that it returns, so that each process gets its own shard."
         )
     return found
 
@@ -387,7 +387,7 @@ def _differing(messages: Sequence[dict[str, Any]]) -> list[tuple[str, list[list[
 
 
 def _same_inputs(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether processes that should read different samples all had the same; inputs that never change say nothing."""
+    """Whether processes that should read different samples have equal inputs; inputs that never change are ignored."""
     inputs = [tuple(message["inputs"]) for message in messages]
     if len({message["data"] for message in messages}) < 2 or not messages:
         return False

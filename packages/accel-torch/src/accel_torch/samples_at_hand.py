@@ -1,8 +1,8 @@
-"""Ids of the samples that a launched process has at hand, for the record of its failure.
+"""Ids of the current samples of a launched process, for the record of a failure.
 
-The shard of each prepared loader keeps the batches of indices that it draws, which costs a batch some nanoseconds. An
-error is recorded with the batch that was trained on. A process that is killed records nothing, so that one which was
-started again also writes what it draws into a file beside its status.
+Each prepared loader stores the batches of indices that it draws, which costs some nanoseconds per batch. An error is
+recorded with the current batch. A killed process cannot record anything, so a restarted process also writes the indices
+to a file in the folder of its status.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from accel_torch.observers import RUN_OBSERVERS, RunObserver
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
 
 _KEPT: Final = 256
-"""Batches whose ids are kept: those that DataLoader workers read ahead, and the last ones that were trained on."""
+"""The number of batches whose ids are stored: those that DataLoader workers prefetch, and the last ones of the loop."""
 
 _BATCH: Final = itemgetter(1)
-"""The batch of one that has a number."""
+"""The batch with a number."""
 
 
 class DrawnBatches:
-    """The last batches of indices that a shard drew in an epoch.
+    """The last batches of indices that a loader drew in an epoch.
 
     Args:
         begins: called when an epoch begins.
-        write: called with the text of the last two batches after each, or None.
+        write: called after each batch with the text of the last two, or None.
     """
 
     def __init__(self, begins: Callable[[], None], write: Callable[[str], None] | None = None) -> None:
@@ -51,7 +51,7 @@ class DrawnBatches:
         self._begins()
         numbered = enumerate(batches)
         if self._write is None:
-            # Iterators of C alone: `append` returns None, so that each batch is kept and passed on.
+            # Only C iterators, for speed: `append` returns None, so that each batch is stored and passed on.
             yield map(_BATCH, filterfalse(kept.append, numbered))
         else:
             yield self._written(numbered, self._write)
@@ -64,7 +64,7 @@ class DrawnBatches:
             yield one[1]
 
     def batch(self, number: int) -> Sequence[Any]:
-        """The batch of a number from 0 in this epoch; empty where it is not kept."""
+        """The batch of a number in this epoch, from 0; empty if it is no longer stored."""
         if not self._batches:
             return ()
         index = number - self._batches[0][0]
@@ -72,10 +72,10 @@ class DrawnBatches:
 
 
 class SampleRecorder(RunObserver):
-    """Lets every prepared loader keep the ids of its samples; see `RunObserver`."""
+    """Makes every prepared loader store the ids of its samples; see `RunObserver`."""
 
     def loader_prepared(self, accelerator: Any, loader: Any) -> None:
-        """Let the shard of a loader keep what it draws."""
+        """Make a loader store the indices that it draws."""
         source = getattr(loader, "source", None)
         while source is not None and not isinstance(getattr(source, "shard", None), BatchSamplerShard):
             source = getattr(source, "inner", None)
@@ -99,6 +99,6 @@ class SampleRecorder(RunObserver):
 
 
 def record_samples() -> None:
-    """Let a recorder join `RUN_OBSERVERS`, once a process, where a launcher started it."""
+    """Add a recorder to `RUN_OBSERVERS`, once in a process that a launcher started."""
     if not any(isinstance(one, SampleRecorder) for one in RUN_OBSERVERS):
         RUN_OBSERVERS.append(SampleRecorder())

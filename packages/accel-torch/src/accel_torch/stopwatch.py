@@ -1,4 +1,4 @@
-"""Where the time of one process goes: each moment counts for one share only, so that the shares add up to all of it."""
+"""Measures how one process spends its time, in shares that add up to the total."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 __all__ = ("SHARES", "Stopwatch", "TimedSource", "TimedTransport")
 
 SHARES: Final = ("data", "forward", "backward", "waiting", "saving", "other")
-"""What time is spent on; "waiting" is for other processes, "other" all that has no name here."""
+"""Kinds of time; "waiting" is for other processes, "other" is everything else."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Stopwatch:
-    """Adds up the time of the thread that made it, by share.
+    """Adds up the time of the thread that created it, by share.
 
     Attributes:
-        seconds: for each share, up to the last change of what is done.
+        seconds: seconds of each share, up to the last change of share.
     """
 
     def __init__(self) -> None:
@@ -43,19 +43,19 @@ class Stopwatch:
         self._thread = threading.get_ident()
 
     def start(self, share: str) -> None:
-        """What is done from now on counts for this share, inside of what was done before."""
+        """Begin a share, nested in the current one."""
         if threading.get_ident() == self._thread:
             self._charge()
             self._doing.append(share)
 
     def stop(self) -> None:
-        """Go back to what was done before."""
+        """End the current share, and continue the one around it."""
         if threading.get_ident() == self._thread and len(self._doing) > 1:
             self._charge()
             self._doing.pop()
 
     def become(self, share: str) -> None:
-        """What goes on counts for another share from now on."""
+        """Replace the current share by another one."""
         if threading.get_ident() == self._thread:
             self._charge()
             self._doing[-1] = share
@@ -71,11 +71,11 @@ class Stopwatch:
         self._since = now
 
     def on(self, share: str) -> _Running:
-        """A block that counts for a share."""
+        """Context manager whose time counts for a share."""
         return _Running(self, share)
 
     def timed(self, share: str, function: Callable[P, R]) -> Callable[P, R]:
-        """A function whose time counts for a share."""
+        """Wrap a function so that its time counts for a share."""
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,11 +101,11 @@ class _Running:
 
 
 class TimedSource(WrappedSource):
-    """The source of a prepared loader, with the time that reading takes.
+    """The source of a prepared loader, with reading timed.
 
     Args:
-        inner: the loader's own.
-        stopwatch: adds the time up.
+        inner: the loader's source.
+        stopwatch: receives the time.
     """
 
     def __init__(self, inner: Source, stopwatch: Stopwatch) -> None:
@@ -113,7 +113,7 @@ class TimedSource(WrappedSource):
         self._stopwatch = stopwatch
 
     def __getattr__(self, name: str) -> Any:
-        # A dispatching loader asks its source for more than every source has.
+        # A dispatching loader uses attributes that not every source has.
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -144,18 +144,18 @@ class _TimedWork:
 
 
 class Timer(Protocol):
-    """What charges time to shares: a stopwatch, or the account of a run."""
+    """Charges time to shares: a stopwatch, or the account of a run."""
 
     def on(self, share: str) -> AbstractContextManager[Any]:
-        """A block whose time counts for a share."""
+        """Context manager whose time counts for a share."""
 
 
 class TimedTransport(Transport):
-    """Passes every call on to another transport and times how long this process waits for it.
+    """Forwards every call to another transport, and measures how long this process waits for it.
 
     Args:
-        inner: does the work.
-        stopwatch: adds the time up.
+        inner: the transport that moves the data.
+        stopwatch: receives the time.
     """
 
     def __init__(self, inner: Transport, stopwatch: Timer) -> None:

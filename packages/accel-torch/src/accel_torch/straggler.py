@@ -1,4 +1,4 @@
-"""Which process the others wait for: what each spends its time on, in one table at the end of a run."""
+"""Finds the process that the others wait for: one table at the end of a run with the time of each process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ("StragglerReport", "shares", "table")
 
 
 class StragglerReport:
-    """Times the loaders, models, backward passes, collectives and checkpoints of one Accelerator.
+    """Measures the loaders, models, backward passes, collectives and checkpoints of one Accelerator.
 
-    A backward pass ends with waiting where gradients are averaged: from the moment when this process has computed all
-    of its own. On devices that work asynchronously the shares are those of the Python process that feeds them.
+    If gradients are averaged, a backward pass ends with waiting, after this process has computed all its gradients. On
+    asynchronous devices, the times are those of the Python process, which only enqueues work.
     """
 
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
 
     def watch_collectives(self) -> None:
-        """Time all collectives of this process from now on; called before anybody holds the process."""
+        """Measure all collectives of this process from now on; called before other objects refer to the process."""
         process = current.process()
         transport = TimedTransport(process.transport, self.stopwatch)
         if process.world_size > 1:
@@ -39,7 +39,7 @@ class StragglerReport:
         current.set_process(process._replace(transport=transport))
 
     def watch_methods(self, accelerator: Any) -> None:
-        """Time methods of one Accelerator by wrapping them, so that the methods of other Accelerators check nothing."""
+        """Wrap methods of one Accelerator to measure them, so that other Accelerators have no overhead."""
         accelerator.backward = self._backward(accelerator.backward)
         for name in ("save", "save_model", "save_state", "wait_for_checkpoint"):
             setattr(accelerator, name, self.stopwatch.timed("saving", getattr(accelerator, name)))
@@ -59,22 +59,22 @@ class StragglerReport:
         return timed
 
     def watch_models(self, bundle: Bundle) -> None:
-        """Time the forward passes of models that were just prepared."""
+        """Measure the forward passes of newly prepared models."""
         for model in bundle.models:
             model.register_forward_pre_hook(lambda *_: self.stopwatch.start("forward"))
             model.register_forward_hook(lambda *_: self.stopwatch.stop(), always_call=True)
 
     def watch_loader(self, loader: Any) -> None:
-        """Time the reading of a loader that was just prepared."""
+        """Measure the reading of a newly prepared loader."""
         if hasattr(loader, "source"):
             loader.source = TimedSource(loader.source, self.stopwatch)
 
     def tell(self, log: Callable[[dict[str, float]], None], prints: bool) -> None:
-        """Log the shares of all processes and print them as a table; called on all of them.
+        """Log the shares of all processes and print them as a table; called on every process.
 
         Args:
-            log: logs values by name.
-            prints: whether this process prints.
+            log: the function that logs values by name.
+            prints: whether this process prints the table.
         """
         everyones: list[dict[str, float]] = gather_object([self.stopwatch.read()])
         log(shares(everyones))
@@ -84,14 +84,15 @@ class StragglerReport:
 
 def _when_own_gradients_are_computed(stopwatch: Stopwatch) -> Any:
     def begin(gradient: Tensor) -> None:
-        # Callbacks run in the order in which they were queued, and those that wait for other processes come later.
+        # Callbacks run in the order in which they were queued, and those that wait for other processes are queued
+        # later.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: stopwatch.become("waiting"))
 
     return begin
 
 
 def shares(everyones: list[dict[str, float]]) -> dict[str, float]:
-    """What is logged: for each process and share, the part of its time, from 0 to 1."""
+    """The values to log: each share of each process, as a fraction of its time."""
     return {
         f"time_share/process_{rank}/{share}": seconds[share] / max(sum(seconds.values()), 1e-9)
         for rank, seconds in enumerate(everyones)
@@ -100,7 +101,7 @@ def shares(everyones: list[dict[str, float]]) -> dict[str, float]:
 
 
 def table(everyones: list[dict[str, float]]) -> str:
-    """A table with a line for each process, and one that says who waits least: the others wait for it."""
+    """A table with one line for each process, and the process that waits least: the others wait for it."""
     lines = [f"{'process':>7}{'seconds':>10}" + "".join(f"{share:>10}" for share in SHARES)]
     for rank, seconds in enumerate(everyones):
         total = max(sum(seconds.values()), 1e-9)
