@@ -170,7 +170,7 @@ def test_a_run_that_loads_nothing_does_not_number_before_another(tmp_path: Path)
         for _ in range(4):
             accelerator.save_state()
     with fresh():
-        with pytest.raises(CheckpointError, match="checkpoint_3 is there already"):
+        with pytest.raises(CheckpointError, match="checkpoint_3 exists already"):
             begin(total_limit=2).save_state()
         assert {entry.name for entry in folder.iterdir()} == {"checkpoint_2", "checkpoint_3"}
     with fresh():

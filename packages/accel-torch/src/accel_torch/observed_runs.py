@@ -28,7 +28,7 @@ _TAIL: Final = 15
 
 
 class StopRun(BaseException):
-    """Ends a script after its last step. It is no `Exception`, so that handlers in the script do not catch it."""
+    """Ends a script after its last step. It is not an `Exception`, so that handlers in the script do not catch it."""
 
 
 def check_script(script: str) -> None:

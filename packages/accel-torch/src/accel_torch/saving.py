@@ -1,4 +1,4 @@
-"""Saving everything, in one go or while training goes on."""
+"""Saving a checkpoint, either at once or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ("save_state", "wait")
 logger = logging.getLogger(__name__)
 
 _COPIES_BEHIND: Final = 3
-"""How often a checkpoint is copied while training goes on; after as many torn copies training stands still for one."""
+"""Attempts to copy a checkpoint while training continues; after these, training pauses for a copy."""
 
 
 def save_state(
@@ -42,13 +42,13 @@ def save_state(
     async_save: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a checkpoint and return its folder; called on every process, and the main process's folder counts for all.
+    """Write a checkpoint and return its folder, which the main process chooses; called on every process.
 
     Raises:
         SettingError: no folder was given and naming is not automatic, or an option is unknown.
-        NotReady: it cannot be saved at this moment.
-        NotOffered: the backend cannot save while training goes on.
-        CheckpointError: it, or the one before it, could not be written; what was there before is unchanged.
+        NotReady: the current state cannot be saved, inside an accumulation window.
+        NotOffered: the backend cannot save while training continues.
+        CheckpointError: this checkpoint or the previous one could not be written; earlier checkpoints are unchanged.
     """
     project = accelerator._options.project
     barrier = StoreBarrier(
@@ -102,7 +102,7 @@ def _staging(
 
 
 def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
-    """What the manifest tells of the run beside its files."""
+    """The facts about the run that the manifest records besides its files."""
     mesh = accelerator._backend.strategy.context.mesh
     positions = [loader.progress for loader in accelerator._prepared.loaders if hasattr(loader, "progress")]
     return {
@@ -123,14 +123,15 @@ def _check(accelerator: AcceleratorMembers, async_save: bool, options: Mapping[s
         known = ", ".join(sorted(strategy.traits.save_options))
         raise SettingError(
             f"Cannot call save_state() with {', '.join(unknown)}.",
-            f"The backend {accelerator._backend.manifest.name!r} has no such options for saving models.",
-            f"Leave them out; it knows {known}." if known else "Leave them out.",
+            f"The backend {accelerator._backend.manifest.name!r} does not have these options for saving models.",
+            f"Use only its options: {known}." if known else "Remove them.",
         )
     if async_save and strategy.traits.collective_save and not strategy.traits.supports_async_save:
         raise NotOffered(
-            "Cannot save a checkpoint while training goes on (async_save=True).",
-            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, as training does.",
-            "Leave async_save out.",
+            "Cannot save a checkpoint with async_save=True.",
+            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, which would interfere with "
+            "those of training.",
+            "Remove async_save.",
         )
     _check_window(accelerator)
 
@@ -141,7 +142,7 @@ def _check_window(accelerator: AcceleratorMembers) -> None:
     if weighting is not None and weighting.unfinished:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
-            "Its micro-batches have weights, whose sum so far no checkpoint holds.",
+            "Its micro-batches have weights, and a checkpoint does not contain their sum.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
     if not accelerator.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
@@ -167,7 +168,7 @@ def _take(accelerator: AcceleratorMembers, folder: Path) -> CheckpointState:
 
 @dataclass
 class _Request:
-    """A checkpoint that is saved while training goes on."""
+    """A checkpoint that is saved while training continues."""
 
     target: Path
     safe_serialization: bool
@@ -175,18 +176,18 @@ class _Request:
 
     @property
     def asked(self) -> str:
-        """What messages say was wanted."""
-        return f"Cannot save the checkpoint {self.target} while training goes on."
+        """The first part of error messages."""
+        return f"Cannot save the checkpoint {self.target} in the background."
 
 
 def _save_behind(
     accelerator: AcceleratorMembers, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None
 ) -> None:
-    """Take the state, then copy it and write the copy, both in a thread.
+    """Collect the state, then copy it and write the copy in a thread.
 
     Args:
-        barrier: the operation of all processes, which ends with the commit.
-        guard: that of the attempt before, whose copy was torn.
+        barrier: the barrier of the save, which ends with the commit.
+        guard: the guard of the previous attempt, if its copy was inconsistent.
     """
     strategy = accelerator._backend.strategy
     optimizers = [inner_optimizer(wrapped) for wrapped in accelerator._prepared.optimizers]
@@ -227,7 +228,7 @@ def _save_behind(
         _after_commit(accelerator, request.target, finalizer)
 
     with ExitStack() as stack:
-        # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
+        # An error here deletes the folder; later the thread is responsible for it.
         finalizer = CheckpointFinalizer(accelerator._options.project.fsync)
         folder = stack.enter_context(_staging(accelerator, request.target, finalizer, barrier, all_wrote))
         with barrier.reporting():
@@ -248,17 +249,17 @@ def _save_behind(
 
 
 def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
-    """Save what could not be copied while training went on; training stands still."""
+    """Save while training pauses, after copies in the background were inconsistent."""
     _check_window(accelerator)
     request.attempts += 1
     finalizer, barrier = CheckpointFinalizer(accelerator._options.project.fsync), _barrier(accelerator, request)
 
     def all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
-        # Other processes may have come to a boundary and copied once more.
+        # Other processes may have reached a boundary and copied once more.
         try:
             _refuse_torn(request, barrier, [], records, adopt)
         except TornError:
-            # They wait for this one's count to choose the next boundary.
+            # They wait for the count of this process to choose the next boundary.
             StepBoundaries().agree(barrier)
             raise
 
@@ -276,15 +277,15 @@ def _barrier(accelerator: AcceleratorMembers, request: _Request) -> StoreBarrier
 
 
 def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], records: str, adopt: Adopt) -> None:
-    """Tell the others what was torn here, and hear what was torn there; the first process reports it.
+    """Exchange with the other processes which copies are inconsistent; the main process reports them.
 
     Args:
-        records: what this process tells of its files.
-        adopt: takes what all processes tell; on the first one.
+        records: the facts about this process's files.
+        adopt: called with the facts of all processes, on the main process.
 
     Raises:
-        TornError: some copy is torn.
-        CheckpointError: it was made while training stood still; or another process failed.
+        TornError: a copy is inconsistent.
+        CheckpointError: the copy was made while training paused, or another process failed.
     """
 
     def combine(answers: Sequence[str]) -> str:
@@ -296,7 +297,7 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], reco
     if not places:
         return
     named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-    remedy = "Call wait_for_checkpoint() before changing parameters outside of optimizer.step()."
+    remedy = "Call wait_for_checkpoint() before you change parameters outside of optimizer.step()."
     if request.attempts > _COPIES_BEHIND:
         barrier.leave()
         obstacle = f"Another thread changes parameters between two steps: {named}."
@@ -313,7 +314,7 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], reco
 
 
 def _before_step(accelerator: AcceleratorMembers) -> None:
-    """The boundary of loops that read from no prepared loader, whose position would belong to the checkpoint."""
+    """The step boundary of loops without a prepared loader, which would call at its batches."""
     if accelerator._saver is not None and not accelerator._prepared.loaders:
         accelerator._saver.between_steps()
 
@@ -330,7 +331,7 @@ def _saver(accelerator: AcceleratorMembers) -> BackgroundSaver:
 
 
 def _after_commit(accelerator: AcceleratorMembers, target: Path, finalizer: CheckpointFinalizer) -> None:
-    """Copy a new checkpoint to the store, and remove the oldest beyond what the project keeps."""
+    """Upload a new checkpoint to the store, and delete the oldest ones beyond the project's limit."""
     project = accelerator._options.project
     if accelerator._uploader is not None:
         from accel_torch.remote import upload
@@ -346,6 +347,6 @@ def _in_use(accelerator: AcceleratorMembers) -> frozenset[Path]:
 
 
 def wait(accelerator: AcceleratorMembers) -> None:
-    """Return when no checkpoint is being saved any more; what went wrong with it is raised here."""
+    """Wait for the checkpoint in the background, and raise its error if it failed."""
     if accelerator._saver is not None:
         accelerator._saver.wait()

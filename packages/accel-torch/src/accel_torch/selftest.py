@@ -1,6 +1,6 @@
-"""What `accel test` runs on every process: whether processes, collectives, loaders and training work together here.
+"""The checks that `accel test` runs on every process: processes, collectives, loaders and training.
 
-Each check is a function; the first that fails ends the run with its error. The main process tells what was checked.
+Each check is a function; the first failure ends the run with its error. The main process prints the checks that passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     """Run all checks.
 
     Raises:
-        CollectiveError: something here does not work; the message says what.
+        CollectiveError: a check failed; the message names it.
     """
     accelerator = Accelerator()
     accelerator.print(
@@ -45,18 +45,18 @@ def main() -> None:
 def _expect(holds: bool, what: str, accelerator: Accelerator) -> None:
     if not holds:
         raise CollectiveError(
-            "`accel test` failed: training does not work here.",
+            "`accel test` failed: training does not work on this machine.",
             f"On process {accelerator.process_index}, {what}.",
             "Compare `accel env` of all machines; `accel doctor --nodes` tests the network between them.",
         )
 
 
 def _places(accelerator: Accelerator) -> None:
-    """Every process has a place of its own."""
+    """Every process has its own rank."""
     ranks = gather_object([accelerator.process_index])
-    _expect(ranks == list(range(accelerator.num_processes)), f"the ranks of all are {ranks}", accelerator)
+    _expect(ranks == list(range(accelerator.num_processes)), f"the ranks are {ranks}", accelerator)
     mains = gather_object([accelerator.is_main_process])
-    _expect(mains.count(True) == 1, f"{mains.count(True)} processes are the main one", accelerator)
+    _expect(mains.count(True) == 1, f"{mains.count(True)} processes are the main process", accelerator)
 
 
 def _collectives(accelerator: Accelerator) -> None:
@@ -64,18 +64,16 @@ def _collectives(accelerator: Accelerator) -> None:
     rank, count = accelerator.process_index, accelerator.num_processes
     mine = torch.full((2,), float(rank), device=accelerator.device)
     everybody = torch.arange(count, dtype=torch.float32, device=accelerator.device).repeat_interleave(2)
-    _expect(torch.equal(gather(mine), everybody), "gather mixed up the processes", accelerator)
+    _expect(torch.equal(gather(mine), everybody), "gather returned the processes in the wrong order", accelerator)
     summed = reduce(mine.clone(), "sum")
     _expect(bool((summed == count * (count - 1) / 2).all()), f"the sum of the ranks is {summed[0]}", accelerator)
-    _expect(
-        bool((broadcast(mine.clone()) == 0).all()), "broadcast did not bring the main process's tensor", accelerator
-    )
+    _expect(bool((broadcast(mine.clone()) == 0).all()), "broadcast did not send the main process's tensor", accelerator)
     padded = pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
-    _expect(len(padded) == count, f"padding made {len(padded)} of {count} elements", accelerator)
+    _expect(len(padded) == count, f"padding {count} elements returned {len(padded)}", accelerator)
 
 
 def _generators(accelerator: Accelerator) -> None:
-    """Random numbers are the same on all processes when they are synchronised."""
+    """Synchronised random-number generators draw the same numbers on all processes."""
     torch.manual_seed(accelerator.process_index)
     synchronize_rng_states(["torch"])
     drawn = gather(torch.rand(1).to(accelerator.device))
@@ -83,22 +81,22 @@ def _generators(accelerator: Accelerator) -> None:
 
 
 def _split(accelerator: Accelerator) -> None:
-    """A list is split over the processes."""
+    """A list is split between the processes."""
     with accelerator.split_between_processes(list(range(accelerator.num_processes * 2 + 1))) as mine:
         parts = gather_object(list(mine))
-    _expect(parts == list(range(accelerator.num_processes * 2 + 1)), f"the parts are {parts}", accelerator)
+    _expect(parts == list(range(accelerator.num_processes * 2 + 1)), f"the shards are {parts}", accelerator)
 
 
 def _loaders(accelerator: Accelerator) -> None:
-    """Every sample of a loader comes once, also where the last batch is short."""
+    """A loader yields every sample once, even if the last batch is short."""
     data = TensorDataset(torch.arange(_SAMPLES + 1))
     loader = accelerator.prepare_data_loader(DataLoader(data, batch_size=4, shuffle=True))
     seen = torch.cat([accelerator.gather_for_metrics(batch[0]) for batch in loader])
-    _expect(sorted(seen.tolist()) == list(range(_SAMPLES + 1)), f"{len(seen)} samples came", accelerator)
+    _expect(sorted(seen.tolist()) == list(range(_SAMPLES + 1)), f"{len(seen)} samples were read", accelerator)
 
 
 def _training(accelerator: Accelerator) -> None:
-    """Training on all processes gives the weights of training on one."""
+    """Training on all processes gives the same weights as on one."""
     set_seed(7)
     inputs = torch.randn(_SAMPLES, 4)
     targets = inputs.sum(dim=1, keepdim=True)

@@ -27,7 +27,7 @@ __all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backw
 
 
 class OptimizerStepper:
-    """How prepared optimizers step: with complete gradients, the way the strategy steps."""
+    """Steps prepared optimizers, with complete gradients and the strategy's `step`."""
 
     __slots__ = (
         "_accumulation",
@@ -43,9 +43,9 @@ class OptimizerStepper:
 
     def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: PreparedObjects) -> None:
         self._strategy, self._accumulation = strategy, accumulation
-        # The prepared keeps the prepared optimizers, which keep this.
+        # A weak reference: the prepared objects have references to the optimizers, which refer to this object.
         self._prepared = weakref.ref(prepared)
-        # Methods that a strategy leaves as they are do nothing, and a call of nothing at each step costs time.
+        # Methods that a strategy does not override do nothing, and calling them at each step costs time.
         self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
         self._finalizes = type(strategy).finalize_gradients is not base.Strategy.finalize_gradients
         as_it_is = type(strategy).step is base.Strategy.step
@@ -71,7 +71,7 @@ class OptimizerStepper:
         return stepped
 
     def _model_of(self, optimizer: Optimizer) -> Module | None:
-        """The model whose parameters the optimizer holds; looked for once, since models may be prepared later."""
+        """The model of the optimizer's parameters; found at the first use, since models may be prepared later."""
         model = None if self._model is None else self._model()
         prepared = self._prepared()
         if model is None and prepared is not None and (model := prepared.owner_of(optimizer)) is not None:
@@ -80,14 +80,14 @@ class OptimizerStepper:
 
 
 def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimizer) -> None:
-    """Make an optimizer's gradients those of the whole window on all processes; a repeated call changes nothing."""
+    """Complete an optimizer's gradients over the window and all processes; a repeated call changes nothing."""
     strategy.finalize_gradients(optimizer)
     if accumulation.weighting is not None:
         accumulation.weighting.complete(optimizer)
 
 
 def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any] | None = None) -> None:
-    """Make the gradients of prepared optimizers complete and bring them to their true size; all of them when None."""
+    """Complete the gradients of prepared optimizers and divide them by the loss scale; None means all of them."""
     backend = accelerator._backend
     for wrapped in accelerator._prepared.optimizers if optimizers is None else optimizers:
         optimizer: Optimizer = inner_optimizer(wrapped)
@@ -97,26 +97,31 @@ def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any]
 
 
 def fused_backward(accelerator: AcceleratorMembers, loss: Tensor, learning_rate: float | None) -> None:
-    """Backward in which optimizers such as LOMO change each parameter as soon as its gradient is there.
+    """Backward in which optimizers such as LOMO update each parameter as soon as its gradient exists.
 
     Raises:
-        SettingError: without a learning rate, or without such an optimizer.
-        NotOffered: gradients would have to be gathered first, over processes or micro-batches.
+        SettingError: `learning_rate` is None, or no such optimizer was prepared.
+        NotOffered: the run has several processes or accumulates gradients.
     """
     fused = [optimizer for optimizer in accelerator._prepared.optimizers if _steps_in_backward(optimizer)]
     asked = "Cannot step the optimizer during backward (LOMO)."
     if not fused:
         raise SettingError(
-            asked, "No prepared optimizer supports it.", "Prepare a Lomo or AdaLomo, or use backward(loss)."
+            asked,
+            "No prepared optimizer supports it.",
+            "Prepare a Lomo or AdaLomo optimizer, or call backward(loss) without learning_rate.",
         )
     if learning_rate is None:
         raise SettingError(
-            asked, "The learning rate is missing.", "Call backward(loss, learning_rate=...): the step happens there."
+            asked,
+            "The learning rate is missing.",
+            "Call backward(loss, learning_rate=...), which also steps the optimizer.",
         )
     if accelerator.gradient_state.num_steps > 1 or accelerator.state.use_distributed:
         raise NotOffered(
             asked,
-            "The optimizer drops each gradient before it computes the next, so none can be accumulated or averaged.",
+            "The optimizer frees each gradient before the next is computed, so gradients cannot be accumulated or "
+            "averaged.",
             "Train in one process without accumulation, or with another optimizer.",
         )
     for optimizer in fused:
@@ -130,20 +135,20 @@ def _steps_in_backward(optimizer: Any) -> bool:
 def clip_grad_norm(
     accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
 ) -> Tensor | None:
-    """Scale gradients down to a total norm; the norm before, or None when the backend clips by itself."""
+    """Scale gradients down to a total norm, and return the norm before, or None if the backend clips itself."""
     unscale_gradients(accelerator)
     return accelerator._backend.strategy.clip_norm(_listed(parameters), max_norm, norm_type)
 
 
 def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-    """Cut every element of the gradients."""
+    """Clamp every element of the gradients."""
     accelerator._backend.manifest.demand(Ability.CLIP_VALUE)
     unscale_gradients(accelerator)
     accelerator._backend.strategy.clip_value(_listed(parameters), clip_value)
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """Parameters as a list: a generator could be read only once."""
+    """Parameters as a list, because a generator can be read only once."""
     import torch
 
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

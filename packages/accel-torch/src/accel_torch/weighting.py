@@ -1,9 +1,9 @@
-"""Accumulation in which micro-batches count by their tokens, as they would in one big batch.
+"""Gradient accumulation weighted by tokens, equivalent to one large batch.
 
-Micro-batch i of some process has the weight w_i and the mean loss L_i; the gradient wanted is that of
-sum(w_i L_i) / sum(w_i) over all micro-batches of all processes. The sum of the weights is known at the last micro-batch
-only. So losses are multiplied by their weights, and complete gradients are divided by the sum: each process's own sum
-travels once a step, while the last micro-batch computes.
+Micro-batch i of a process has the weight w_i and the mean loss L_i. The required gradient is that of sum(w_i L_i) /
+sum(w_i) over all micro-batches of all processes. The sum of the weights is known only at the last micro-batch. So
+losses are multiplied by their weights, and complete gradients are divided by the sum. Processes exchange their sums
+once a step, while the last micro-batch computes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ("LossReduction", "TokenWeighting")
 LossReduction = Literal["mean", "sum"]
 
 _WEIGHTS: Final = struct.Struct("<dq")
-"""Sum of the weights of a process, and how many micro-batches they are of."""
+"""The sum of a process's weights, and its number of micro-batches."""
 
 
 class TokenWeighting:
     """The weights of the current window of micro-batches.
 
     Args:
-        process: who this process is, and its way to the others.
+        process: this process and its transport.
 
     Attributes:
         unfinished: whether the last micro-batch of the window is still to come.
@@ -49,16 +49,16 @@ class TokenWeighting:
         self._travelling: PendingCall | None = None
         self._factor = 1.0
         self._completed: set[int] = set()
-        # Losses are multiplied by weights of a thousand tokens and more. Dividing them by about as much, by a power of
-        # two so that nothing is rounded, keeps fp16 in its range. All processes must divide by the same.
+        # Weights may be a thousand tokens and more. Dividing losses by a power of two of about this size avoids
+        # overflow in fp16 and does not round. All processes must divide by the same number.
         self._unit = 0.0
         self.unfinished = False
 
     def enter(self, weight: float | Tensor, loss_reduction: LossReduction, last: bool) -> float:
-        """Enter a micro-batch; the factor on its loss.
+        """Enter a micro-batch, and return the factor of its loss.
 
         Args:
-            weight: tokens of the micro-batch.
+            weight: the number of tokens of the micro-batch.
             loss_reduction: whether its loss is the mean or the sum over its tokens.
             last: whether it is the last one of the window.
         """
@@ -83,14 +83,14 @@ class TokenWeighting:
         self._everyones = [_WEIGHTS.unpack(row) for row in posted.wait()]
 
     def _totals(self) -> tuple[float, float]:
-        """(sum of all weights, number of all micro-batches) of those that were sent last."""
+        """(sum of weights, number of micro-batches) over all processes, as last received."""
         return sum(weight for weight, _ in self._everyones), sum(count for _, count in self._everyones)
 
     def complete(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's complete gradients by the sum of all weights; once a window.
+        """Divide an optimizer's complete gradients by the sum of all weights, once a window.
 
         Raises:
-            SettingError: some process gave a weight that is none.
+            SettingError: a weight of any process is negative or not finite.
         """
         if id(optimizer) in self._completed or self.unfinished:
             return
@@ -100,7 +100,7 @@ class TokenWeighting:
             self._settle()
         self._completed.add(id(optimizer))
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # Sharded gradients and whole ones are tensors of different types, which cannot be multiplied in one call.
+        # Sharded and full gradients have different tensor types, which cannot be multiplied in one call.
         for kind in {type(gradient) for gradient in gradients}:
             alike = [gradient for gradient in gradients if type(gradient) is kind]
             torch._foreach_mul_(alike, self._factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -112,13 +112,13 @@ class TokenWeighting:
             raise SettingError(
                 "Cannot weight micro-batches with accumulate(model, weight=...).",
                 f"A weight is negative or not finite on process {', '.join(wrong)}.",
-                "Give the number of tokens (or samples) that the loss of the micro-batch is over.",
+                "Give the number of tokens (or samples) in the loss of the micro-batch.",
             )
-        # Backward has averaged over the processes; without any token there is nothing to learn.
+        # Backward has averaged over the processes. Without tokens the gradient is zero.
         self._factor = self._process.world_size * self._unit / total if total else 0.0
         self._unit = _power_of_two_near(total, count)
 
 
 def _power_of_two_near(total: float, count: float) -> float:
-    """About the mean weight of a micro-batch; 1 where there is none."""
+    """The power of two nearest to the mean weight of a micro-batch; 1 without weights."""
     return 2.0 ** round(math.log2(total / count)) if 0 < total < math.inf else 1.0

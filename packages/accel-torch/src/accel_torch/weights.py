@@ -1,4 +1,4 @@
-"""Weights of one model for others to use: in safetensors or torch format, in one file or in shards with an index."""
+"""Export and import of one model's weights, as safetensors or torch files, in one file or several with an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ("put_weights", "save_model", "state_dict")
 
 
 def state_dict(accelerator: AcceleratorMembers, model: Module, unwrap: bool = True) -> dict[str, Any]:
-    """All weights of a model, those that are offloaded too; called on every process."""
+    """All weights of a model, including offloaded ones; called on every process."""
     if any(has_offloaded_params(module) for module in model.modules()):
         return get_state_dict_offloaded_model(model)
     return accelerator._backend.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
@@ -35,10 +35,10 @@ def save_model(
     max_shard_size: int | str,
     safe_serialization: bool,
 ) -> None:
-    """Write the weights of a model; called on every process, and written by those that write files.
+    """Write the weights of a model to files; called on every process.
 
     Raises:
-        CheckpointError: a weight has no data, or the disk refuses.
+        CheckpointError: a weight has no data, or a file cannot be written.
     """
     strategy = accelerator._backend.strategy
     project, topology = accelerator._options.project, accelerator.state._process.topology
@@ -53,10 +53,10 @@ def save_model(
 def put_weights(
     accelerator: AcceleratorMembers, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
 ) -> None:
-    """Put weights into a prepared model; called on every process.
+    """Load weights into a prepared model; called on every process.
 
     Raises:
-        CheckpointError: they cannot be read, or are those of another model.
+        CheckpointError: the weights cannot be read, or do not fit the model.
     """
     found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
     try:
@@ -65,5 +65,5 @@ def put_weights(
         raise CheckpointError(
             f"Cannot load weights into {type(accelerator._backend.strategy.unwrap(strategy_model(model))).__name__}.",
             f"They do not fit: {error}",
-            "Give the weights of this model, or strict=False to leave out names that differ.",
+            "Give the weights of this model, or strict=False to ignore names that differ.",
         ) from error

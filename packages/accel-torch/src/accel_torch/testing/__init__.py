@@ -1,9 +1,9 @@
-"""The conformance kit through the Accelerator: what users of a backend do, and what only the Accelerator does.
+"""The test kit of backends through the Accelerator: what users of a backend do, and what only the Accelerator does.
 
     class TestExample(AcceleratorSuite):
         target = "accel_example.manifest:MANIFEST"
 
-The backend is chosen by its name, so its package is installed with its entry point. It needs the extra
+The backend is selected by its name, so its package must be installed with its entry point. The kit needs the extra
 `accel-torch[testing]`.
 """
 

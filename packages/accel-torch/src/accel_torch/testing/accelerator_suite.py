@@ -1,4 +1,4 @@
-"""The suite of tests that drives a backend through an Accelerator, and what its tests do inside the processes."""
+"""The tests of a backend through an Accelerator, and the functions that they run in the processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = ("AcceleratorSession", "AcceleratorSuite", "CompilingSession")
 
 
 class AcceleratorSession(Session):
-    """What users write, with the backend of a case."""
+    """The code that users write, with the backend of a test case."""
 
     def make_strategy(self, handlers: Sequence[Any]) -> None:
-        """Make an Accelerator, whose strategy it is."""
+        """Construct an Accelerator and return its strategy."""
         case = self.case
         given: dict[str, Any] = {}
         if isinstance(case.config, KwargsHandler):
             handlers = [*handlers, case.config]
         elif case.config is not None:
-            # Settings of another backend are given by the argument of that one.
+            # Settings of another backend are given through that backend's argument.
             manifests = [found.manifest for found in resolve.available() if found.manifest is not None]
             theirs = (one for one in manifests if resolve.config_among(one, [case.config]) is not None)
             given = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
@@ -81,16 +81,16 @@ class AcceleratorSession(Session):
         return bundle
 
     def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
-        """A prepared loader of the global batches, which are read and not trained with."""
+        """A prepared loader of the global batches, which are read without training."""
         if self.manifest.traits.elastic:
-            # The loaders of a model that trains wait for its optimizer steps.
+            # In training mode, loaders would wait for optimizer steps.
             self.model.eval()
         inputs, targets = (torch.cat(tensors) for tensors in zip(*data, strict=True))
         loader: Iterable[Any] = self.accelerator.prepare(DataLoader(TensorDataset(inputs, targets), batch_size=BATCH))
         return loader
 
     def save(self, folder: Path, step: int = 0) -> None:
-        """The method of the Accelerator, which counts the steps itself."""
+        """The method of the Accelerator, which counts the steps."""
         self.accelerator.save_state(folder)
 
     def load(self, folder: Path) -> int:
@@ -146,7 +146,7 @@ class CompilingSession(AcceleratorSession):
 
 
 class AcceleratorSuite(BackendSuite):
-    """The tests of every backend through an Accelerator, and those of what only an Accelerator does."""
+    """The tests of every backend through an Accelerator, and tests of what only an Accelerator does."""
 
     @pytest.fixture
     def driver(self) -> str:
@@ -173,7 +173,7 @@ class AcceleratorSuite(BackendSuite):
             assert not answer["weights"] or answer["weights"] == self.near(expected["weights"])
 
     def test_settings_reach_the_strategy_through_the_environment(self, run: Run) -> None:
-        """Those of `config`, which are best not the defaults."""
+        """Values for `config`, preferably not the defaults."""
         if self.config is not None and settings_of(type(self.config)):
             variables = to_environment(self.config)
             for found in run(settings_from_environment, self.case(), variables):
@@ -187,13 +187,13 @@ class AcceleratorSuite(BackendSuite):
 
 
 def unwraps_users_model(case: Case) -> bool:
-    """Whether `unwrap_model` gives the model that the user made."""
+    """Whether `unwrap_model` returns the user's model."""
     session: Any = case.open()
     return isinstance(session.accelerator.unwrap_model(session.model), Small)
 
 
 def free_and_train_again(case: Case) -> dict[str, Any]:
-    """What `free_memory` kept after training, and the losses of another run of the same process."""
+    """What `free_memory` left in memory after training, and the losses of another run in the same process."""
     session: Any = case.open()
     session.train()
     kept = {"model": weakref.ref(session.user_model), "optimizer": weakref.ref(session.optimizer.optimizer)}
@@ -207,7 +207,7 @@ def free_and_train_again(case: Case) -> dict[str, Any]:
 
 
 def train_compiled(case: Case) -> dict[str, Any]:
-    """Losses and weights of a compiled model, and what it is when it is unwrapped."""
+    """Losses and weights of a compiled model, and the type of the unwrapped model."""
     session: Any = case.open()
     losses, _ = session.train()
     bare = session.accelerator.unwrap_model(session.model, keep_torch_compile=False)
@@ -220,14 +220,14 @@ def train_compiled(case: Case) -> dict[str, Any]:
 
 
 def settings_from_environment(case: Case, variables: dict[str, str]) -> dict[str, str]:
-    """Variables of the settings that a strategy has when the launcher gave some."""
+    """Environment variables of the strategy's settings that the launcher set."""
     with mock.patch.dict(os.environ, variables):
         session = case.but(config=None).open()
         return to_environment(session.strategy.config)
 
 
 def train_and_save_model(case: Case, folder: str) -> None:
-    """Train, and write the weights alone."""
+    """Train, and write only the weights."""
     session: Any = case.open()
     session.train()
     session.accelerator.save_model(session.model, folder)

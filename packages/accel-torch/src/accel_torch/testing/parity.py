@@ -1,4 +1,4 @@
-"""Comparing several processes with one, in a test."""
+"""Compare training on several processes with one process, in a test."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def check_parity(
     launch: Sequence[str] = (),
     timeout: float = 600.0,
 ) -> ParityReport:
-    """Whether a function that trains computes under a plan what it computes in one process; see `accel check-parity`.
+    """Check that a training function computes the same under a plan as in one process; see `accel check-parity`.
 
-    It is called in new processes, on the CPU: in those of the plan, and alone.
+    The function runs in new processes on the CPU: first in those of the plan, then in one process.
 
     Args:
-        step: called with an Accelerator and a prepared loader; makes a model, prepares it, and takes one optimizer step
-            for each batch of the loader. A function of a module, which is loaded again from its file.
-        batches: global batches: nested tensors whose first dimension is that of the samples, all of one size. A process
-            is given its slice of each.
-        processes: of the plan.
+        step: called with an Accelerator and a prepared loader. It creates a model, prepares it, and makes one optimizer
+            step for each batch. It must be a top-level function of a module, because it is loaded from its file.
+        batches: global batches: pytrees of tensors of shape (batch size, ...), all of one batch size. Each process
+            receives its shard of each.
+        processes: the number of processes of the plan.
         backend, axes, mixed_precision, launch, timeout: see `accel_torch.check_parity.command.ParityPlan`.
 
     Returns:
-        What differs. `report.verdict` is "equal", "differs" or "not verified".
+        The report. `report.verdict` is "equal", "differs" or "not verified".
 
     Raises:
         SettingError: `step` was not defined in a file, `batches` is empty, or a batch has another size.
@@ -64,14 +64,14 @@ def check_parity(
     if file is None or "<" in name:
         raise SettingError(
             f"Cannot check the function {name}.",
-            "New processes load it by its name from its file, and it is not a top-level function of a module.",
+            "It is not a top-level function of a module, so new processes cannot load it from its file.",
             "Define it with def at the top of a module.",
         )
     sizes = {train_function._samples_of(batch) for batch in batches}
     if len(sizes) != 1:
         raise SettingError(
             f"Cannot check with batches of {sorted(sizes) or 'no'} samples.",
-            "The check cuts each batch into equal slices.",
+            "The check splits each batch into equal shards.",
             "Give at least one batch, and batches of one size.",
         )
     plan = ParityPlan(processes, backend, dict(axes or {}), mixed_precision, tuple(launch), timeout)
