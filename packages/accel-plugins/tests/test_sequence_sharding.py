@@ -148,10 +148,10 @@ def refuse(what: str) -> str:
         ("dims", "SettingError"),
         ("kept", "SettingError"),
         ("ring", "NotOffered"),
-        ("nested", "NotReady: It is inside another one"),
+        ("nested", "NotReady: Another such context is active"),
         ("heads", "ShapeMismatch: The number of heads"),
-        ("mask", "ShapeMismatch: The mask must cover all 8 keys"),
-        ("no attention", "NotReady: The context saw no call of"),
+        ("mask", "ShapeMismatch: Its last dim must be the 8 keys"),
+        ("no attention", "NotReady: The model did not call torch.nn"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(two: Group, what: str, error: str) -> None:

@@ -123,7 +123,7 @@ def refusal(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "error", "named"),
     [
-        ("no plan", "SettingError", "Nothing says how its layers are sharded"),
+        ("no plan", "SettingError", "The model has no tensor-parallel plan"),
         ("name", "SettingError", "Did you mean 'up'"),
         ("style", "SettingError", "Did you mean 'colwise'"),
         ("mesh", "SettingError", "none has the name 'tp'"),
@@ -143,7 +143,7 @@ def test_the_size_has_two_names() -> None:
     assert TorchTensorParallelPlugin(tensor_parallel_degree=4).tp_size == 4
     assert TorchTensorParallelPlugin(4, tensor_parallel_degree=4).tp_size == 4
     assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(1, None)
-    with pytest.raises(Conflict, match="two names of one number"):
+    with pytest.raises(Conflict, match="names of the same setting"):
         TorchTensorParallelPlugin(2, tensor_parallel_degree=4)
 
 

@@ -202,7 +202,7 @@ def refusal(what: str) -> str:
         ("backend", "Conflict", "not dp_shard"),
         ("sizes", "Conflict", "Both set the size"),
         ("engine", "Conflict", "sp_backend='torch'"),
-        ("no plan", "SettingError", "Nothing says how its layers are sharded"),
+        ("no plan", "SettingError", "The model has no tensor-parallel plan"),
         ("plan", "SettingError", "no module of that name"),
         ("style", "SettingError", "'colwise'"),
         ("blocks", "SettingError", "no list of blocks"),

@@ -1,4 +1,4 @@
-"""Settings of data parallelism; plain data, without torch."""
+"""Settings of data parallelism: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = (
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How gradients travel between processes."""
+    """How gradients are compressed for communication between processes."""
 
     NO = "no"
     FP16 = "fp16"
@@ -30,22 +30,22 @@ _OURS: Final = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How models are wrapped in `torch.nn.parallel.DistributedDataParallel`, whose arguments most fields are.
+    """How models are wrapped in `torch.nn.parallel.DistributedDataParallel`; most fields are its arguments.
 
     Args:
-        dim: as there.
-        broadcast_buffers: take the buffers of the first process at every forward.
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel.
-        find_unused_parameters: look for parameters that took no part in a forward; needed when there are any.
-        check_reduction: as there.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory once.
+        dim: as in `DistributedDataParallel`.
+        broadcast_buffers: broadcast the buffers of the first process at every forward.
+        bucket_cap_mb: size of gradient buckets in MiB.
+        find_unused_parameters: search for parameters that a forward did not use; needed if there are any.
+        check_reduction: as in `DistributedDataParallel`.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves memory of the size of the gradients.
         static_graph: promise that every iteration uses the same parameters in the same order.
-        comm_hook: compress gradients while they travel; None is NO.
-        comm_wrapper: compress what the hook makes of them once more: NO, FP16 or BF16.
-        comm_state_option: arguments of the `PowerSGDState` of a PowerSGD hook; None for no arguments.
+        comm_hook: the compression of gradients for communication; None means NO.
+        comm_wrapper: a further compression of the hook's output: NO, FP16 or BF16.
+        comm_state_option: arguments for the `PowerSGDState` of a PowerSGD hook; None: no arguments.
 
     Raises:
-        SettingError: a hook or wrapper of that name does not exist.
+        SettingError: no hook or wrapper has that name.
     """
 
     dim: int = 0
@@ -69,11 +69,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _OURS) -> dict[str, Any]:
-        """Fields by name, without those that `DistributedDataParallel` does not take."""
+        """The fields that are arguments of `DistributedDataParallel`, by name."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Make a `DistributedDataParallel` model send its gradients the way these settings say."""
+        """Register the communication hook of these settings with a `DistributedDataParallel` model."""
         from accel_plugins.ddp.hooks import register
 
         register(model, self.comm_hook.value, self.comm_wrapper.value, self.comm_state_option)

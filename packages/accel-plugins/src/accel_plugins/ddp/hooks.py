@@ -1,8 +1,8 @@
-"""Communication hooks: compressing gradients while they travel between processes.
+"""Communication hooks: compression of gradients for communication between processes.
 
-Batched PowerSGD sees a whole bucket of gradients as one square matrix, which travels as two narrow ones. The method is
-Vogels, Karimireddy, Jaggi: "PowerSGD" (NeurIPS 2019), algorithms 1 and 2, with a bucket for a layer. torch has such a
-hook as well; its own assertion about three-dimensional matrices stops it at the first step that compresses.
+Batched PowerSGD treats a bucket of gradients as one square matrix and sends two narrow matrices instead. The method is
+Vogels, Karimireddy, Jaggi: "PowerSGD" (NeurIPS 2019), algorithms 1 and 2, applied to buckets instead of layers. torch
+has such a hook too, but it fails at its first compressed step, by an assertion about three-dimensional matrices.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 def batched_power_sgd(state: PowerSGDState, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with objects
-    """Communication hook: the mean of a bucket over the processes, at rank `state.matrix_approximation_rank`.
+    """Communication hook: average a bucket over the processes with rank `state.matrix_approximation_rank`.
 
-    Until step `state.start_powerSGD_iter` buckets travel whole. With error feedback, what compression lost is added to
-    the next step's bucket.
+    Before step `state.start_powerSGD_iter` buckets are not compressed. With error feedback, the compression error is
+    added to the next step's bucket.
     """
     group: Any = state.process_group if state.process_group is not None else dist.group.WORLD
     if state.iter < state.start_powerSGD_iter:
@@ -64,7 +64,7 @@ def batched_power_sgd(state: PowerSGDState, bucket):  # type: ignore[no-untyped-
 
 
 def _squared(flat: torch.Tensor) -> torch.Tensor:
-    """A copy of a vector as the smallest square matrix that holds it, filled up with zeros."""
+    """A copy of a vector in the smallest square matrix that has room for it, padded with zeros."""
     side = math.isqrt(flat.numel() - 1) + 1
     square = flat.new_zeros(side * side)
     square[: flat.numel()] = flat
@@ -72,7 +72,7 @@ def _squared(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _guess(state: PowerSGDState, index: int, square: torch.Tensor) -> torch.Tensor:
-    """Where to look for the largest directions: where the last step found them, or the same random place everywhere."""
+    """The start of the power iteration: the last step's result, or a random matrix, equal on all processes."""
     if index in state.q_memory_dict:
         found: torch.Tensor = state.q_memory_dict[index]
         return found
@@ -82,7 +82,7 @@ def _guess(state: PowerSGDState, index: int, square: torch.Tensor) -> torch.Tens
 
 
 def _under_another_name(hook: Hook) -> Hook:
-    """The same hook: torch refuses its own bf16 functions, by name, where it finds no CUDA, though gloo can do it."""
+    """Rename a hook: without CUDA, torch rejects its bf16 hooks by their names, although gloo supports bf16."""
 
     def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with objects
         return hook(state, bucket)
@@ -115,7 +115,7 @@ def register(
     wrapper_type: str,
     options: dict[str, Any],
 ) -> None:
-    """Register a hook, in its wrapper; without a hook nothing is done.
+    """Register a hook, in its wrapper; without a hook, do nothing.
 
     Args:
         model: the wrapped model.
@@ -123,7 +123,7 @@ def register(
         options: arguments of `PowerSGDState`.
 
     Raises:
-        SettingError: the options are none that a PowerSGD state takes.
+        SettingError: the options are not arguments of `PowerSGDState`.
     """
     hook = _HOOKS.get(hook_type)
     if hook is None:
@@ -139,6 +139,6 @@ def _power_sgd_state(options: dict[str, Any]) -> powerSGD_hook.PowerSGDState:
     except (TypeError, ValueError, AssertionError) as error:
         raise SettingError(
             f"Cannot use DistributedDataParallelKwargs(comm_state_option={options!r}).",
-            f"torch's PowerSGDState refuses it: {error}.",
-            "Give arguments of PowerSGDState, such as {'matrix_approximation_rank': 2}.",
+            f"torch's PowerSGDState raised an error: {error}.",
+            "Use arguments of PowerSGDState, such as {'matrix_approximation_rank': 2}.",
         ) from error

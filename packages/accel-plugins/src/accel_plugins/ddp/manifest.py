@@ -1,4 +1,4 @@
-"""What the data-parallel backend declares."""
+"""The manifest of the data-parallel backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("MANIFEST", "present")
 
 
 def present(process: Process) -> bool:
-    """Whether the process was started as a part of a run, so that the others can be reached."""
+    """Whether a launcher started the process as part of a run, so that a process group can be formed."""
     return process.backend is not None
 
 

@@ -1,4 +1,4 @@
-"""The data-parallel strategy, over `torch.nn.parallel.DistributedDataParallel`."""
+"""The data-parallel strategy, based on `torch.nn.parallel.DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DDPStrategy(Strategy):
             if len(devices) > 1:
                 raise Conflict(
                     f"Cannot prepare {type(model).__name__} in a run of several processes.",
-                    f"A device map spreads it over {', '.join(sorted(devices))}; each process needs it on one device.",
+                    f"A device map places it on {', '.join(sorted(devices))}, but each process needs it on one device.",
                     "Load it without a device map, or launch one process.",
                 )
 
@@ -45,7 +45,7 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device = self.context.process.device
-        # torch wants the ids of devices that have one, and no list for those that do not.
+        # torch requires a list of ids for devices that have an index, and no list for others.
         ids = None if device.index is None else [device.index]
         wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **self.config.to_kwargs())
         self.config.register_comm_hook(wrapped)
@@ -69,13 +69,14 @@ class DDPStrategy(Strategy):
         if parallel.find_unused_parameters and not parallel.static_graph:
             raise NotOffered(
                 "Cannot synchronise gradients in the next backward, after a forward without synchronisation.",
-                "With find_unused_parameters=True, that forward has to be known to find what it did not use.",
-                "Leave find_unused_parameters out, or run the last forward outside of no_sync.",
+                "With find_unused_parameters=True, DistributedDataParallel must search the outputs of that forward "
+                "for unused parameters.",
+                "Remove find_unused_parameters, or run the last forward outside no_sync.",
             )
         return _SyncingLate(parallel)
 
     def average_parameters(self, model: Module) -> None:
-        # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+        # `detach()` instead of `.data`: the write then increments the parameter's version, which snapshots compare.
         parameters = [parameter.detach() for parameter in self.unwrap(model).parameters()]
         for parameter, mean in zip(parameters, reduce(parameters, op="mean"), strict=True):
             parameter.copy_(mean)
@@ -89,12 +90,12 @@ class DDPStrategy(Strategy):
 
 
 def _parallel(model: Any) -> DistributedDataParallel | None:
-    """The wrapper that `setup` put around a model, or None for one that does not train."""
+    """The wrapper that `setup` added to a model, or None for a model without trainable parameters."""
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 class _Syncing:
-    """Whether backward reduces gradients, for a while; quicker to make than the generator of `DDP.no_sync`."""
+    """A context that switches the reduction of gradients on or off; cheaper than the generator of `DDP.no_sync`."""
 
     __slots__ = ("_before", "_model", "_sync")
 
@@ -113,7 +114,7 @@ class _Syncing:
 
 
 class _SyncingLate(_Syncing):
-    """Reduces in backward though forward ran without: it prepares the reducer as forward would have done."""
+    """Reduces gradients in backward although forward ran without: it prepares the reducer as forward would."""
 
     __slots__ = ()
 

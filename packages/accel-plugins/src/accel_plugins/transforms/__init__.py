@@ -1,1 +1,1 @@
-"""Changes of the model that go with any strategy."""
+"""Changes of the model that work with any strategy."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks forget their activations after forward and compute them again in backward."""
+"""Activation checkpointing: blocks free their activations after forward and compute them again in backward."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PLAIN_FORWARD: Final = "_forward_that_keeps_activations"
 class ActivationCheckpoint(Transform):
     """Recomputes the activations of blocks in backward.
 
-    Names of parameters stay as they are: the blocks get another forward, and no wrapper.
+    Parameter names do not change, because only the forward of each block is replaced.
 
     Args:
-        select: the blocks of a model; by default those of its lists of blocks of one class.
-        offload: keep activations, in the host's memory, instead of recomputing them.
+        select: returns the blocks of a model; by default those in its lists of blocks of one class.
+        offload: move activations to host memory instead of recomputing them.
     """
 
     name: ClassVar[str] = "activation checkpointing"
@@ -46,7 +46,7 @@ class ActivationCheckpoint(Transform):
             self._blocks(model)
 
     def _blocks(self, model: Module) -> list[Module]:
-        """The blocks, or none when it was done before.
+        """The blocks, or none if activation checkpointing is applied already.
 
         Raises:
             SettingError: the model has no blocks.
@@ -55,8 +55,8 @@ class ActivationCheckpoint(Transform):
         if not blocks:
             raise SettingError(
                 f"Cannot checkpoint activations of {type(model).__name__}.",
-                "It has no list of blocks of one class, or none of the blocks that were selected.",
-                "Name the classes of its blocks, or turn activation checkpointing off.",
+                "The model has no list of blocks of one class, or no block of the selected classes.",
+                "Specify the class names of its blocks, or turn activation checkpointing off.",
             )
         return [block for block in blocks if _PLAIN_FORWARD not in vars(block)]
 

@@ -1,4 +1,4 @@
-"""Compiling a model with `torch.compile`: as a whole, or the blocks it repeats, which are compiled once for all."""
+"""Compile a model with `torch.compile`: as a whole, or only its repeated blocks, which share one compilation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ("Compile", "CompileBlocks", "compile_regions", "compile_regions_in_pl
 
 
 class Compile(Transform):
-    """Compiles models the way a `TorchDynamoPlugin` says; does nothing when its backend is NO.
+    """Compiles models as a `TorchDynamoPlugin` specifies; does nothing when its backend is NO.
 
-    Where the plugin leaves `use_regional_compilation` open, it compiles whole models, except those whose blocks
-    `CompileBlocks` has compiled before.
+    If the plugin does not set `use_regional_compilation`, it compiles whole models, except those in which
+    `CompileBlocks` already compiled the blocks.
     """
 
     name: ClassVar[str] = "compile"
@@ -39,7 +39,7 @@ class Compile(Transform):
         self._config = config
 
     def phase(self, manifest: Manifest) -> Phase:
-        """Blocks are compiled before they are wrapped, whole models where the strategy wants it."""
+        """BEFORE for blocks, which must be compiled before they are wrapped; for whole models, the manifest's phase."""
         return Phase.BEFORE if self._config.use_regional_compilation else manifest.phase(Job.COMPILE)
 
     def check(self, bundle: Bundle, context: Context) -> None:
@@ -51,7 +51,7 @@ class Compile(Transform):
         raise NotOffered(
             f"Cannot compile with dynamo_backend={self._config.backend.name}.",
             f"torch {torch.__version__} cannot compile models on Python {platform.python_version()}.",
-            "Take a newer torch (on Python 3.14 the first is 2.10) or an older Python, or set dynamo_backend=NO.",
+            "Install a newer torch (2.10 or newer on Python 3.14) or an older Python, or set dynamo_backend=NO.",
         )
 
     def apply(self, model: Module, context: Context) -> Module:
@@ -70,12 +70,12 @@ class Compile(Transform):
 
 
 class CompileBlocks(Compile):
-    """Compiles the blocks that models repeat, where the plugin leaves that open and the backend is faster with it."""
+    """Compiles the models' repeated blocks, if the plugin does not specify it and the backend prefers it."""
 
     name: ClassVar[str] = "compile blocks"
 
     def phase(self, manifest: Manifest) -> Phase:
-        """Before the strategy wraps the blocks."""
+        """BEFORE, because the strategy wraps the blocks."""
         return Phase.BEFORE
 
     def takes_part(self, manifest: Manifest) -> bool:
@@ -90,7 +90,7 @@ class CompileBlocks(Compile):
 
 
 def _blocks_compiled(model: Module, arguments: dict[str, Any]) -> bool:
-    """Compile the blocks that a model repeats; whether there are any."""
+    """Compile the repeated blocks of a model; return whether there are any."""
     blocks = repeated_blocks(model)
     for block in blocks:
         _compile_in_place(block, arguments)
@@ -98,9 +98,9 @@ def _blocks_compiled(model: Module, arguments: dict[str, Any]) -> bool:
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
-    """A module whose repeated blocks are compiled one by one, and its other parts as wholes.
+    """A compiled copy of a module: repeated blocks are compiled one by one, other submodules as wholes.
 
-    It shares all parameters and buffers with the module given, which stays as it is and is found under `_orig_mod`.
+    It shares all parameters and buffers with `module`, which does not change and is its attribute `_orig_mod`.
 
     Args:
         module: any module.
@@ -119,12 +119,12 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
 
 
 def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile the repeated blocks of a module one by one, and its other parts as wholes, without wrapping any.
+    """Compile the repeated blocks of a module one by one, and other submodules as wholes, without wrapping any.
 
-    Names of parameters stay as they are, which sharded models and engines rely on.
+    Parameter names do not change; sharded models and engines rely on this.
 
     Args:
-        module: any module; it is changed and returned.
+        module: any module; it is changed in place and returned.
         compile_kwargs: arguments of `torch.compile`.
     """
     if is_repeated_blocks(module):
@@ -151,5 +151,5 @@ def _compiled(module: Module, arguments: dict[str, Any]) -> Module:
 
 
 def has_compiled_regions(module: Module) -> bool:
-    """Whether a module or a part of it is compiled; what `is_compiled_module` tells is the whole."""
+    """Whether a module or one of its submodules is compiled; `is_compiled_module` checks only the module itself."""
     return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules())

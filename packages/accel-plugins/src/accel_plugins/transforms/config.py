@@ -1,4 +1,4 @@
-"""Settings of `torch.compile` and of tensor parallelism; plain data, without torch."""
+"""Settings of `torch.compile` and of tensor parallelism: plain data, without torch."""
 
 # ruff: noqa: RUF009 - `setting` makes the fields of every settings class
 
@@ -37,7 +37,7 @@ _dynamo: Final = partial(
     key="dynamo_config.dynamo_{name}",
     group="Resources",
 )
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting; its variable, flag and key are derived from the field name."""
 
 
 @object_fields(
@@ -47,7 +47,7 @@ _dynamo: Final = partial(
 )
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled. What is None comes from the environment, else it is torch's default.
+    """How models are compiled. A field that is None is read from the environment, else it has torch's default.
 
     Args:
         backend: a member of `DynamoBackend` or its name; NO compiles nothing.
@@ -56,11 +56,11 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: as in `torch.compile`.
         options: as in `torch.compile`.
         disable: as in `torch.compile`.
-        use_regional_compilation: compile the blocks that a model repeats, once for all of them, which takes less time.
-            It reads as False where nothing was given, and the backend decides: version 2 of FSDP compiles blocks.
+        use_regional_compilation: compile a model's repeated blocks, once for all of them, which takes less time. If
+            unset, the field reads as False, and the backend decides: FSDP 2 compiles blocks.
 
     Raises:
-        SettingError: there is no such backend or mode.
+        SettingError: no such backend or mode exists.
     """
 
     backend: DynamoBackend = _dynamo(
@@ -79,7 +79,7 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_USE_{NAME}",
         flag="--dynamo_use_{name}",
         key="dynamo_config.dynamo_use_{name}",
-        question="Should a model that does not compile as one graph be refused?",
+        question="Do you want an error for a model that does not compile as one graph?",
         help="Require that each model compiles as one graph.",
     )
     dynamic: bool = _dynamo(
@@ -87,14 +87,14 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_USE_{NAME}",
         flag="--dynamo_use_{name}",
         key="dynamo_config.dynamo_use_{name}",
-        question="Should models be compiled for sizes that change?",
+        question="Should models be compiled for dynamic shapes?",
         help="Compile for dynamic shapes.",
     )
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool = _dynamo(
         type=SWITCH,
-        question="Should the blocks that a model repeats be compiled instead of the whole model?",
+        question="Should only the repeated blocks of a model be compiled instead of the whole model?",
         help="Compile the repeated blocks of a model instead of the whole model.",
     )
 
@@ -111,12 +111,12 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.options is not None and self.mode != "default":
             raise SettingError(
                 f"Cannot use TorchDynamoPlugin(mode={self.mode!r}, options=...).",
-                "torch.compile takes one of the two.",
-                "Leave one of them out.",
+                "torch.compile accepts only one of the two.",
+                "Remove one of them.",
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name; the backend as torch spells it."""
+        """All fields by name; the backend under torch's name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**found, "backend": self.backend.value.lower()}
 
@@ -130,19 +130,19 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """How tensors of layers are sharded among processes.
+    """How the weights of layers are sharded among processes.
 
     Args:
-        tp_size: processes over which each tensor is sharded; 1 leaves it to `ParallelismConfig`.
-        torch_device_mesh: mesh whose axis "tp", or only axis, is used; made from the sizes when None.
-        parallelize_plan: by name of a module, with `*` for any part of a name, how it is sharded: "colwise",
-            "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel" or a `ParallelStyle` of torch. When None, the
-            model's own plan (`tp_plan`).
-        tensor_parallel_degree: another name of `tp_size`.
+        tp_size: number of processes over which each tensor is sharded; 1: use that of `ParallelismConfig`.
+        torch_device_mesh: the mesh; its axis "tp", or its only axis, is used. None: created from the sizes.
+        parallelize_plan: maps module names, with `*` for any part of a name, to a style: "colwise", "rowwise",
+            "colwise_rep", "rowwise_rep", "sequence_parallel" or a `ParallelStyle` of torch. None: the model's own plan
+            (`tp_plan`).
+        tensor_parallel_degree: another name for `tp_size`.
 
     Raises:
-        SettingError: the size is not a number of processes, or the plan not a mapping.
-        Conflict: both names of the size were given and differ.
+        SettingError: the size is not a positive int, or the plan is not a mapping.
+        Conflict: both names of the size were passed with different values.
 
     Example:
         >>> plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -160,19 +160,19 @@ class TorchTensorParallelPlugin:
                 raise Conflict(
                     f"Cannot use TorchTensorParallelPlugin(tp_size={self.tp_size!r}, "
                     f"tensor_parallel_degree={tensor_parallel_degree!r}).",
-                    "They are two names of one number.",
-                    "Give one of them.",
+                    "Both are names of the same setting, and the values differ.",
+                    "Pass only one of them.",
                 )
             self.tp_size = tensor_parallel_degree
         if not isinstance(self.tp_size, int) or isinstance(self.tp_size, bool) or self.tp_size < 1:
             raise SettingError(
                 f"Cannot use TorchTensorParallelPlugin(tp_size={self.tp_size!r}).",
-                "It is a number of processes.",
+                "The value must be a number of processes.",
                 "Pass an int of at least 1.",
             )
         if self.parallelize_plan is not None and not isinstance(self.parallelize_plan, Mapping):
             raise SettingError(
                 f"Cannot use TorchTensorParallelPlugin(parallelize_plan={self.parallelize_plan!r}).",
-                "A plan maps names of modules to styles of sharding.",
-                "Give a dict such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}.",
+                "A plan maps module names to sharding styles.",
+                "Pass a dict such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}.",
             )

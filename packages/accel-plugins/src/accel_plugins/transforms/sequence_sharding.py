@@ -1,15 +1,15 @@
-"""Sequence sharding: each process works on its shard of every sequence, and attention still sees the full sequence.
+"""Sequence sharding: each process computes its shard of every sequence, and attention covers the full sequence.
 
-Tensors that have a sequence are sharded, and `scaled_dot_product_attention` is replaced by one that reaches the other
-shards through the processes of one axis. Everything else in a model works token by token.
+Tensors with a sequence dim are sharded, and `scaled_dot_product_attention` is replaced by one that communicates with
+the processes of one axis. All other layers work token by token.
 
-Along "cp" (context parallelism) attention uses the keys and values of all processes. Where torch has kernels for it,
-its own `context_parallel` passes keys and values on while it computes. Elsewhere each process collects all of them
-before it computes attention for its shard of the queries.
+Along "cp" (context parallelism) attention uses the keys and values of all processes. On devices with kernels for it,
+torch's `context_parallel` sends keys and values during the computation. On others, each process gathers all of them
+first and then computes attention for its shard of the queries.
 
 Along "sp" (Ulysses) each process computes attention for some of the heads, over the full sequence, so that every kernel
-and mask works. Two exchanges around attention turn one sharding into the other. The number of heads has to be a
-multiple of the number of processes. Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
+and mask works. All-to-all collectives before and after attention convert one sharding into the other. The number of
+heads must be a multiple of the number of processes. Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _all_gather: Callable[..., Tensor] = getattr(
 def by_torch(
     neighbours: DeviceMesh, buffers: list[Tensor], dims: list[int], kept_cut: list[Tensor], exchange: str
 ) -> AbstractContextManager[None]:
-    """The block of torch; see `shard_sequences`.
+    """torch's context; see `shard_sequences`.
 
     Raises:
-        SettingError: there is no buffer; torch takes the length of the sequence from one.
+        SettingError: there is no buffer; torch reads the sequence length from the first one.
     """
     if not buffers:
         raise SettingError(
-            "A block with a sharded sequence was entered without buffers.",
-            "torch's context parallelism takes the length of the sequence from the first of them.",
-            "Give the inputs and targets as buffers.",
+            "Cannot shard a sequence without buffers.",
+            "torch's context parallelism reads the sequence length from the first buffer.",
+            "Pass the inputs and targets as `buffers`.",
         )
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -79,12 +79,12 @@ def gathering(neighbours: DeviceMesh, exchange: str) -> Callable[[Attention], At
     """Makes an attention for parts of a sequence of one for whole sequences.
 
     Raises:
-        NotOffered: keys and values were to travel in another way.
+        NotOffered: this device does not support `exchange`.
     """
     if exchange != "allgather":
         raise NotOffered(
             f"Cannot use cp_comm_strategy={exchange!r}.",
-            "On this kind of device torch has no attention that computes while keys and values travel in a ring.",
+            "On this device torch has no attention that sends keys and values in a ring during the computation.",
             "Use TorchContextParallelConfig(cp_comm_strategy='allgather').",
         )
     group, mine, parts = neighbours.get_group(), neighbours.get_local_rank(), neighbours.size()
@@ -113,7 +113,7 @@ def gathering(neighbours: DeviceMesh, exchange: str) -> Callable[[Attention], At
 
 
 def _gathered(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence; in one collective where their shapes allow."""
+    """Keys and values of the full sequence; gathered by one collective if their shapes allow."""
     if key.shape == value.shape and key.dtype is value.dtype:
         both = torch.stack((key, value))
         keys, values = _all_gather(both, both.ndim - 2, group).unbind(0)
@@ -123,19 +123,20 @@ def _gathered(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, 
 
 
 def _causal(rows: int, columns: int, first: int, device: torch.device) -> Tensor:
-    """Which keys each query of this part may see, when its first query has the position `first`."""
+    """The causal mask for this shard of the queries; its first query has the position `first`."""
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(first)
 
 
 def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Tensor:
-    """The rows of a mask that belong to the queries of this part."""
+    """The rows of a mask for this shard of the queries."""
     if mask.shape[-1] == columns and mask.shape[-2] in (1, rows):
         return mask
     if mask.shape[-1] == columns and mask.shape[-2] == rows * parts:
         return mask.narrow(-2, mine * rows, rows)
     raise ShapeMismatch(
         f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
-        f"The mask must cover all {columns} keys, for the {rows} queries of this process or for all of them.",
+        f"Its last dim must be the {columns} keys of the full sequence; the dim before, the {rows} queries of this "
+        "process or all queries.",
         "Leave the mask out and use is_causal, or make it for the whole sequence.",
     )
 
@@ -170,9 +171,9 @@ def _check_heads(query: Tensor, key: Tensor, parts: int) -> None:
 
 
 def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, parts: int) -> tuple[Tensor, ...]:
-    """From (..., heads, part of the sequence, width) to (..., part of the heads, sequence, width), for all three.
+    """Convert all three from (..., heads, shard of the sequence, width) to (..., shard of the heads, sequence, width).
 
-    They travel in one collective where their shapes allow.
+    One collective sends all three if their shapes allow.
     """
     given = (query, key, value)
     if len({(one.shape, one.dtype) for one in given}) == 1:
@@ -185,12 +186,12 @@ def _to_parts(output: Tensor, group: ProcessGroup, parts: int) -> Tensor:
 
 
 def _all_to_all(tensor: Tensor, split_dim: int, join_dim: int, group: ProcessGroup, parts: int) -> Tensor:
-    """Give away parts of one dim and collect those of another.
+    """Shard one dim and gather another, by an all-to-all.
 
     Args:
-        tensor: any number of dims.
-        split_dim: dim that is full, and is sharded afterwards; counted from the end.
-        join_dim: dim that is sharded, and is full afterwards; counted from the end.
+        tensor: a tensor with any number of dims.
+        split_dim: the dim to shard; counted from the end.
+        join_dim: the sharded dim to gather; counted from the end.
         group: the processes.
         parts: their number.
     """
@@ -201,12 +202,12 @@ def _all_to_all(tensor: Tensor, split_dim: int, join_dim: int, group: ProcessGro
 
 
 def _for_heads(mask: Tensor, query: Tensor, heads: int, mine: int) -> Tensor:
-    """The part of a mask that belongs to the heads of this process."""
+    """The part of a mask for the heads of this process."""
     length = query.shape[-2]
     if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise ShapeMismatch(
             f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
-            f"Each process attends over the whole sequence of {length} for its heads.",
+            f"Each process computes attention of its heads over the full sequence of length {length}.",
             "Leave the mask out and use is_causal, or make it for the whole sequence.",
         )
     own = query.shape[-3]
@@ -220,18 +221,18 @@ def shard_sequences(
     kept_cut: Iterable[Tensor] | None = None,
     exchange: str = "allgather",
 ) -> AbstractContextManager[None]:
-    """A block in which the sequence is sharded along the axis "cp" or "sp" of the run; no change where it has neither.
+    """A context that shards sequences along the run's axis "cp" or "sp"; without either, it has no effect.
 
     Args:
         context: the context of the run.
-        buffers: tensors with a sequence: inputs, targets, positions. Inside of the block they are cut.
+        buffers: tensors with a sequence dim: inputs, targets, positions. Inside the context they are sharded.
         dims: dim of the sequence in each of them.
-        kept_cut: those that need not be whole again afterwards.
-        exchange: how keys and values travel along "cp": "allgather" or "alltoall".
+        kept_cut: buffers that are not restored on exit.
+        exchange: how keys and values are exchanged along "cp": "allgather" or "alltoall".
 
     Raises:
-        SettingError: buffers and dims do not go together.
-        NotOffered: the device cannot exchange in that way.
+        SettingError: the numbers of buffers and dims differ, or `kept_cut` has another tensor.
+        NotOffered: the device does not support `exchange`.
     """
     found = sequence_submesh(context.mesh)
     given, kept = list(buffers or ()), list(kept_cut or ())
@@ -249,14 +250,14 @@ def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
     if len(buffers) != len(dims):
         raise SettingError(
             f"Cannot shard {len(buffers)} buffers along {len(dims)} dims.",
-            "Each buffer has one sequence dim.",
-            "Give buffer_seq_dims with one number for each buffer.",
+            "Each buffer needs exactly one sequence dim.",
+            "Pass `buffer_seq_dims` with one int for each buffer.",
         )
     if any(all(one is not buffer for buffer in buffers) for one in kept):
         raise SettingError(
             "Cannot use a tensor in no_restore_buffers that is not in buffers.",
-            "Only a buffer that is sharded can stay sharded.",
-            "Add it to buffers, or take it out.",
+            "no_restore_buffers lists buffers that remain sharded, so they must be among the buffers.",
+            "Add the tensor to `buffers`, or remove it from `no_restore_buffers`.",
         )
 
 
@@ -267,14 +268,14 @@ _ATTENTIONS: Final[dict[Axis, Callable[[DeviceMesh, str], Callable[[Attention], 
 
 
 class ShardedSequences:
-    """The block; entered around forward and backward, because recomputed activations need its attention again.
+    """The context; entered around forward and backward, because recomputed activations need its attention again.
 
     Args:
-        attention: makes, of the attention there is, one for the sharded sequence.
-        neighbours: the processes among which sequences are sharded.
-        buffers: what is cut.
+        attention: returns an attention function for sharded sequences, based on the original one.
+        neighbours: the mesh of the processes that share each sequence.
+        buffers: the tensors to shard.
         dims: dim of the sequence in each of them.
-        kept_cut: those of them that stay cut.
+        kept_cut: the buffers that are not restored on exit.
     """
 
     def __init__(
@@ -296,9 +297,9 @@ class ShardedSequences:
         plain: Any = functional.scaled_dot_product_attention
         if getattr(plain, "of_sharded_sequences", False):
             raise NotReady(
-                "A block with a sharded sequence was entered.",
-                "It is inside another one.",
-                "Leave the outer one first.",
+                "Cannot enter a context with a sharded sequence.",
+                "Another such context is active.",
+                "Exit the outer context first.",
             )
         cut = [self._cut(buffer, dim) for buffer, dim in zip(self._buffers, self._dims, strict=True)]
         self._plain, self._calls = plain, 0
@@ -311,7 +312,7 @@ class ShardedSequences:
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] % self._parts:
             raise ShapeMismatch(
                 f"Cannot shard a tensor of shape {tuple(buffer.shape)} along dim {dim} into {self._parts} shards.",
-                "It has no such dim, or the shards would not be equal.",
+                "The dim does not exist, or its size is not a multiple of the number of shards.",
                 f"Pad sequences to a multiple of {self._parts}.",
             )
         return buffer.data.chunk(self._parts, dim)[self._mine].contiguous()
@@ -333,9 +334,9 @@ class ShardedSequences:
                 buffer.data = whole
         if error is None and not self._calls and not torch.compiler.is_compiling():
             raise NotReady(
-                "A block with a sharded sequence was left.",
-                "The context saw no call of torch.nn.functional.scaled_dot_product_attention.",
-                "Let the model use that function (attn_implementation='sdpa'), and call it inside the context.",
+                "The sharded sequence had no effect on attention.",
+                "The model did not call torch.nn.functional.scaled_dot_product_attention inside the context.",
+                "Make the model use that function (attn_implementation='sdpa'), and call the model inside the context.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose weights are sharded among the processes of one axis, as DTensors of torch."""
+"""Tensor parallelism: shard the weights of layers among the processes of one mesh axis, as DTensors."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""How a layer may be sharded, by the names that plans use."""
+"""The sharding styles of layers, by their names in plans."""
 
 
 class TensorParallel(Transform):
-    """Divides the weights of layers along the axis "tp".
+    """Shards the weights of layers along the mesh axis "tp".
 
-    Processes of that axis read the same samples. A model whose weights are DTensors already stays as it is.
+    Processes of that axis read the same samples. A model that already has DTensor weights is not changed.
 
     Args:
-        plan: by name of a module, with `*` for any part of a name, one of `STYLES` or a `ParallelStyle` of torch; the
-            model's own plan when None.
-        mesh: the mesh to shard along; the axis "tp" of the run when None.
+        plan: maps module names, with `*` for any part of a name, to one of `STYLES` or a `ParallelStyle` of torch.
+            None: the model's own plan.
+        mesh: the mesh to shard along; None: the axis "tp" of the run.
     """
 
     name: ClassVar[str] = "tensor parallelism"
@@ -69,8 +69,8 @@ class TensorParallel(Transform):
             if optimizer.state:
                 raise NotReady(
                     f"Cannot prepare {type(optimizer).__name__} with tensor parallelism.",
-                    "It has stepped before, and its state belongs to parameters that are not sharded yet.",
-                    "Prepare it first, and load its state afterwards.",
+                    "The optimizer has already stepped, and its state belongs to unsharded parameters.",
+                    "Prepare the optimizer before its first step, and load its state afterwards.",
                 )
 
     def apply(self, model: Module, context: Context) -> Module:
@@ -98,15 +98,15 @@ class TensorParallel(Transform):
         """The style of each module of the plan.
 
         Raises:
-            SettingError: there is no plan, it names a module or style that does not exist.
+            SettingError: there is no plan, or it names a module or style that does not exist.
         """
-        # transformers writes both; the property holds the plan of the whole model.
+        # transformers sets both; the property has the plan of the whole model.
         plan = self._plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not plan:
             raise SettingError(
                 f"Cannot prepare {type(model).__name__} with tensor parallelism.",
-                "Nothing says how its layers are sharded.",
-                "Give torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan={'layers.*.up': 'colwise', ...}).",
+                "The model has no tensor-parallel plan, and none was passed.",
+                "Pass torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan={'layers.*.up': 'colwise', ...}).",
             )
         names = [name for name, _ in model.named_modules()]
         for pattern in plan:
@@ -121,8 +121,8 @@ def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
     if along is None:
         raise SettingError(
             f"Cannot use a device mesh with the axes {mesh.mesh_dim_names} for tensor parallelism.",
-            "It has several axes, and none has the name 'tp'.",
-            "Name its axes, or give the part to shard along.",
+            "The mesh has several axes, and none has the name 'tp'.",
+            "Name its axes, or pass the submesh to shard along.",
         )
     return along
 
@@ -135,7 +135,7 @@ def _check_pattern(pattern: str, names: list[str], model: Module) -> None:
     raise SettingError(
         f"The plan of tensor parallelism shards {pattern!r}.",
         f"{type(model).__name__} has no module of that name.",
-        f"Did you mean {near!r}?" if near else "Take names from model.named_modules().",
+        f"Did you mean {near!r}?" if near else "Use names from model.named_modules().",
     )
 
 
@@ -147,7 +147,9 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
         raise SettingError(
             f"The plan of tensor parallelism shards {pattern!r} by {style!r}.",
             f"The names of styles are {', '.join(STYLES)}.",
-            f"Did you mean {near!r}?" if near else "Give a ParallelStyle of torch.distributed.tensor.parallel.",
+            f"Did you mean {near!r}?"
+            if near
+            else "Use one of these, or a ParallelStyle of torch.distributed.tensor.parallel.",
         )
     return STYLES[style]()
 
@@ -160,13 +162,13 @@ Place = tuple[Module, str]
 
 
 def _ties(model: Module) -> list[list[Place]]:
-    """The modules, with the name there, of each parameter that the model has under several names."""
+    """For each parameter with several names: its modules, with the parameter's name in each."""
     split = ((name.rpartition(".") for name in names) for names in find_tied_parameters(model))
     return [[(model.get_submodule(module), name) for module, _, name in names] for names in split]
 
 
 def _tie(places: list[Place]) -> None:
-    """Make one parameter of what sharding made several of."""
+    """Tie parameters again that sharding has separated."""
     now: list[Tensor] = [getattr(module, name) for module, name in places]
     if len({getattr(parameter, "placements", None) for parameter in now}) > 1:
         raise Conflict(

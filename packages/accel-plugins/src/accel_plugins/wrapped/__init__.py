@@ -1,1 +1,1 @@
-"""Optimizers, schedulers and models as `prepare` gives them back, and the way from a prepared model to the user's."""
+"""The wrappers of optimizers and schedulers that `prepare` returns."""

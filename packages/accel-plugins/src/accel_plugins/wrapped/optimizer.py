@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` gives back: it steps when gradients are complete, and the way the strategy steps."""
+"""The optimizer that `prepare` returns: it steps when gradients are synchronised, by the strategy's `step`."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ Step = Callable[[Optimizer, "Closure | None"], bool]
 
 
 class SupportsStep(Protocol):
-    """Whoever knows how an optimizer steps: a strategy or a precision."""
+    """An object that steps an optimizer: a strategy or a precision."""
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step; False when the step was skipped."""
+        """Step; return False when the step was skipped."""
 
 
 class AcceleratedOptimizer(Optimizer):
     """An optimizer that acts only when gradients are synchronised.
 
-    It is a real `torch.optim.Optimizer`, so schedulers take it, but all state is that of the optimizer it wraps.
+    It is a subclass of `torch.optim.Optimizer`, so schedulers accept it; all state is in the wrapped optimizer.
 
     Args:
         optimizer: the user's optimizer.
-        device_placement: whether loaded state is moved to where the parameters are; torch does that by itself.
-        scaler: a gradient scaler to step with, where neither strategy nor precision is given.
-        gradient: says whether gradients are synchronised; the state made last when None.
-        strategy: decides how to step.
-        precision: decides how to step where there is no strategy.
+        device_placement: whether loaded state is moved to the parameters' device; has no effect, because torch always
+            does.
+        scaler: a gradient scaler for the step, used without strategy and precision.
+        gradient: the gradient state: whether gradients are synchronised; None: the latest instance.
+        strategy: makes the step.
+        precision: makes the step if there is no strategy.
 
     Attributes:
-        steps_in_backward: whether the optimizer changes each parameter during backward, as LOMO does; `step` has
-            nothing to do then.
+        steps_in_backward: whether the optimizer updates parameters during backward, as LOMO does; `step` then does
+            nothing.
     """
 
     _steps = 0
@@ -83,7 +84,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of each parameter."""
+        """The state of each parameter."""
         return self.optimizer.state
 
     @state.setter
@@ -92,7 +93,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters by group with their options."""
+        """The groups of parameters with their options."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -101,31 +102,31 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Options of groups that do not say otherwise."""
+        """The default options of groups."""
         return self.optimizer.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    # Schedulers read it at each step, which a function of C answers in less time.
+    # Schedulers read it at each step; a C function is faster here.
     step_was_skipped = property(
         attrgetter("_is_overflow"),
-        doc="Whether the last step at complete gradients was skipped, because they overflowed for example.",
+        doc="Whether the last synchronised step was skipped, for example because gradients overflowed.",
     )
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Backward and step in one, of an optimizer that steps in backward."""
+        """Run backward and step together, for an optimizer that steps in backward."""
         self.optimizer.fused_backward(loss, learning_rate)  # type: ignore[attr-defined]
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Step when gradients are synchronised; with a closure, return what it returned first."""
+        """Step when gradients are synchronised; with a closure, return the result of its first call."""
         if not self.gradient_state.sync_gradients:
             return None
         if closure is not None:
             return self._step_with(closure)
         self._is_overflow = not self._step(self.optimizer, None)
-        # As `_count_step`, without its call.
+        # The code of `_count_step`, without the cost of a call.
         self._steps = steps = self._steps + 1
         if steps > PROGRESS.steps:
             PROGRESS.steps = PROGRESS.shared[1] = steps
@@ -138,14 +139,14 @@ class AcceleratedOptimizer(Optimizer):
         return losses[0] if losses else None
 
     def _count_step(self) -> None:
-        """Let whoever looks at the run from outside see how many steps were made."""
+        """Report the number of steps to the run status."""
         self._steps = steps = self._steps + 1
-        # A loop with several optimizers is at the step of the one that has made most.
+        # With several optimizers, the run's step is that of the one with the most steps.
         if steps > PROGRESS.steps:
             PROGRESS.steps = PROGRESS.shared[1] = steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients when they are synchronised; within an accumulation they stay."""
+        """Reset the gradients if they are synchronised; during accumulation, keep them."""
         if not self.gradient_state.sync_gradients:
             return
         if set_to_none is None:
@@ -162,15 +163,15 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def train(self) -> None:
-        """Switch an optimizer that averages weights (a schedule-free one) to training."""
+        """Switch a schedule-free optimizer, which averages weights, to training."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Switch an optimizer that averages weights (a schedule-free one) to evaluation."""
+        """Switch a schedule-free optimizer, which averages weights, to evaluation."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
@@ -192,7 +193,7 @@ class AcceleratedOptimizer(Optimizer):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        # The run stays where it is: what is unpickled steps alone.
+        # The copy does not include the run: after unpickling, the optimizer steps without a strategy.
         return {name: value for name, value in self.__dict__.items() if name != "_step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,15 +202,15 @@ class AcceleratedOptimizer(Optimizer):
 
 
 class EngineSteppedOptimizer(AcceleratedOptimizer):
-    """An optimizer that an engine steps; its own `step` only counts the step, and `zero_grad` does nothing.
+    """An optimizer that an engine steps: `step` only counts the step, and `zero_grad` does nothing.
 
     Args:
-        optimizer: that of the engine.
-        gradient: says whether gradients are synchronised; the state made last when None.
+        optimizer: the optimizer of the engine.
+        gradient: the gradient state: whether gradients are synchronised; None: the latest instance.
 
     Attributes:
         engine: name of the engine in errors.
-        steps_when: when the engine steps, as errors say it.
+        steps_when: when the engine steps, as text for errors.
     """
 
     engine: ClassVar[str]
@@ -219,15 +220,15 @@ class EngineSteppedOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Count the step that the engine has made.
+        """Count a step that the engine made.
 
         Raises:
-            NotOffered: a closure was given.
+            NotOffered: a closure was passed.
         """
         if closure is not None:
             raise NotOffered(
                 f"Cannot call optimizer.step(closure) with {self.engine}.",
-                f"The engine steps {self.steps_when}, and cannot compute gradients again.",
+                f"The engine steps {self.steps_when} and cannot call a closure.",
                 "Call step() without a closure.",
             )
         if self.gradient_state.sync_gradients:
@@ -238,7 +239,7 @@ class EngineSteppedOptimizer(AcceleratedOptimizer):
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that a prepared one wraps; another one as it is."""
+    """The optimizer inside a prepared one; any other optimizer is returned unchanged."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -254,12 +255,12 @@ def _recording(closure: Closure, losses: list[Any]) -> Closure:
 
 
 def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) -> bool:
-    """The step of an optimizer that has stepped in backward."""
+    """The step of an optimizer that already stepped in backward."""
     return True
 
 
 def _step_of(stepper: SupportsStep | Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
-    """How to step: the given way, else plainly, or with a scaler that is updated at once."""
+    """The object that steps: strategy or precision, else a plain step or one with a scaler."""
     if stepper is not None:
         return stepper.step
     if scaler is None:

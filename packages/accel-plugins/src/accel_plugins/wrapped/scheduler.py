@@ -1,7 +1,7 @@
-"""The learning-rate scheduler that `prepare` gives back: it moves when the optimizers have stepped.
+"""The learning-rate scheduler that `prepare` returns: it steps only after the optimizers have stepped.
 
-Where a step of the run is many steps of the schedule, `advance` moves it by all of them at once, with rates and state
-bit-equal to stepping one by one.
+If a step of the run is many steps of the schedule, `advance` makes them all at once; rates and state are bitwise equal
+to those of single steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = (
 )
 
 _FEW: Final = 2
-"""Up to this many steps, stepping is as quick as jumping."""
+"""Up to this number of steps, single steps are as fast as a jump."""
 
 
 def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-    """Do `scheduler.step(*args, **kwargs)` `steps` times; past `total_steps` a scheduler stays where it is."""
+    """Call `scheduler.step(*args, **kwargs)` `steps` times, but not beyond `total_steps`."""
     if kwargs is None:
         kwargs = {}
     if hasattr(scheduler, "total_steps"):
@@ -41,12 +41,12 @@ def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapp
 
 
 def _try_jump(scheduler: Any, steps: int) -> int:
-    """Jump if this scheduler can; the number of steps that were made (0: it cannot)."""
+    """Jump if this scheduler supports it; return the number of steps made (0: not supported)."""
     jump = _JUMPS.get(type(scheduler))
     if jump is None or any(type(group["lr"]) is not float for group in scheduler.optimizer.param_groups):
         return 0
     if scheduler._step_count == 1:
-        # The first step warns of an optimizer that has not stepped.
+        # The first step warns if the optimizer has not stepped.
         scheduler.step()
         return 1 + _try_jump(scheduler, steps - 1)
     return steps if jump(scheduler, steps) else 0
@@ -63,7 +63,7 @@ def _by_position(scheduler: Any, steps: int) -> bool:
 
 
 def _lambda(scheduler: Any, steps: int) -> bool:
-    # An object may count its calls.
+    # A callable object may count its calls.
     return all(_is_function(rate) for rate in scheduler.lr_lambdas) and _by_position(scheduler, steps)
 
 
@@ -94,7 +94,7 @@ def _warm_restarts(scheduler: Any, steps: int) -> bool:
 
 
 def _by_factors(factors: Callable[[Any, int, int], Iterator[float]]) -> Callable[[Any, int], bool]:
-    """A jump that multiplies every rate by the factors met from position `first` to `last`, both included."""
+    """A jump that multiplies every rate by the factors of positions `first` to `last`, both included."""
 
     def jump(scheduler: Any, steps: int) -> bool:
         met = list(factors(scheduler, scheduler.last_epoch + 1, scheduler.last_epoch + steps))
@@ -130,12 +130,12 @@ def _milestone_factors(scheduler: Any, first: int, last: int) -> Iterator[float]
         yield scheduler.gamma ** scheduler.milestones[milestone]
 
 
-# Kept outside of the scheduler, whose attributes are its state.
+# Not stored as an attribute of the scheduler, because all its attributes are saved as state.
 _sorted: WeakKeyDictionary[Any, tuple[Any, list[int]]] = WeakKeyDictionary()
 
 
 def _in_order(scheduler: Any) -> list[int]:
-    """All milestones of a schedule, sorted once; a state that is loaded brings others."""
+    """All milestones of a schedule, sorted once; loading a state may replace them."""
     counted, milestones = _sorted.get(scheduler, (None, []))
     if counted is not scheduler.milestones or len(counted) != len(milestones):
         milestones = sorted(scheduler.milestones)
@@ -199,19 +199,18 @@ _JUMPS: Final[Mapping[type, Callable[[Any, int], bool]]] = {
 
 
 class AcceleratedScheduler:
-    """A scheduler that follows its optimizers.
+    """A scheduler that steps after its optimizers.
 
-    A schedule is written for the batches that one process sees in a run of one. With several processes each step uses
-    as many batches as there are processes, so the schedule moves on by that many, unless batches are split between
-    them.
+    Users write a schedule for the batches of a run of one process. With several processes each step uses one batch per
+    process, so the schedule advances by the number of processes, unless `split_batches` divides each batch.
 
     Args:
         scheduler: the user's scheduler.
-        optimizers: the optimizers it follows: it stays where it is when one of them skipped its step.
-        step_with_optimizer: False moves it by one at every call, whatever the optimizers do.
-        split_batches: whether loaders split each batch, so that a step uses as much data as with one process.
-        gradient: says whether gradients are synchronised; the state made last when None.
-        processes: how many processes share the data; those of the run when None.
+        optimizers: its optimizers: it does not step when one of them skipped its step.
+        step_with_optimizer: False advances it by one at every call, whether or not the optimizers step.
+        split_batches: whether loaders divide each batch, so that a step uses as much data as with one process.
+        gradient: the gradient state: whether gradients are synchronised; None: the latest instance.
+        processes: number of processes among which data is divided; None: that of the run.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class AcceleratedScheduler:
         self._plain = split_batches or (processes == 1 and not hasattr(scheduler, "total_steps"))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on when the optimizers have stepped; arguments go to the scheduler."""
+        """Step if the optimizers have stepped; arguments go to the scheduler."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -259,21 +258,21 @@ class AcceleratedScheduler:
             advance(self.scheduler, self._stride, args, kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """Learning rates in use, one per group."""
+        """The current learning rates, one per group."""
         rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> list[Any]:
-        """What the wrapped scheduler's `get_lr` computes."""
+        """The result of the wrapped scheduler's `get_lr`."""
         rates: list[Any] = self.scheduler.get_lr()
         return rates
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped scheduler's `print_lr` does, where it has one."""
+        """Call the wrapped scheduler's `print_lr`, if it has one."""
         return self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped scheduler."""
+        """The state of the wrapped scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
