@@ -62,7 +62,7 @@ def test_full_precision_has_nothing_to_autocast_to_and_nothing_to_scale() -> Non
     accelerator.scaler = None
     with pytest.raises(Conflict, match="mixed_precision='no'"):
         accelerator.native_amp = True
-    with pytest.raises(Conflict, match="Only fp16 scales the loss"):
+    with pytest.raises(Conflict, match="Only fp16 training scales the loss"):
         accelerator.scaler = torch.amp.GradScaler("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision: the interface, and the precisions that torch brings."""
+"""Mixed precision: the interface, and the precisions of torch."""
 
 from __future__ import annotations
 

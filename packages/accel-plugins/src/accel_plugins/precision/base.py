@@ -1,7 +1,7 @@
 """The interface of a precision: how forward, backward and the optimizer step are computed.
 
-The class itself is the answer for full precision; others override what they do differently. A strategy that owns the
-duty PRECISION reads `name` and `dtype` and does the rest by itself.
+The class itself implements full precision; subclasses override what differs. A strategy that owns the duty PRECISION
+reads only `name` and `dtype`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Precision:
-    """Full precision, and what every other precision overrides.
+    """Full precision, and the base class of all other precisions.
 
     Attributes:
         name: "no", "fp16", "bf16" or "fp8".
-        dtype: what forward passes compute in; None is the dtype of the weights.
-        library: what computes in 8 bits.
-        excludes: axes of the mesh that it does not work with.
-        swaps_modules: whether `setup` is called also where the strategy owns the duty PRECISION: it exchanges
-            layers of the model, which no strategy does.
+        dtype: the dtype of forward passes; None: that of the weights.
+        library: the library for 8-bit training.
+        excludes: mesh axes that it does not work with.
+        swaps_modules: whether `setup` replaces layers of the model. It is then called even if the strategy owns the
+            duty PRECISION.
     """
 
     name: ClassVar[str] = "no"
@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of the loss, up to date, or None when nothing is scaled."""
+        """The loss scaler with its current scale, or None when the loss is not scaled."""
         return None
 
     @property
@@ -58,7 +58,7 @@ class Precision:
         return self.dtype is not None
 
     def switch_autocast(self, on: bool) -> None:
-        """Autocast models that are prepared from now on, and regions, or do not.
+        """Switch autocasting on or off for models that are prepared later, and for regions.
 
         Raises:
             Conflict: this precision has no dtype to autocast to, or always autocasts.
@@ -66,34 +66,34 @@ class Precision:
         if on != self.autocasts:
             raise Conflict(
                 f"Cannot switch autocasting {'on' if on else 'off'} in a run with mixed_precision={self.name!r}.",
-                "This precision needs autocasting." if self.autocasts else "This precision has no dtype for it.",
-                "Give mixed_precision='bf16' or 'fp16' to the Accelerator.",
+                "This precision requires autocasting." if self.autocasts else "This precision does not autocast.",
+                "Pass mixed_precision='bf16' or 'fp16' to the Accelerator.",
             )
 
     def autocast_by(self, options: AutocastKwargs | None) -> None:
-        """Autocast models that are prepared from now on, and regions, in another way."""
+        """Set autocast options for models that are prepared later, and for regions."""
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Scale the loss by another scaler from the next backward on; by none where it is None.
+        """Use another loss scaler from the next backward on; None: do not scale.
 
         Raises:
-            Conflict: this precision scales no loss.
+            Conflict: this precision does not scale the loss.
         """
         if scaler is not None:
             raise Conflict(
                 f"Cannot assign a gradient scaler in a run with mixed_precision={self.name!r}.",
-                "Only fp16 scales the loss.",
-                "Give mixed_precision='fp16' to the Accelerator.",
+                "Only fp16 training scales the loss.",
+                "Pass mixed_precision='fp16' to the Accelerator.",
             )
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot work; called by `prepare` before anything is touched. Must change nothing."""
+        """Raise if a bundle cannot train in this precision. Called by `prepare` first; must not change the bundle."""
 
     def setup(self, bundle: Bundle, per_parameter_sharding: bool = False) -> None:
-        """Make the models of a bundle compute in this precision.
+        """Convert the models of a bundle to this precision.
 
-        Called by `prepare`, where the backend's manifest puts it. Replaces items of the bundle's lists; parameters that
-        are replaced keep their names. `per_parameter_sharding` is what the strategy says of itself.
+        Called by `prepare`, in the phase that the manifest declares. Replaces items of the bundle's lists; replaced
+        parameters keep their names. `per_parameter_sharding` is the strategy's trait.
         """
         bundle.models[:] = [self.prepare(model) for model in bundle.models]
 
@@ -105,21 +105,21 @@ class Precision:
         return model
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context in which operations compute in this precision; may be entered any number of times."""
+        """A context in which operations compute in this precision. It may be entered repeatedly and nested."""
         return _NOTHING
 
     def backward_scale(self, loss: Tensor) -> Tensor:
-        """The loss as backward has to see it. Called by the strategy before every backward."""
+        """The loss, multiplied by the loss scale. Called by the strategy before every backward."""
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the optimizer's gradients to their true size, in place; once per step, a repeated call changes nothing.
+        """Divide the optimizer's gradients by the loss scale, in place; repeated calls for a step have no effect.
 
-        Called before gradients are clipped or looked at.
+        Called before gradients are clipped or read.
         """
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step the user's optimizer; False when the step was skipped because gradients overflowed."""
+        """Step the user's optimizer; return False when the step was skipped because gradients overflowed."""
         if closure is None:
             optimizer.step()
         else:
@@ -127,7 +127,7 @@ class Precision:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to hold; empty when there is nothing."""
+        """The state for a checkpoint; empty when there is none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Settings of mixed precision: autocasting, the scaled loss, and training in 8 bits; plain data, without torch.
+"""Settings of mixed precision: autocasting, loss scaling, and 8-bit training; plain data, without torch.
 
-The recipes of 8 bits take their fields from `FP8Settings`, which flags, keys and variables set.
+The 8-bit recipes take default values from `FP8Settings`, which flags, keys and variables set.
 """
 
-# ruff: noqa: RUF009 - `field_of` makes the fields of every settings class
+# ruff: noqa: RUF009 - `field_of` creates the fields of every settings class
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class AutocastKwargs(KwargsHandler):
     """How forward passes autocast.
 
     Args:
-        enabled: False computes in the dtype of the weights.
-        cache_enabled: keep the weights cast during one forward; None leaves it to torch.
+        enabled: False: compute in the dtype of the weights.
+        cache_enabled: cache cast weights during one forward; None: torch's default.
     """
 
     enabled: bool = True
@@ -65,17 +65,17 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """How the loss is scaled when training in fp16; the arguments of `torch.amp.GradScaler`.
+    """How the loss is scaled in fp16 training; the arguments of `torch.amp.GradScaler`.
 
     Args:
-        init_scale: factor at the start.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: steps without overflow before the scale grows.
-        enabled: False trains without scaling.
+        init_scale: the initial scale.
+        growth_factor: the scale is multiplied by this after `growth_interval` steps without overflow.
+        backoff_factor: the scale is multiplied by this after an overflow.
+        growth_interval: number of steps without overflow before the scale grows.
+        enabled: False: train without scaling.
 
     Raises:
-        SettingError: a factor is in a range in which the scale would not move as described.
+        SettingError: a value is out of its range.
     """
 
     init_scale: float = 65536.0
@@ -96,7 +96,7 @@ class GradScalerKwargs(KwargsHandler):
                 raise SettingError(
                     f"Cannot use GradScalerKwargs({name}={getattr(self, name)!r}).",
                     f"The value must be {rule}.",
-                    "Leave it out for torch's default.",
+                    "Change it, or remove it to use torch's default.",
                 )
 
 
@@ -104,7 +104,7 @@ class GradScalerKwargs(KwargsHandler):
 
 
 class FP8BackendType(str, Enum, metaclass=EnumWithContains):
-    """Libraries that train in 8 bits."""
+    """Libraries for 8-bit training."""
 
     NO = "NO"
     TE = "TE"
@@ -124,11 +124,11 @@ _OVERRIDDEN: Final = (
     "ACCELERATE_FP8_OVERRIDE_DGRAD",
     "ACCELERATE_FP8_OVERRIDE_WGRAD",
 )
-"""Forward, the gradient of the input and that of the weights."""
+"""One bool each for forward, the gradient of the input and that of the weights."""
 
 
 def _parse_three(text: str) -> tuple[bool, ...]:
-    """Three bools; files have them as a list, command lines as "true,false,false" or "(True, False, False)"."""
+    """Three bools; a list in files, "true,false,false" or "(True, False, False)" on command lines."""
     parts = text.strip().strip("()[]").split(",")
     if len(parts) != len(_OVERRIDDEN):
         raise ValueError(text)
@@ -141,15 +141,15 @@ _THREE: Final = ValueType("three bools, such as true,false,false", _parse_three,
 _fp8: Final = partial(
     setting, variable="ACCELERATE_FP8_{NAME}", flag="--fp8_{name}", key="fp8_config.fp8_{name}", group=_GROUP
 )
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting; its variable, flag and key are derived from the field name."""
 
 
 @settings_class
 class FP8Settings:
-    """What `mixed_precision=fp8` means."""
+    """The settings of `mixed_precision=fp8`."""
 
     backend: str | None = _fp8(type=choice("ao", "te", "msamp"), help="Library for 8-bit computation.")
-    use_autocast_during_eval: bool | None = _fp8(type=SWITCH, help="Use 8 bits in evaluation too.", unset=False)
+    use_autocast_during_eval: bool | None = _fp8(type=SWITCH, help="Compute in 8 bits in evaluation too.", unset=False)
     margin: int | None = _fp8(type=INTEGER, help="Margin of the scaling factors, in powers of two.", unset=0)
     interval: int | None = _fp8(type=int_at_least(1), help="Steps between updates of the scaling factors.", unset=1)
     format: str | None = _fp8(
@@ -162,28 +162,28 @@ class FP8Settings:
     )
     amax_compute_algo: str | None = _fp8(
         type=choice("max", "most_recent"),
-        help="Value of that history that sets the scaling factor.",
+        help="Value of the amax history that determines the scaling factor.",
         unset="most_recent",
     )
     override_linear_precision: tuple[bool, ...] | None = _fp8(
         type=_THREE,
         variable=None,
-        help="Higher precision for forward, the gradient of the input, and that of the weights.",
+        help="Compute in higher precision: forward, the gradient of the input, that of the weights (three bools).",
     )
     opt_level: str | None = _fp8(
         type=choice("O1", "O2", fold=str.upper), help="Optimization level of MS-AMP.", unset="O2"
     )
     enable_fsdp_float8_all_gather: bool | None = _fp8(
-        type=BOOLEAN, help="Gather the parameters of FSDP2 in 8 bits.", unset=True
+        type=BOOLEAN, help="Gather parameters in 8 bits with FSDP2.", unset=True
     )
     pad_inner_dim: bool | None = _fp8(type=BOOLEAN, help="Pad matrices to sizes that 8-bit kernels accept.", unset=True)
     use_mxfp8_block_scaling: bool | None = _fp8(
-        type=BOOLEAN, flag=None, key=None, help="Scale blocks of values, on GPUs that support it.", unset=False
+        type=BOOLEAN, flag=None, key=None, help="Scale blocks of values (MXFP8), on GPUs that support it.", unset=False
     )
 
     @staticmethod
     def further_variables(given: Mapping[str, Given]) -> dict[str, str]:
-        """The variables of a setting that has three of them."""
+        """The three environment variables of a setting."""
         three = given.get("override_linear_precision")
         if three is None:
             return {}
@@ -191,7 +191,7 @@ class FP8Settings:
 
 
 def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple[bool, bool, bool]:
-    """What the three variables of `override_linear_precision` say, False where one is not set.
+    """The values of the three variables of `override_linear_precision`; False for one that is not set.
 
     Raises:
         SettingError: a variable is not a bool.
@@ -202,10 +202,10 @@ def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple
 
 
 FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
-"""Formats of 8 bits: E4M3 or E5M2 for all, or E4M3 in forward and E5M2 in backward."""
+"""8-bit formats: E4M3 or E5M2 for all, or HYBRID: E4M3 in forward and E5M2 in backward."""
 
 AmaxComputeAlgorithm = Literal["max", "most_recent"]
-"""Which of the largest values that are remembered scales."""
+"""The value of the amax history that determines the scaling factor."""
 
 OptLevel = Literal["O1", "O2"]
 """Levels of MS-AMP."""
@@ -221,7 +221,7 @@ def backend_of_environment() -> FP8BackendType | None:
 
 
 class _Filled(KwargsHandler):
-    """Settings whose values are those given, else those of the environment, else the library's."""
+    """A recipe; fields that are not passed come from the environment, else from the library's defaults."""
 
     def _fill(self) -> None:
         for name, known in settings_of(type(self)).items():
@@ -231,10 +231,10 @@ class _Filled(KwargsHandler):
         fill_from_environment(self)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from what nobody has set, whether an argument or the environment set them."""
+        """The fields that an argument or the environment set to a value other than the default."""
         default = {known.name: known.default for known in dataclasses.fields(self)}
         default |= {name: known.unset for name, known in settings_of(type(self)).items() if default[name] is None}
-        # Three variables together.
+        # One setting with three variables.
         default["override_linear_precision"] = (False, False, False)
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
@@ -246,10 +246,10 @@ class AORecipeKwargs(_Filled):
     Args:
         config: a `Float8LinearConfig` of torchao, or the name of one of its recipes: "tensorwise", "rowwise" or
             "rowwise_with_gw_hp". When None, "tensorwise" with the two options below.
-        module_filter_func: gets a module and its name and answers whether it is converted; by default all linear
-            layers but the first and the last.
-        pad_inner_dim: pad matrices to sizes that 8-bit kernels take.
-        enable_fsdp_float8_all_gather: let FSDP2 gather parameters in 8 bits.
+        module_filter_func: receives a module and its name and returns whether to convert it; by default all linear
+            layers except the first and the last.
+        pad_inner_dim: pad matrices to sizes that 8-bit kernels accept.
+        enable_fsdp_float8_all_gather: make FSDP2 gather parameters in 8 bits.
 
     Example:
         >>> Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config="rowwise")])
@@ -273,14 +273,14 @@ class TERecipeKwargs(_Filled):
         margin: margin of the scaling factors, in powers of two.
         interval: has no effect: Transformer Engine computes scaling factors at every step.
         fp8_format: "HYBRID", "E4M3" or "E5M2".
-        amax_history_len: steps whose largest values are remembered.
+        amax_history_len: number of steps in the history of largest values (amax).
         amax_compute_algo: "max" or "most_recent".
         override_linear_precision: whether forward, the gradient of the input and that of the weights are computed in
-            higher precision; Transformer Engine has it no more since 2.2, and refuses it.
-        use_mxfp8_block_scaling: scale blocks of values, on GPUs that can.
+            higher precision. Transformer Engine 2.2 and newer do not support it; a run with it raises an error.
+        use_mxfp8_block_scaling: scale blocks of values, on GPUs that support it.
 
     Raises:
-        SettingError: a value cannot be used.
+        SettingError: a value is invalid.
     """
 
     use_autocast_during_eval: bool | None = field_of(_SETTINGS["use_autocast_during_eval"])
@@ -300,8 +300,8 @@ class TERecipeKwargs(_Filled):
         if len(three) != 3 or not all(isinstance(one, bool) for one in three):
             raise SettingError(
                 f"Cannot use {type(self).__name__}(override_linear_precision={self.override_linear_precision!r}).",
-                "It has three bools: for forward, the gradient of the input and that of the weights.",
-                "Give a tuple such as (False, False, True).",
+                "The value must be three bools: for forward, the gradient of the input and that of the weights.",
+                "Pass a tuple such as (False, False, True).",
             )
 
 
@@ -309,24 +309,24 @@ def no_msamp(failed: str) -> NotOffered:
     """The error for a run with MS-AMP.
 
     Args:
-        failed: what cannot be done.
+        failed: the first sentence of the message: what cannot be done.
     """
     return NotOffered(
         failed,
-        "No package index offers MS-AMP, and no backend here uses it.",
+        "MS-AMP is not on any package index, and no backend of this package supports it.",
         "Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine).",
     )
 
 
 @dataclass
 class MSAMPRecipeKwargs(_Filled):
-    """How MS-AMP trains in 8 bits. No package index offers MS-AMP, and a run with this recipe is refused.
+    """How MS-AMP trains in 8 bits. MS-AMP is not on any package index; a run with this recipe raises an error.
 
     Args:
-        opt_level: "O1" keeps gradients in 8 bits, "O2" the first moments of the optimizer too.
+        opt_level: "O1" stores gradients in 8 bits, "O2" also the optimizer's first moments.
 
     Raises:
-        SettingError: there is no such level.
+        SettingError: no such level exists.
     """
 
     opt_level: OptLevel | None = field_of(_SETTINGS["opt_level"])
@@ -337,15 +337,15 @@ class MSAMPRecipeKwargs(_Filled):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Both recipes in one, and the library that they are for.
+    """The recipes of two libraries in one class, with the library to use.
 
     Args:
-        opt_level: see `MSAMPRecipeKwargs`; "TE" or "MSAMP" in this place is taken as `backend`.
+        opt_level: see `MSAMPRecipeKwargs`; "TE" or "MSAMP" here sets `backend`.
         backend: "TE" or "MSAMP"; from ACCELERATE_FP8_BACKEND, else TE.
-        use_autocast: False computes nothing in 8 bits.
+        use_autocast: False: compute nothing in 8 bits.
 
     Raises:
-        SettingError: a value cannot be used.
+        SettingError: a value is invalid.
     """
 
     backend: Literal["MSAMP", "TE"] | None = None
@@ -360,8 +360,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         if chosen not in ("TE", "MSAMP"):
             raise SettingError(
                 f"Cannot use FP8RecipeKwargs(backend={self.backend!r}).",
-                "It holds recipes of Transformer Engine and of MS-AMP.",
-                "Give backend='TE' or 'MSAMP', or an AORecipeKwargs for torchao.",
+                "FP8RecipeKwargs supports only Transformer Engine and MS-AMP.",
+                "Pass backend='TE' or 'MSAMP', or use AORecipeKwargs for torchao.",
             )
         self.backend = chosen  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
-"""Training in 8 bits: which library computes, torchao's layers, and those of Transformer Engine.
+"""8-bit training: choose the library, and use layers of torchao or of Transformer Engine.
 
-torchao converts linear layers in place, which keep their parameters. Transformer Engine of NVIDIA brings layers of its
-own. Where 8 bits do not reach, both compute in bf16.
+torchao converts linear layers in place and keeps their parameters. NVIDIA's Transformer Engine replaces layers by its
+own. Operations outside of these layers compute in bf16.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ class Float8(Autocasting):
 
 
 def choose_float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
-    """The precision of 8 bits: of the library of the recipe, else of the environment, else of one that is installed.
+    """The 8-bit precision with the recipe's library, else that of the environment, else an installed one.
 
     Args:
-        family: family of the device that computes.
-        handlers: settings objects; a recipe among them says which library.
+        family: the family of the training device.
+        handlers: settings objects; a recipe among them determines the library.
 
     Raises:
-        Conflict: there are recipes of two libraries.
+        Conflict: `handlers` has recipes of two libraries.
         NotOffered: the library is MS-AMP.
-        Missing: the library, or any, is not installed.
+        Missing: the library is not installed, or none is.
     """
     recipes = [one for one in handlers if isinstance(one, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs))]
     if len(recipes) > 1:
         raise Conflict(
             f"Cannot use mixed_precision='fp8' with {' and '.join(type(one).__name__ for one in recipes)}.",
-            "Each is the recipe of a library, and one library computes.",
-            "Give one of them.",
+            "A run uses one library, and each recipe belongs to a different one.",
+            "Pass only one of them.",
         )
     library = _library_of(recipes[0]) if recipes else backend_of_environment() or _installed()
     if library is FP8BackendType.MSAMP:
@@ -120,16 +120,16 @@ def _installed() -> FP8BackendType:
 TORCHAO: Final = Requirement("torchao", versions=">=0.15")
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""Names of torchao's recipes: one scale for a tensor, one for a row, the same with weights' gradients in bf16."""
+"""Names of torchao's recipes: one scale per tensor, one per row, and one per row with weight gradients in bf16."""
 
 
 class TorchAO(Float8):
-    """Linear layers compute by torchao's `Float8Linear`, everything else in bf16.
+    """Linear layers are torchao's `Float8Linear`; everything else computes in bf16.
 
     Args:
-        family: family of the device that computes.
+        family: the family of the training device.
         options: how to autocast.
-        recipe: which layers, and how.
+        recipe: which layers to convert, and how.
 
     Raises:
         Missing: torchao is not installed.
@@ -166,15 +166,15 @@ def _torchao_config(recipe: AORecipeKwargs, narrow_gather: bool) -> Any:
         if given not in RECIPES:
             raise SettingError(
                 f"Cannot use AORecipeKwargs(config={given!r}).",
-                f"The recipes of torchao are {', '.join(RECIPES)}.",
-                "Name one of them, or give a Float8LinearConfig.",
+                f"torchao has the recipes {', '.join(RECIPES)}.",
+                "Use one of them, or pass a Float8LinearConfig.",
             )
         return Float8LinearConfig.from_recipe_name(given)
     if not isinstance(given, Float8LinearConfig):
         raise SettingError(
             f"Cannot use AORecipeKwargs(config={given!r}).",
-            f"It is a {type(given).__name__}.",
-            "Give the name of a recipe, or a Float8LinearConfig of torchao.",
+            f"The value is a {type(given).__name__}.",
+            "Pass the name of a recipe, or a Float8LinearConfig of torchao.",
         )
     return given
 
@@ -186,25 +186,25 @@ def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None
 
 
 def filter_linear_layers(module: Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether a part of a model may be converted; of those that may, torchao converts the linear layers.
+    """Whether a submodule may be converted; of these, torchao converts the linear layers.
 
     Args:
-        module: a part of a model.
+        module: a submodule of a model.
         fqn: its name in the model.
-        layers_to_filter: names of layers that stay as they are.
+        layers_to_filter: names of layers that are not converted.
     """
-    # The kernels take matrices whose sizes are multiples of 16.
+    # The kernels need matrices with sizes that are multiples of 16.
     if isinstance(module, Linear) and (module.in_features % 16 or module.out_features % 16):
         return False
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: Module, fqn: str) -> bool:
-    """`filter_linear_layers` that leaves the first and the last linear layer of `module`.
+    """`filter_linear_layers` that excludes the first and the last linear layer of `module`.
 
     Args:
-        module: a whole model.
-        fqn: name of a part of it.
+        module: a model.
+        fqn: the name of one of its submodules.
     """
     return filter_linear_layers(module, fqn, [name for name in find_first_last_linear_layers(module) if name])
 
@@ -212,17 +212,17 @@ def filter_first_and_last_linear_layers(module: Module, fqn: str) -> bool:
 def convert_model_to_fp8_ao(
     model: Module, config: Any = None, module_filter_func: Callable[[Module, str], bool] | None = None
 ) -> Module:
-    """Convert linear layers of a model, in place, to compute in 8 bits.
+    """Convert linear layers of a model to 8-bit computation, in place.
 
     Args:
         model: the model.
-        config: a `Float8LinearConfig` of torchao; its default when None.
-        module_filter_func: gets a module and its name and answers whether it is converted; by default all linear
-            layers whose sizes are multiples of 16, but the first and the last.
+        config: a `Float8LinearConfig` of torchao; None: the default.
+        module_filter_func: receives a module and its name and returns whether to convert it; by default all linear
+            layers with sizes that are multiples of 16, except the first and the last.
 
     Raises:
         Missing: torchao is not installed.
-        SettingError: no layer is left to convert.
+        SettingError: there is no layer to convert.
     """
     TORCHAO.demand("Cannot call convert_model_to_fp8_ao().")
     from torchao.float8 import convert_to_float8_training
@@ -234,14 +234,14 @@ def convert_model_to_fp8_ao(
     if not has_ao_layers(model):
         raise SettingError(
             f"Cannot train {type(model).__name__} in 8 bits with torchao.",
-            "It has no linear layer between its first and its last whose sizes are multiples of 16.",
-            "Give AORecipeKwargs(module_filter_func=...), or use mixed_precision='bf16'.",
+            "Between its first and its last linear layer, it has none with sizes that are multiples of 16.",
+            "Pass AORecipeKwargs(module_filter_func=...), or use mixed_precision='bf16'.",
         )
     return model
 
 
 def has_ao_layers(model: Module) -> bool:
-    """Whether a part of a model computes in 8 bits by torchao.
+    """Whether a model has a layer that torchao converted.
 
     Raises:
         Missing: torchao is not installed.
@@ -259,14 +259,14 @@ TRANSFORMER_ENGINE: Final = Requirement(
 )
 
 _MULTIPLE: Final = 16
-"""Sizes of matrices have to be multiples of this."""
+"""Sizes of matrices must be multiples of this."""
 
 
 class TransformerEngine(Float8):
-    """Linear layers and layer norms are those of Transformer Engine; everything else computes in bf16.
+    """Linear layers and layer norms are layers of Transformer Engine; everything else computes in bf16.
 
     Args:
-        family: family of the device that computes.
+        family: the family of the training device.
         options: how to autocast.
         recipe: how values are scaled.
 
@@ -299,7 +299,7 @@ class TransformerEngine(Float8):
         if not has_transformer_engine_layers(model):
             raise SettingError(
                 f"Cannot train {type(model).__name__} in 8 bits with Transformer Engine.",
-                f"It has no layer norm, and no linear layer whose sizes are multiples of {_MULTIPLE}.",
+                f"It has no layer norm, and no linear layer with sizes that are multiples of {_MULTIPLE}.",
                 "Use mixed_precision='bf16'.",
             )
         return super().prepare(apply_fp8_autowrap(model, self._recipe))
@@ -308,16 +308,16 @@ class TransformerEngine(Float8):
 def convert_model(
     model: Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> Module:
-    """Exchange linear layers and layer norms of a model, in place, for those of Transformer Engine, or back.
+    """Replace linear layers and layer norms of a model by those of Transformer Engine, in place, or convert them back.
 
-    Layers that share a parameter with another stay as they are: an exchanged one would have its own. So do layer norms
-    without weight or bias, which Transformer Engine does not have.
+    Layers that share a parameter with another are not replaced, because the new layer would not share it. Layer norms
+    without weight or bias are not replaced, because Transformer Engine has none.
 
     Args:
         model: the model; weights are copied.
-        to_transformer_engine: False exchanges them back for torch's.
-        _convert_linear: whether linear layers are exchanged.
-        _convert_ln: whether layer norms are.
+        to_transformer_engine: False converts layers back to torch's.
+        _convert_linear: whether to replace linear layers.
+        _convert_ln: whether to replace layer norms.
 
     Raises:
         Missing: Transformer Engine is not installed.
@@ -338,7 +338,7 @@ def convert_model(
 
 
 def _counterpart(part: Any, engine: Any, forth: bool, linear: bool, norm: bool) -> Module | None:
-    """The layer that takes the place of another, with its weights; None when none does."""
+    """The replacement of a layer, with its weights; None if it is not replaced."""
     dtype = getattr(getattr(part, "weight", None), "dtype", None)
     options: dict[str, Any] = {"params_dtype": dtype} if forth else {"dtype": dtype}
     if linear and type(part) is (Linear if forth else engine.Linear):
@@ -351,13 +351,13 @@ def _counterpart(part: Any, engine: Any, forth: bool, linear: bool, norm: bool) 
         if part.weight is None or part.bias is None:
             return None
         kind = engine.LayerNorm if forth else LayerNorm
-        # Both have the attributes by which torch's is made; the sizes are those of the weight's shape.
+        # Both have the attributes that torch's constructor needs; the weight's shape has the sizes.
         return _with_weights(kind(tuple(part.weight.shape), eps=part.eps, **options), part)
     return None
 
 
 def _filled(bias: Any) -> bool:
-    """Whether there is a bias; Transformer Engine keeps an empty tensor where there is none."""
+    """Whether a layer has a bias; Transformer Engine represents a missing one by an empty tensor."""
     return bias is not None and bias.numel() > 0
 
 
@@ -370,7 +370,7 @@ def _with_weights(made: Any, source: Any) -> Module:
 
 
 def has_transformer_engine_layers(model: Module) -> bool:
-    """Whether a part of a model is a layer of Transformer Engine.
+    """Whether a model has a layer of Transformer Engine.
 
     Raises:
         Missing: Transformer Engine is not installed.
@@ -385,7 +385,7 @@ def has_transformer_engine_layers(model: Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward that computes in 8 bits in training, and on request in evaluation too.
+    """A forward that computes in 8 bits in training, and optionally in evaluation.
 
     Args:
         model_forward: a function whose first argument is the model.
@@ -403,7 +403,7 @@ def contextual_fp8_autocast(
 
 
 def _region(engine: Any, enabled: bool, recipe: Any) -> AbstractContextManager[None]:
-    """A block in which layers compute by a recipe; releases have it by one of two names."""
+    """A context in which layers compute by a recipe; its name depends on the release."""
     if hasattr(engine, "autocast"):
         region: AbstractContextManager[None] = engine.autocast(enabled=enabled, recipe=recipe)
     else:
@@ -412,15 +412,15 @@ def _region(engine: Any, enabled: bool, recipe: Any) -> AbstractContextManager[N
 
 
 def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None) -> Module:
-    """Make the forward of a model compute in 8 bits; returns the model.
+    """Make the forward of a model compute in 8 bits; return the model.
 
     Args:
         model: the model.
-        fp8_recipe_handler: how values are scaled; by the defaults when None.
+        fp8_recipe_handler: how values are scaled; None: the defaults.
 
     Raises:
         Missing: Transformer Engine is not installed.
-        NotOffered: it does not have what the settings ask for.
+        NotOffered: Transformer Engine does not support a setting.
     """
     TRANSFORMER_ENGINE.demand("Cannot call apply_fp8_autowrap().")
     handler = fp8_recipe_handler or TERecipeKwargs()
@@ -434,23 +434,23 @@ def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None)
 
 
 def _check_recipe(handler: TERecipeKwargs) -> None:
-    """Refuse what releases of Transformer Engine do not have any more, or never had."""
+    """Raise for options that current releases of Transformer Engine do not support."""
     if any(handler.override_linear_precision or ()):
         raise NotOffered(
             f"Cannot use TERecipeKwargs(override_linear_precision={handler.override_linear_precision}).",
-            "Transformer Engine has no such option since its version 2.2.",
-            "Leave it out, or use mixed_precision='bf16'.",
+            "Transformer Engine removed this option in version 2.2.",
+            "Remove it, or use mixed_precision='bf16'.",
         )
     if handler.fp8_format == "E5M2":
         raise NotOffered(
             "Cannot use TERecipeKwargs(fp8_format='E5M2').",
-            "Transformer Engine does not compute forward in E5M2.",
-            "Use 'HYBRID', which has E5M2 in backward, or 'E4M3'.",
+            "Transformer Engine does not support E5M2 in forward.",
+            "Use 'HYBRID', with E5M2 in backward only, or 'E4M3'.",
         )
 
 
 def _recipe(handler: TERecipeKwargs) -> Any:
-    """The recipe of Transformer Engine for our settings."""
+    """The recipe object of Transformer Engine for these settings."""
     from transformer_engine.common import recipe
 
     _check_recipe(handler)

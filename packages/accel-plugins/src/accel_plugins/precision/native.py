@@ -1,6 +1,6 @@
-"""The mixed precisions that torch brings: bf16 by autocast, fp16 by autocast with a scaled loss.
+"""The mixed precisions of torch: bf16 by autocast, fp16 by autocast with loss scaling.
 
-A region of autocasting can be entered any number of times, and a model's forward can run inside one.
+An autocast region can be entered repeatedly, and a model's forward can run inside one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accel_state.errors import NotOffered, NotReady
 __all__ = ("ORIGINAL_FORWARD", "Autocasting", "BFloat16", "Float16", "Region", "autocast_forward", "restore_forward")
 
 ORIGINAL_FORWARD: Final = "_original_forward"
-"""On a model whose forward autocasts: the forward it had before."""
+"""Attribute of a model with autocasting forward: its original forward."""
 
 
 class _Entered(threading.local):
@@ -39,12 +39,12 @@ class Region:
 
     Args:
         device_type: type of torch device, such as "cpu".
-        dtype: what eligible operations compute in.
-        enabled: False switches autocast off inside.
-        cache_enabled: keep cast weights until the outermost region is left; None leaves it to torch.
+        dtype: the dtype of eligible operations.
+        enabled: False: switch autocast off inside.
+        cache_enabled: cache cast weights until the outermost region ends; None: torch's default.
 
     Attributes:
-        free: contexts of torch that nobody has entered now; making one takes longer than entering it.
+        free: torch contexts that are not entered at the moment; creating one takes longer than entering it.
     """
 
     __slots__ = ("_arguments", "_entered", "free")
@@ -57,7 +57,7 @@ class Region:
         self._entered = _Entered()
 
     def fresh(self) -> torch.autocast:
-        """A `torch.autocast` of its own with these arguments."""
+        """A new `torch.autocast` with these arguments."""
         return torch.autocast(*self._arguments)
 
     def __enter__(self) -> None:
@@ -80,10 +80,10 @@ class Region:
 
 
 def autocast_forward(model: Module, region: Region) -> Module:
-    """Make `model.forward` run inside the region and return fp32 instead of narrower floats; returns the model.
+    """Make `model.forward` run inside the region and return fp32 instead of smaller float types; return the model.
 
-    The new forward is a method of the instance: a copy of the model gets one of its own, and a pickled one comes back
-    with the forward of its class.
+    The new forward is a method of the instance: a copy of the model has a separate one, and an unpickled model has the
+    forward of its class.
     """
     original = model.forward
     wrapped = functools.wraps(getattr(original, "__func__", original))(_forward_inside(region))
@@ -93,7 +93,7 @@ def autocast_forward(model: Module, region: Region) -> Module:
 
 
 def restore_forward(model: Module) -> Module:
-    """Undo `autocast_forward`, where it was done; returns the model."""
+    """Undo `autocast_forward`, if it was applied; return the model."""
     attributes = vars(model)
     original = attributes.pop(ORIGINAL_FORWARD, None)
     if original is not None:
@@ -105,16 +105,16 @@ def restore_forward(model: Module) -> Module:
 
 
 def _forward_inside(region: Region) -> Any:
-    # Where nothing is compiled it answers with one call, and `is_compiling` with two.
+    # Without compilation this needs one call, and `is_compiling` two.
     traced, free = torch.compiler.is_dynamo_compiling, region.free
 
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         original: Any = self._original_forward
         if traced():
-            # Dynamo traces torch's own context, and not our bookkeeping around it.
+            # Dynamo can trace torch's context, but not the code around it.
             with region.fresh():
                 return convert_to_fp32(original(*args, **kwargs))
-        # What entering the region does, without its calls.
+        # The code of entering the region, without the cost of calls.
         try:
             instance = free.pop()
         except IndexError:
@@ -133,10 +133,10 @@ _NARROW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class Autocasting(Precision):
-    """Forward passes autocast to `dtype`; outputs come back in fp32.
+    """Forward passes autocast to `dtype`; outputs are converted to fp32.
 
     Args:
-        family: family of the device that computes.
+        family: the family of the training device.
         options: how to autocast; `accelerator.autocast` may override it for one region.
     """
 
@@ -170,22 +170,22 @@ class Autocasting(Precision):
 
 
 class BFloat16(Autocasting):
-    """bf16 has the range of fp32, so nothing has to be scaled."""
+    """bf16 has the range of fp32, so the loss is not scaled."""
 
     name: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 class Float16(Autocasting):
-    """fp16 gradients underflow, so the loss is scaled up and the gradients are scaled down before the step.
+    """fp16 gradients can underflow, so the loss is scaled up and gradients are scaled down before the step.
 
-    The scale is updated before the next backward, after all optimizers have stepped: an update between two optimizers
-    would divide the second one's gradients by another number than the loss was multiplied by.
+    The scale is updated before the next backward, after all optimizers have stepped. After an update between two
+    optimizers, the second one's gradients would be divided by a scale that the loss was not multiplied by.
 
     Args:
-        family: family of the device that computes; it makes the scaler.
+        family: the family of the training device; it creates the scaler.
         options: how to autocast.
-        scaling: how to scale.
+        scaling: how to scale the loss.
     """
 
     name: ClassVar[str] = "fp16"
@@ -214,7 +214,7 @@ class Float16(Autocasting):
         self._unscaled.clear()
 
     def _update_scale(self) -> None:
-        """Update the scale when optimizers have stepped since the last update."""
+        """Update the scale if optimizers have stepped since the last update."""
         if self._stepped:
             self._scaler.update()
             self._stepped.clear()
@@ -235,7 +235,7 @@ class Float16(Autocasting):
                 raise
             raise NotReady(
                 "Cannot unscale gradients (for clipping, for example).",
-                f"They were unscaled before and another backward has added scaled ones: {error}.",
+                f"They were already unscaled, and then another backward added scaled gradients: {error}.",
                 "Clip or unscale only when gradients are complete: `if accelerator.sync_gradients: ...`.",
             ) from error
         self._unscaled[id(optimizer)] = self._backwards
@@ -244,7 +244,7 @@ class Float16(Autocasting):
         if closure is not None:
             raise NotOffered(
                 "Cannot call optimizer.step(closure) in fp16 mixed precision.",
-                "A closure computes gradients again, which the gradient scaler does not support.",
+                "The gradient scaler does not support closures, because they compute gradients again.",
                 "Train in bf16 or full precision, or call step() without a closure.",
             )
         if not self._scaler.is_enabled() or not _has_gradients(optimizer):

@@ -1,4 +1,4 @@
-"""Choosing a precision by the name that users write."""
+"""Choose a precision by its name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
 
     Args:
         name: "no", "bf16", "fp16" or "fp8".
-        family: family of the device that computes.
+        family: the family of the training device.
         handlers: settings objects; `AutocastKwargs`, `GradScalerKwargs` and recipes of fp8 among them are used.
 
     Raises:
-        NotOffered: the family cannot compute in that precision, or nothing here offers it.
-        Missing: no library for it is installed.
+        NotOffered: no such precision exists, or the device family does not support it.
+        Missing: no library for this precision is installed.
     """
     given = tuple(handlers)
     if name not in _MAKERS:
@@ -37,7 +37,7 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",
-            f"The {family.name!r} devices of this machine cannot autocast to {precision.dtype}.",
+            f"The {family.name!r} devices of this machine do not support autocast to {precision.dtype}.",
             "Use mixed_precision='no', or another device.",
         )
     return precision
@@ -47,7 +47,7 @@ def _full(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
     return Precision()
 
 
-# The others are imported on first use, so that a run in full precision starts without them.
+# The others are imported when used, so that a run in full precision starts without them.
 
 
 def _bfloat16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
