@@ -1,1 +1,1 @@
-"""The backend for devices that torch_xla drives, by replicas or by one process for all devices (SPMD)."""
+"""The backend for devices of torch_xla: one process per device, or one process for all devices (SPMD)."""

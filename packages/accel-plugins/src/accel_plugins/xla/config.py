@@ -1,4 +1,4 @@
-"""Settings of the XLA backend; plain data, without torch."""
+"""Settings of the XLA backend: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ("XLAPlugin",)
 
 @dataclass
 class XLAPlugin(KwargsHandler):
-    """How models train on devices that torch_xla drives; give it in `kwargs_handlers`.
+    """How models train on devices of torch_xla; pass it in `kwargs_handlers`.
 
     Args:
-        fsdp: let each process drive all devices that it has, and shard parameters and batches between them (FSDP v2
-            by SPMD); from ACCEL_XLA_FSDP when None. The devices must not have been used before the Accelerator is made.
-        blocks: names of the classes of modules whose outputs are sharded too, as those of a transformer's layers.
-        downcast_bf16: with mixed precision bf16, hold floats on the device in bfloat16 and doubles in 32 bits; from
-            ACCELERATE_DOWNCAST_BF16 when None.
-        prefetch: batches that torch_xla's `MpDeviceLoader` reads and sends ahead in its own threads when DataLoader
-            workers (`num_workers`) make them; 0 sends each batch when the loop reaches it.
+        fsdp: each process uses all its devices, and parameters and batches are sharded among them (FSDP v2 by SPMD).
+            None: from ACCEL_XLA_FSDP. No device may be used before the Accelerator is created.
+        blocks: class names of modules with outputs that are also sharded, such as a transformer's layers.
+        downcast_bf16: with mixed precision bf16, store float32 on the device in bfloat16 and float64 in 32 bits. None:
+            from ACCELERATE_DOWNCAST_BF16.
+        prefetch: number of batches that threads of torch_xla's `MpDeviceLoader` read and send ahead, if the DataLoader
+            has workers (`num_workers`). 0: send each batch when the loop reaches it.
 
     Raises:
-        SettingError: a number is negative, or a name of a class is none.
+        SettingError: a number is negative, or a class name is invalid.
 
     Example:
         >>> XLAPlugin(fsdp=True, blocks=("LlamaDecoderLayer",)).downcast_bf16
@@ -52,7 +52,7 @@ class XLAPlugin(KwargsHandler):
                 "prefetch",
                 self.prefetch,
                 "The value must be a number of batches, an int of at least 0.",
-                "Give 0 or more.",
+                "Pass 0 or more.",
             )
 
 

@@ -1,8 +1,8 @@
-"""How batches reach XLA devices: sent in one call each, with a step's graph cut off between them.
+"""Send batches to XLA devices, one call per batch, and end a step's graph between batches.
 
-With DataLoader workers, torch_xla's `MpDeviceLoader` reads batches and sends them ahead in threads. Otherwise
-they are read in the thread that trains: reading may draw from this process's generators, and two threads that draw
-would make runs unrepeatable.
+With DataLoader workers, threads of torch_xla's `MpDeviceLoader` read batches and send them ahead. Otherwise the
+training thread reads them, because reading may use this process's random-number generators, and their use by two
+threads would make runs irreproducible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class _Opaque:
-    """What travels with tensors past torch_xla, which looks for tensors in whatever has a `__dict__`."""
+    """Data beside tensors that torch_xla must not inspect; it searches objects with a `__dict__` for tensors."""
 
     __slots__ = ("content",)
 
@@ -36,7 +36,7 @@ class _Opaque:
 
 
 class _Failed:
-    """What reading raised in another thread, on its way to the loop."""
+    """An exception that a reading thread raised, passed to the loop."""
 
     __slots__ = ("error",)
 
@@ -45,12 +45,12 @@ class _Failed:
 
 
 class XLADeviceTransfer:
-    """Brings batches to the device; an `accel_data.hooks.DeviceTransfer`.
+    """Sends batches to the device; an `accel_data.hooks.DeviceTransfer`.
 
     Args:
-        device: where they go.
-        prefetch: how many `MpDeviceLoader` reads ahead, where it may; 0 never uses it.
-        sharding: says to torch_xla how a tensor is sharded between devices, or None.
+        device: the target device.
+        prefetch: number of batches that `MpDeviceLoader` reads ahead, where allowed; 0: never use it.
+        sharding: how torch_xla shards tensors among devices, or None.
     """
 
     def __init__(self, device: torch.device, prefetch: int, sharding: Any = None) -> None:
@@ -61,7 +61,7 @@ class XLADeviceTransfer:
 
     def _one_by_one(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         for batch, rest in pairs:
-            # The loop is done with the batch before the one it is about to get: what it computed becomes one graph.
+            # The loop has finished the previous batch: its operations become one graph.
             torch_xla.sync()
             sent = xla_model.send_cpu_data_to_device(_tensors_of(batch), self.device, self.sharding)
             yield self._put_together(batch, sent), rest
@@ -80,14 +80,14 @@ class XLADeviceTransfer:
             loader._parallel_loader.close()
 
     def _put_together(self, batch: Any, sent: list[Tensor]) -> Any:
-        """The batch with the tensors that were sent instead of its own."""
+        """The batch with its tensors replaced by the sent ones."""
         places = dict(zip(map(id, _tensors_of(batch)), sent, strict=True))
         moved = recursively_apply(lambda tensor: places.get(id(tensor), tensor), batch)
         return send_to_device(moved, self.device)
 
 
 class _Reading:
-    """An iterable for `MpDeviceLoader`, whose thread would lose what reading raises."""
+    """An iterable for `MpDeviceLoader` that keeps exceptions of reading, which its thread would lose."""
 
     def __init__(self, pairs: Iterator[Pair]) -> None:
         self._pairs = pairs
@@ -101,7 +101,7 @@ class _Reading:
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
-    """The plain CPU tensors of a batch, each once."""
+    """The CPU tensors of a batch, each once."""
     found: dict[int, Tensor] = {}
 
     def remember(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Installing torch_xla into a notebook of Google Colab, whose machines have torch but may have no torch_xla for it."""
+"""Install torch_xla in a Google Colab notebook, which has torch but may have no matching torch_xla."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accel_state.settings.installed import installed_version, look_again
 __all__ = ("install_xla",)
 
 _COLAB: Final = "google.colab"
-"""What every notebook there has imported before its first cell."""
+"""The module that every Colab notebook has imported before its first cell."""
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that belongs to torch, with what it needs on a TPU, into a notebook of Google Colab.
+    """Install the torch_xla that matches torch, with its TPU dependencies, in a Google Colab notebook.
 
     Args:
         upgrade: install the newest torch_xla, and the torch that it was built for; restart the notebook afterwards if
@@ -25,13 +25,13 @@ def install_xla(upgrade: bool = False) -> None:
 
     Raises:
         NotOffered: this is not a notebook of Google Colab.
-        Missing: pip could not install it; the message has what pip said last.
+        Missing: pip could not install it; the message contains pip's output.
     """
     if _COLAB not in sys.modules:
         raise NotOffered(
             "Cannot install torch_xla with install_xla() here.",
-            "The function works in a notebook of Google Colab only, whose machines are set up anew each time.",
-            "Run once: pip install torch_xla, in the version of torch.",
+            "The function works only in a Google Colab notebook.",
+            "Run once: pip install torch_xla, in the same version as torch.",
         )
     _install(f"torch_xla[tpu]{'' if upgrade else _same_series('torch')}")
     if upgrade:
@@ -39,7 +39,7 @@ def install_xla(upgrade: bool = False) -> None:
 
 
 def _same_series(distribution: str) -> str:
-    """What admits the versions that share the first two numbers with an installed one, as 2.9.1 and 2.9.0 do."""
+    """A version specifier for the major and minor version of an installed package, such as that of 2.9.0 and 2.9.1."""
     from packaging.version import Version
 
     return "=={}.{}.*".format(*Version(version(distribution)).release)
@@ -54,5 +54,5 @@ def _install(requirement: str) -> None:
         raise Missing(
             "Cannot install torch_xla with install_xla().",
             f"pip could not install {requirement}: {done.stderr.strip() or done.stdout.strip()}",
-            "Use install_xla(upgrade=True), which takes the newest torch_xla and the torch that it was built for.",
+            "Use install_xla(upgrade=True), which installs the newest torch_xla and a matching torch.",
         )

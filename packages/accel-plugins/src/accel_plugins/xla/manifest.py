@@ -1,4 +1,4 @@
-"""What the XLA backend declares."""
+"""The manifest of the XLA backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAMILY: Final = "xla"
 
 
 def present(process: Process) -> bool:
-    """Whether this process works on a device that torch_xla drives."""
+    """Whether this process uses a device of torch_xla."""
     return process.family.name == _FAMILY
 
 

@@ -1,7 +1,7 @@
-"""FSDP v2 by SPMD: one process drives several devices as one, and says how parameters and batches are sharded.
+"""FSDP v2 by SPMD: one process uses several devices as one, and specifies how parameters and batches are sharded.
 
-torch_xla's `SpmdFullyShardedDataParallel` shards the parameters of a model; the compiler derives which collectives
-that takes. Modules inside are not wrapped, so that names and classes of the user's model stay what they are.
+torch_xla's `SpmdFullyShardedDataParallel` shards the parameters of a model; the compiler derives the necessary
+collectives. Modules inside are not wrapped, so names and classes in the user's model do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accel_state.errors import SettingError
 __all__ = ("BatchSharding", "mesh_of_all_devices", "shard_model", "shard_parameters", "shard_state", "unwrapped")
 
 _AXIS: Final = "fsdp"
-"""The name that torch_xla's wrapper looks for."""
+"""The axis name that torch_xla's wrapper expects."""
 
 
 def mesh_of_all_devices() -> Any:
@@ -36,9 +36,9 @@ def mesh_of_all_devices() -> Any:
 
 
 class BatchSharding:
-    """Says how the tensors of a batch are sharded: by their first dim, the samples.
+    """Shards the tensors of a batch along their first dim, the samples.
 
-    It replaces a `ShardingSpec` of torch_xla, which would fit tensors of one number of dims only.
+    It replaces torch_xla's `ShardingSpec`, which supports only one number of dims.
 
     Args:
         mesh: the devices.
@@ -47,26 +47,26 @@ class BatchSharding:
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
         self.minibatch: bool = runtime.process_count() > 1
-        """Whether a batch is one of several, each process having its own."""
+        """Whether each process has a different batch."""
 
     def xla_spec(self, tensor: Tensor) -> Any:
-        """What torch_xla asks for each tensor; None leaves it whole on every device."""
+        """The sharding of a tensor, called by torch_xla; None replicates it on every device."""
         if tensor.ndim == 0:
             return None
         return spmd.ShardingSpec(self._mesh, _by_first_dim(tensor), minibatch=self.minibatch).xla_spec(tensor)
 
 
 def shard_model(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
-    """A model whose parameters are sharded between the devices of a mesh, and the outputs of itself and its blocks.
+    """Shard a model's parameters among the devices of a mesh, and the outputs of the model and its blocks.
 
     Raises:
-        SettingError: no module is of a class that was named.
+        SettingError: no module has one of the class names.
     """
     for block in _blocks(model, blocks):
         block.register_forward_hook(lambda module, inputs, output: _shard_output(output, mesh))
         apply_backward_optimization_barrier(block)
-    # torch warns of hooks that fire at inputs without gradients, such as the wrapper's on the whole model, and of those
-    # that never fire because an output is not a tensor. They only keep the compiler from fusing too much.
+    # torch warns about hooks that run for inputs without gradients, such as the wrapper's hook on the whole model, and
+    # about hooks that never run because an output is not a tensor. The hooks only prevent too much fusion.
     for told in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
         warnings.filterwarnings("ignore", told, UserWarning)
     wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_shard_output)
@@ -74,13 +74,13 @@ def shard_model(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
 
 
 def unwrapped(model: Module) -> Module | None:
-    """The model that `shard_model` was given, or None for one that it did not make."""
+    """The model inside a result of `shard_model`, or None for another model."""
     inner: Any = model.module if isinstance(model, SpmdFullyShardedDataParallel) else None
     return inner  # type: ignore[no-any-return]
 
 
 def shard_state(optimizer: Optimizer, mesh: Any) -> None:
-    """Shard the state of an optimizer as its parameters are, where every device has it in full."""
+    """Shard an optimizer's state like its parameters, where it is replicated."""
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
@@ -88,7 +88,7 @@ def shard_state(optimizer: Optimizer, mesh: Any) -> None:
 
 
 def shard_parameters(model: Module, mesh: Any) -> None:
-    """Shard the parameters of a model that every device has in full, for example after loading."""
+    """Shard the replicated parameters of a model, for example after loading."""
     for parameter in model.parameters():
         _shard_parameter(parameter, mesh)
 
@@ -100,7 +100,7 @@ def _shard_parameter(tensor: Tensor, mesh: Any) -> None:
 
 
 def _shard_output(output: Any, mesh: Any) -> None:
-    """Shard the tensors of an output, however it holds them, by their first dim."""
+    """Shard the tensors in an output of any structure along their first dim."""
 
     def mark(tensor: Tensor) -> Tensor:
         if tensor.ndim > 0:
@@ -121,7 +121,7 @@ def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise SettingError(
                 f"Cannot use XLAPlugin(blocks=({name!r},)).",
-                f"{type(model).__name__} has no module of that class. It has: {', '.join(classes)}.",
-                "Name one of these classes.",
+                f"{type(model).__name__} has no module of that class. Its classes are: {', '.join(classes)}.",
+                "Use one of these classes.",
             )
     return [module for modules in found.values() for module in modules]

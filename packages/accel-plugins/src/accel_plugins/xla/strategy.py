@@ -1,4 +1,4 @@
-"""The strategy on XLA devices: a step is traced and becomes one compiled graph, cut off where the optimizer stepped."""
+"""The strategy on XLA devices: each step is traced into one compiled graph, which ends after the optimizer step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = (
 )
 
 _DOWNCAST: Final = "XLA_DOWNCAST_BF16"
-"""What torch_xla reads, once, when a device is used first."""
+"""The variable that torch_xla reads once, when a device is first used."""
 
 
 class XLAStrategy(Strategy):
-    """Training on devices that torch_xla drives."""
+    """Trains on devices of torch_xla."""
 
     config: XLAPlugin
 
@@ -72,7 +72,7 @@ class XLAStrategy(Strategy):
         return bundle
 
     def _make_equal(self, model: Module) -> None:
-        """Give every process the weights of the first one."""
+        """Broadcast the weights of the first process."""
         if self.context.process.world_size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 self.context.process.transport.broadcast(tensor.detach(), 0).wait()
@@ -82,7 +82,7 @@ class XLAStrategy(Strategy):
         return model if inner is None else inner
 
     def wrap_loader(self, loader: Any) -> Any:
-        """The loader, with torch_xla's transfer to the device, unless it leaves batches where they are."""
+        """The loader with torch_xla's transfer to the device, unless device placement is off."""
         if getattr(loader, "device", None) is not None:
             sharding = None if self._mesh is None else spmd.BatchSharding(self._mesh)
             loader.device_transfer = XLADeviceTransfer(self.context.process.device, self.config.prefetch, sharding)
@@ -104,12 +104,12 @@ class XLAStrategy(Strategy):
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         stepped = super().step(optimizer, None if closure is None else self._reducing(optimizer, closure))
         self.context.gradient.is_xla_gradients_synced = False
-        # Here a step ends for a loop whose batches do not come from a prepared loader, too.
+        # This ends a step also in a loop without a prepared loader.
         torch_xla.sync()
         return stepped
 
     def _reducing(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """A closure that leaves complete gradients."""
+        """A closure that averages the gradients after it computes them."""
 
         def compute() -> Any:
             loss = closure()
@@ -122,7 +122,8 @@ class XLAStrategy(Strategy):
         process = self.context.process
         if process.world_size > 1:
             for parameter in self.unwrap(model).parameters():
-                # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+                # `detach()` instead of `.data`: the write then increments the parameter's version, which snapshots
+                # compare.
                 mean = parameter.detach()
                 process.transport.all_reduce(mean).wait()
                 mean.div_(process.world_size)
@@ -165,7 +166,7 @@ class XLAStrategy(Strategy):
 
 
 def _on_host(state: Any) -> Any:
-    """A state with its tensors on the CPU, those of one graph fetched after it was executed as a whole."""
+    """A state with its tensors on the CPU, copied after their graph was executed as a whole."""
     torch_xla.sync()
     return recursively_apply(lambda tensor: tensor.detach().cpu(), state)
 
@@ -175,13 +176,13 @@ def _check_device(context: Context) -> None:
     if not hasattr(family, "use_all_devices"):
         raise Conflict(
             "Cannot use the backend 'xla'.",
-            f"This process works on {context.process.device}, which torch_xla does not drive.",
-            "Set PJRT_DEVICE (TPU, or CPU to try it), or leave out the backend.",
+            f"The device of this process is {context.process.device}, which is not a torch_xla device.",
+            "Set PJRT_DEVICE (TPU, or CPU to try it), or do not choose this backend.",
         )
 
 
 def _mesh(context: Context, config: XLAPlugin) -> Any:
-    """The mesh of all devices where one process shall drive them together, or None."""
+    """The mesh of all devices, if the process uses all of them (SPMD), or None."""
     family: Any = context.process.family
     if not config.fsdp:
         _check_one_device(context)
@@ -189,14 +190,14 @@ def _mesh(context: Context, config: XLAPlugin) -> Any:
     if runtime.world_size() > 1:
         raise Conflict(
             "Cannot use XLAPlugin(fsdp=True).",
-            f"torch_xla started {runtime.world_size()} replicas, each with a device of its own.",
+            f"torch_xla started {runtime.world_size()} replicas with one device each.",
             "Start one process on each host: python train.py, without --tpu.",
         )
     if family.opened() and not runtime.is_spmd():
         raise NotReady(
             "Cannot use XLAPlugin(fsdp=True).",
-            "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
-            "Make the Accelerator first, or set ACCEL_XLA_FSDP=true for the script.",
+            "A device was used before the Accelerator was created (by set_seed(), or for a tensor).",
+            "Create the Accelerator first, or set ACCEL_XLA_FSDP=true for the script.",
         )
     family.use_all_devices()
     return spmd.mesh_of_all_devices()
@@ -206,30 +207,30 @@ def _check_one_device(context: Context) -> None:
     if context.process.world_size > 1 and runtime.world_size() == 1:
         raise Conflict(
             f"Cannot train on {context.process.world_size} XLA processes, each on its own host.",
-            "torch_xla started no replicas, so nothing sums their gradients.",
-            "Give XLAPlugin(fsdp=True), so that each process drives all its devices, or use `accel launch --tpu`.",
+            "torch_xla started no replicas, so gradients would not be averaged.",
+            "Pass XLAPlugin(fsdp=True), so that each process uses all its devices, or use `accel launch --tpu`.",
         )
 
 
 def _downcast(context: Context) -> None:
-    """Let torch_xla hold floats in bfloat16 and doubles in 32 bits."""
+    """Make torch_xla store float32 in bfloat16 and float64 in 32 bits."""
     family: Any = context.process.family
     if context.precision.name != "bf16":
         raise Conflict(
             f"Cannot combine downcast_bf16 and mixed_precision={context.precision.name!r}.",
-            "Downcasting is a way to train in bf16.",
-            "Use mixed_precision='bf16', or leave downcast_bf16 out.",
+            "Downcasting trains in bf16.",
+            "Use mixed_precision='bf16', or remove downcast_bf16.",
         )
     if family.opened() and os.environ.get(_DOWNCAST) != "1":
         raise NotReady(
             "Cannot use downcast_bf16.",
-            "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
-            f"Make the Accelerator first, or set {_DOWNCAST}=1 for the script.",
+            "A device was used before the Accelerator was created (by set_seed(), or for a tensor).",
+            f"Create the Accelerator first, or set {_DOWNCAST}=1 for the script.",
         )
     publish({_DOWNCAST: "1"})
 
 
 def move_state(optimizer: Optimizer) -> None:
-    """Bring the state of an optimizer that has stepped to where its parameters are now."""
+    """Move the state of an optimizer that has stepped to the device of its parameters."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
