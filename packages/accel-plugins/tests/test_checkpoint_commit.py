@@ -141,7 +141,7 @@ def test_the_folder_that_a_process_works_in_is_not_replaced(
     write(target, "old")
     (target / "logs").mkdir()
     monkeypatch.chdir(target / inside)
-    with pytest.raises(CheckpointError, match=r"This process works in it .*\n.*checkpoint"):
+    with pytest.raises(CheckpointError, match=r"working directory of this process .*\n.*checkpoint"):
         write(Path() if inside == "." else target, "new")
     assert (target / "optimizer.bin").read_text() == "old"
     assert entries(tmp_path) == {"a"}
@@ -162,7 +162,7 @@ def test_what_is_mounted_in_a_folder_is_not_removed_with_it(tmp_path: Path, monk
     (target / "data").mkdir()
     (target / "data" / "precious").write_text("precious")
     monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "data")
-    with pytest.raises(CheckpointError, match="a file system is mounted in the folder"):
+    with pytest.raises(CheckpointError, match="a file system is mounted inside the folder"):
         write(target, "new")
     assert (target / "data" / "precious").read_text() == "precious"
     assert (target / "optimizer.bin").read_text() == "old"

@@ -330,7 +330,7 @@ def test_a_save_whose_folder_was_taken_over_is_refused_and_harms_nothing(tmp_pat
             for entry in tmp_path.glob("*.owner-*"):
                 entry.unlink()
 
-    with pytest.raises(CheckpointError, match="Another run took its folder for left behind"):
+    with pytest.raises(CheckpointError, match="Another run removed its temporary folder"):
         lose_the_record()
     assert (tmp_path / "a" / "optimizer.bin").read_text() == "old"
     assert entries(tmp_path) == {"a"}
@@ -363,7 +363,7 @@ def test_a_folder_that_changed_after_it_was_sealed_is_not_put_in_place(
     tmp_path: Path, disturb: Callable[[Path], object], named: str
 ) -> None:
     write(tmp_path / "a", "old")
-    with pytest.raises(CheckpointError, match=f"{named} is gone or has another content"):
+    with pytest.raises(CheckpointError, match=f"{named} is missing, or its content was changed"):
         write(tmp_path / "a", "new", finalizer=Disturbed(disturb))
 
     assert verify(tmp_path / "a", hashes=True).good

@@ -1,1 +1,1 @@
-"""Checkpoints: the files of one folder, and the protocol by which a folder becomes valid all at once."""
+"""Checkpoints: the files in a folder, and the protocol that makes a folder valid atomically."""

@@ -1,13 +1,12 @@
-"""Saving while training goes on: a copy of what is saved, written by a thread, at most one at a time.
+"""Asynchronous saving: a thread copies the state and writes the copy, at most one save at a time.
 
-Parameters and the state of their optimizers are meant to change in `Optimizer.step` and nowhere else, so the thread
-copies them while the next forward and backward run, and the step waits for it. Whether somebody changed them
-nevertheless is seen by the versions that torch counts and by samples of their contents (torch does not count writes
-through `.data`), which are taken with the state and compared after the copy. Everything else is copied before
-`save_state` returns.
+Parameters and optimizer state should change only in `Optimizer.step`, so the thread copies them during the next forward
+and backward, and the step waits for the copy. Other changes are detected by torch's version counters and by samples of
+the contents (torch does not count writes through `.data`); both are taken with the state and compared after the copy.
+Everything else is copied before `save_state` returns.
 
-Memory: one copy, on the host, of all that this process writes; it is kept for the next save. Reading samples, every
-509th element, of 900 MB takes about 10 ms and keeps 1.8 MB.
+Memory: one copy in host memory of all data that this process writes; its buffers are reused by the next save. Reading
+samples (every 509th element) of 900 MB takes about 10 ms and needs 1.8 MB.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ __all__ = (
 )
 
 _WHOLE: Final = 1 << 14
-"""Elements up to which a tensor is sampled as a whole."""
+"""Tensors of up to this many elements are sampled completely."""
 
 _SAMPLES: Final = 1 << 13
-"""Elements that are taken of a larger tensor, at least."""
+"""Minimum number of samples of a larger tensor."""
 
 _LONGEST_STRIDE: Final = 509
-"""From 4 million elements on, so that reading costs little; a prime."""
+"""Distance of samples in tensors of 4 million elements and more, so that reading costs little; a prime."""
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,7 +64,7 @@ Place = tuple[Hashable, ...]
 
 
 def samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Samples of each tensor, as integers on the host; one transfer for each device and element size.
+    """Samples of each tensor, as integers in host memory; one transfer per device and element size.
 
     Args:
         tensors: dense and strided.
@@ -90,16 +89,17 @@ def changed(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[int]:
 def _chosen(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    # In the order of memory, where that is one piece: other orders would be copied as a whole to be flattened.
+    # In memory order, if the tensor is contiguous in some order: flattening in another order would copy the whole
+    # tensor.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).reshape(-1).view(_INTEGERS[tensor.element_size()])
     return flat if flat.numel() <= _WHOLE else flat[:: _stride(tensor)]
 
 
 def _stride(tensor: Tensor) -> int:
-    """How far samples are apart.
+    """The distance between samples.
 
-    It has no factor in common with any size, so that every row and column that is as long as the stride has a sample.
+    It has no common factor with any size, so every row and column at least as long as the stride has a sample.
     """
     stride = min(tensor.numel() // _SAMPLES | 1, _LONGEST_STRIDE)
     while any(math.gcd(stride, size) > 1 for size in tensor.shape):
@@ -108,10 +108,10 @@ def _stride(tensor: Tensor) -> int:
 
 
 class Buffers:
-    """Host memory that copies go into, kept from one save to the next: fresh memory costs more than the copy.
+    """Buffers in host memory, reused by the next save, because allocating memory costs more than copying.
 
     Args:
-        pinned: use memory that a device copies into by itself.
+        pinned: use pinned memory, into which devices copy asynchronously.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -120,7 +120,7 @@ class Buffers:
         self._used: set[Place] = set()
 
     def like(self, place: Place, tensor: Tensor) -> Tensor:
-        """Memory for a copy of a tensor: what was used at this place before where it fits."""
+        """Memory for a copy of a tensor: the previous buffer at this position, if it fits."""
         self._used.add(place)
         kept = self._kept.get(place)
         if kept is None or _form(kept) != _form(tensor):
@@ -129,13 +129,13 @@ class Buffers:
         return kept
 
     def forget_unused(self) -> None:
-        """Give back memory that the last save did not use."""
+        """Free memory that the last save did not use."""
         self._kept = {place: kept for place, kept in self._kept.items() if place in self._used}
         self._used.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Total size of the buffers in bytes."""
         return sum(kept.nbytes for kept in self._kept.values())
 
 
@@ -145,7 +145,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass
 class _Pending:
-    """A tensor that is copied behind training, its name in the checkpoint, and its version when it was taken."""
+    """A tensor that is copied during training, its name in the checkpoint, and its version when the state was taken."""
 
     name: str
     source: Tensor
@@ -154,17 +154,17 @@ class _Pending:
 
 
 class Snapshot:
-    """A copy of everything that one process writes.
+    """A copy of all data that one process writes.
 
-    What may be copied later is noted only; `copy` does that, in any thread.
+    Tensors that may be copied later are only recorded; `copy` copies them, in any thread.
 
     Args:
-        taken: the living states.
-        buffers: where copies go.
-        guarded: tensors that change in `Optimizer.step` and nowhere else.
+        taken: the states; their tensors share memory with the objects.
+        buffers: the memory for copies.
+        guarded: tensors that change only in `Optimizer.step`.
 
     Attributes:
-        captured: the copy; complete when `copy` has returned.
+        captured: the copy; complete after `copy` returns.
     """
 
     def __init__(self, taken: CheckpointState, buffers: Buffers, guarded: Iterable[Tensor]) -> None:
@@ -181,14 +181,14 @@ class Snapshot:
         self._samples = samples_of([pending.source for pending in self._pending])
 
     def copy(self) -> list[str]:
-        """Copy what was noted.
+        """Copy the recorded tensors.
 
         Returns:
-            Names of tensors that were changed since the state was taken, whose copies may be of another moment.
+            Names of tensors that changed after the state was taken, so that their copies may be inconsistent.
         """
         for pending in self._pending:
             pending.target.copy_(pending.source)
-        # The copies too: what was changed for a while only, as for an evaluation, may have been copied meanwhile.
+        # Compare the copies too: a temporary change, as for an evaluation, may have been copied.
         torn = {
             *changed(self._samples, samples_of([pending.source for pending in self._pending])),
             *changed(self._samples, samples_of([pending.target for pending in self._pending])),
@@ -236,17 +236,17 @@ class Snapshot:
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of changes made in place; those made in inference mode are not counted."""
+    """torch's count of in-place changes; changes in inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_order(tensor: Tensor, target: Tensor) -> bool:
-    """Whether samples of both are of the same elements."""
+    """Whether samples of both tensors are of the same elements."""
     return tensor.stride() == target.stride() and not (tensor.is_quantized or tensor.is_neg())
 
 
 def _name(place: Place) -> str:
-    """Where a tensor is in the checkpoint, as "model 0: layer.weight"."""
+    """The position of a tensor in the checkpoint, such as "model 0: layer.weight"."""
     kind, index, *below = (part.value if isinstance(part, Part) else str(part) for part in place)
     return f"{kind} {index}: {'.'.join(below)}"
 
@@ -256,12 +256,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class CopyGuard:
-    """Lets steps of optimizers, and loading into models and optimizers, wait until a snapshot is copied.
+    """Blocks optimizer steps, and loading into models and optimizers, until a snapshot is copied.
 
     Args:
-        optimizers, models: those whose changes have to wait.
+        optimizers, models: the objects that must not change before.
         before_step: called before each step of the first optimizer, once a snapshot is copied.
-        after_step: called after each step of any of them.
+        after_step: called after each step of any optimizer.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class CopyGuard:
         def wait(*_: Any) -> None:
             self._copied.wait()
             before_step()
-            # A checkpoint may have been begun there.
+            # `before_step` may have started a save.
             self._copied.wait()
 
         return wait
@@ -296,26 +296,26 @@ class CopyGuard:
         self._copied.wait()
 
     def wait(self) -> None:
-        """Return when everybody may pass."""
+        """Wait until the guard is open."""
         self._copied.wait()
 
     def release(self) -> None:
-        """Let everybody pass; from any thread."""
+        """Open the guard; may be called from any thread."""
         self._copied.set()
 
     def hold(self) -> None:
-        """Let everybody wait again, for another snapshot."""
+        """Close the guard for another snapshot."""
         self._copied.clear()
 
     def remove(self) -> None:
-        """Take the hooks off; from the thread that trains."""
+        """Remove the hooks; called from the training thread."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def guarded_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Parameters of optimizers and the tensors of their states."""
+    """The parameters of optimizers and the tensors in their states."""
     found: list[Tensor] = []
     for optimizer in optimizers:
         found += [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
@@ -326,11 +326,11 @@ def guarded_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 class TornError(Exception):
-    """What was copied on some process is not of one moment, so the checkpoint has to be taken again on all."""
+    """The copy of some process is torn (not of one moment), so all processes must take the checkpoint again."""
 
 
 class _InFlight:
-    """One save: a thread that copies, releases the guard, and writes."""
+    """One save: a thread that copies, opens the guard, and writes."""
 
     def __init__(
         self,
@@ -343,13 +343,13 @@ class _InFlight:
         self._work, self._drop = work, drop
         self.guard, self.boundaries, self.again = guard, boundaries, again
         self.error: BaseException | None = None
-        # No daemon: the interpreter waits for it, so a save that was begun is completed.
+        # Not a daemon thread: the interpreter waits for it, so a started save is completed.
         self.thread = threading.Thread(target=self._run, name="accel-save", daemon=False)
 
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # raised again where somebody waits
+        except BaseException as error:  # raised again in `wait`
             self.error = error
             if isinstance(error, TornError):
                 _owing.add(self)
@@ -361,11 +361,11 @@ class _InFlight:
 class BackgroundSaver:
     """Writes one checkpoint at a time in a thread.
 
-    What went wrong is raised by the next `wait`; a program that ends without one shows it and has exit code 1. What is
-    torn is taken again at the boundary on which the processes agreed, or by the next `wait`.
+    The next `wait` raises the error of a failed save; a program that ends without one prints it and exits with code 1.
+    A torn checkpoint is taken again at the boundary on which the processes agreed, or by the next `wait`.
 
     Attributes:
-        buffers: host memory for the copies, kept for the next save.
+        buffers: host memory for the copies, reused by the next save.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -377,27 +377,27 @@ class BackgroundSaver:
     def start(
         self, work: Callable[[], None], guard: CopyGuard, boundaries: StepBoundaries, again: Callable[[bool], None]
     ) -> None:
-        """Work in a thread; nothing may be in flight.
+        """Start a save in a thread; no other save may be in flight.
 
         Args:
-            work: copies, releases the guard and writes the copy; raises `TornError` when the copy is torn.
-            guard: released in any case when the work has ended.
-            boundaries: those of training since the state was taken.
-            again: takes the state anew; with True, writes it before it returns.
+            work: copies, opens the guard and writes the copy; raises `TornError` when the copy is torn.
+            guard: opened in any case when the work has ended.
+            boundaries: the boundaries of training since the state was taken.
+            again: takes the state again; with True, writes it before it returns.
         """
         self._in_flight = _InFlight(work, guard, boundaries, again, self.buffers.forget_unused)
         self._in_flight.thread.start()
 
     @property
     def boundaries(self) -> StepBoundaries | None:
-        """The boundaries of training since the state of the save in flight was taken; None without one."""
+        """The boundaries since the state of the save in flight was taken; None without a save."""
         return None if self._in_flight is None else self._in_flight.boundaries
 
     def between_steps(self) -> None:
-        """Pass a boundary of training, or take a torn checkpoint again here; called on every process.
+        """Pass a boundary of training; a torn checkpoint may be taken again here. Called on every process.
 
         Raises:
-            BaseException: what was met on the way to a copy.
+            BaseException: the error of taking the copy.
         """
         in_flight = self._in_flight
         if in_flight is None or not in_flight.boundaries.reached():
@@ -413,16 +413,16 @@ class BackgroundSaver:
                 raise
 
     def wait_for_copy(self) -> None:
-        """Return when what is being saved may be changed."""
+        """Wait until the state that is being saved may be changed."""
         if self._in_flight is not None:
             self._in_flight.guard.wait()
 
     def wait(self) -> None:
-        """Return when nothing is in flight any more.
+        """Wait until no save is in flight.
 
         Raises:
-            NotReady: a torn checkpoint cannot be taken again at this moment; it is by the next call.
-            BaseException: what the save in flight met.
+            NotReady: a torn checkpoint cannot be taken again at this moment; the next call does it.
+            BaseException: the error of the save in flight.
         """
         while (in_flight := self._in_flight) is not None:
             in_flight.thread.join()
@@ -432,7 +432,7 @@ class BackgroundSaver:
                 elif in_flight.error is not None:
                     raise in_flight.error
             except TornError:
-                # Another process took it again while it trained, and was disturbed once more.
+                # Another process took the state again during training, and its copy was torn again.
                 continue
             except NotReady:
                 raise
@@ -448,34 +448,34 @@ class BackgroundSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being copied or written."""
+        """Whether a save is in flight: copying or writing."""
         return self._in_flight is not None and self._in_flight.thread.is_alive()
 
     def release(self) -> None:
-        """Wait, and give the memory of the copies back."""
+        """Wait, and free the memory of the copies."""
         self.wait()
         self.buffers = Buffers(self._pinned)
 
 
 _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 _owing: set[_InFlight] = set()
-"""Saves that have to be made again; they hold what is to be saved until then."""
+"""Saves that must be repeated, with references to their state."""
 
 
 @atexit.register
 def _show_errors_at_exit() -> None:
-    """End with exit code 1 when a save failed and nobody has heard of it."""
+    """Exit with code 1 when a save failed and its error was not raised."""
     failed = False
     for saver in list(_savers):
         try:
             saver.wait()
-        except BaseException as error:  # the last chance to be heard
+        except BaseException as error:  # the error cannot be raised any more
             failed = True
-            sys.stderr.write("A checkpoint that was being saved in the background is lost:\n")
+            sys.stderr.write("The asynchronous save of a checkpoint failed:\n")
             traceback.print_exception(error)
     if failed:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        # The only way left to an exit code: exceptions raised here are shown and forgotten.
+        # Only this sets the exit code here: exceptions are printed and ignored.
         os._exit(1)

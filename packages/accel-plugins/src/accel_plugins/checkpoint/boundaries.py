@@ -1,13 +1,13 @@
-"""Saving at boundaries between training steps on which all processes agree: when a run is to end, and continuously.
+"""Save at boundaries between training steps on which all processes agree: when a run must end, and continuously.
 
-Nobody waits for a process that trains, so a collective that is under way is always completed: each process counts the
-boundaries that it passes; a thread in each tells the count to the others; all meet at the boundary after the highest.
+Each process counts the boundaries that it passes, and a thread of each reports the count to the others. All save at the
+boundary after the highest count. No process has to wait before that boundary, so started collectives complete.
 
-A signal only sets a flag. The thread sees that one of the processes was asked to end, and agrees with the others on
-the boundary at which all save and end. The request is a signed message: see `accel_state.transport.control`.
+A signal only sets a flag. When one process has received a signal, the threads agree on the boundary at which all save
+and end. The request is a signed message: see `accel_state.transport.control`.
 
-For continuous saving the first process decides when: it knows how much time the saves have cost so far. It announces
-the next save through the store, and the threads agree on a boundary as before.
+For continuous saving the first process decides when, from the measured cost of earlier saves. It announces the next
+save through the store, and the threads agree on a boundary in the same way.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ __all__ = ("SIGNALS", "ContinuousSaver", "Preemption", "SavePace", "StepBoundari
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Signals that ask a run to save and end."""
+"""Signals that make a run save and end."""
 _TICK: Final = 0.2
 _PATIENCE: Final = 10.0
-"""Seconds in which further signals are copies of the first; later ones end the process at once. A store that has not
-answered for as long after a signal is gone."""
+"""Seconds in which further signals count as copies of the first; later ones end the process at once. Also the time that
+a store may need to answer after a signal."""
 _ASKED: Final = "accel/preemption/asked"
-_REQUEST: Final = "The run was asked to end, and the processes had to agree where."
+_REQUEST: Final = "A signal requested the end of the run, and the processes must agree on a boundary."
 _REMEDY: Final = "Restart the run from its newest checkpoint."
 _KNOWN: Final = 64
-"""Undisturbed steps whose times are remembered."""
+"""Number of steps without a save of which times are recorded."""
 _FEWEST: Final = 8
-"""Undisturbed steps without which nobody can say what a save costs."""
+"""Minimum number of steps without a save that are needed to measure the cost of a save."""
 _LOOK: Final = 1.0
-"""Seconds between two looks for an announcement."""
+"""Seconds between two checks for an announcement."""
 _ANSWER: Final = 10.0
 _FAREWELL: Final = 5.0
-_FAILED: Final = "Cannot save while training goes on."
+_FAILED: Final = "Cannot save during training."
 
 
 class StepBoundaries:
-    """The boundaries since a checkpoint was begun; all processes pass the same ones in the same order.
+    """The boundaries since the start of a checkpoint; all processes pass the same ones in the same order.
 
     Attributes:
-        steps: steps of optimizers since then.
+        steps: optimizer steps since then.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class StepBoundaries:
         self._decided = threading.Event()
 
     def reached(self) -> bool:
-        """Pass a boundary; from the thread that trains.
+        """Pass a boundary; called from the training thread.
 
         Returns:
-            Whether the processes agreed to meet here.
+            Whether the processes agreed on this boundary.
         """
         with self._lock:
             self._passed += 1
@@ -83,10 +83,10 @@ class StepBoundaries:
         return self._chosen is not None and self._passed >= self._chosen
 
     def agree(self, barrier: StoreBarrier) -> None:
-        """Choose a boundary that no process has passed; from a thread of each process.
+        """Agree on a boundary that no process has passed; called from a thread of each process.
 
         Raises:
-            CheckpointError: a process failed, or did not answer before the deadline.
+            CheckpointError: a process failed, or did not report before the deadline.
         """
         with self._lock:
             self._frozen = True
@@ -99,10 +99,10 @@ class StepBoundaries:
 
 
 class Preemption:
-    """Saves and ends at the next boundary after one of the processes was asked to end.
+    """Saves and ends at the next common boundary after a process received a signal.
 
     Args:
-        process: who this process is.
+        process: this process.
         save: saves a checkpoint; called on every process at the same boundary.
         deadline: seconds that processes wait for each other's counts.
     """
@@ -121,7 +121,7 @@ class Preemption:
             atexit.register(self.leave)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        """The handler: it may interrupt anything, so it only takes a note."""
+        """The signal handler: it may interrupt any code, so it only sets a flag."""
         now = time.monotonic()
         if self._signalled and now > self._signalled + _PATIENCE:
             signal.signal(number, signal.SIG_DFL)
@@ -129,10 +129,10 @@ class Preemption:
         self._signalled = self._signalled or now
 
     def between_batches(self) -> None:
-        """Pass a boundary, or save and end here; called on every process whenever a batch is done.
+        """Pass a boundary, or save and end here; called on every process after each batch.
 
         Raises:
-            SystemExit: with `accel_state.exit_codes.RESUME`, once the checkpoint is complete.
+            SystemExit: with `accel_state.exit_codes.RESUME`, after the checkpoint is complete.
             CheckpointError: the processes could not agree, or saving failed.
         """
         if self._ends_here():
@@ -148,7 +148,7 @@ class Preemption:
         return ends
 
     def _watch(self) -> None:
-        """Wait until somebody is asked to end, and agree where; what the store does not answer is asked again."""
+        """Wait until a process receives a signal, and agree on a boundary; retry if the store does not answer."""
         control = self._process.transport.control()
         assert control is not None
         silent_since: float | None = None
@@ -176,7 +176,7 @@ class Preemption:
             self._error = error
 
     def leave(self) -> None:
-        """Stop watching, and give the signals back; called at the end of the process too."""
+        """Stop, and restore the signal handlers; also called at the end of the process."""
         self._left.set()
         if self._process.world_size > 1:
             self._thread.join(timeout=_PATIENCE)
@@ -187,13 +187,13 @@ class Preemption:
 
 
 class SavePace:
-    """When the next save may begin, from the times of the steps.
+    """Determines from step times when the next save may begin.
 
-    A save costs what the steps during it take longer than undisturbed ones, copying and writing in the background
-    included. The next may begin when what all saves have cost, with one more like the last, stays within the share.
+    The cost of a save is the extra time of steps during the save, including its copying and writing in the background.
+    The next save may begin when the cost of all saves, plus one more like the last, is within `max_overhead`.
 
     Args:
-        max_overhead: the share of the run's time that saving may cost.
+        max_overhead: the fraction of the run's time that saving may cost.
     """
 
     def __init__(self, max_overhead: float) -> None:
@@ -206,15 +206,15 @@ class SavePace:
 
     @property
     def cost(self) -> float:
-        """Seconds that saves have cost so far."""
+        """Total cost of saves so far, in seconds."""
         return self._cost
 
     def passed(self, now: float, saving: bool) -> bool:
         """Pass a boundary between two steps.
 
         Args:
-            now: seconds of a clock that does not go back.
-            saving: whether a save is under way.
+            now: seconds of a monotonic clock.
+            saving: whether a save is in flight.
 
         Returns:
             Whether a save may begin here.
@@ -233,19 +233,19 @@ class SavePace:
         return self._cost + self._last_cost <= self._share * (now - self._began)
 
     def begin(self) -> None:
-        """A save begins at the boundary that was passed last."""
+        """Record that a save begins at the latest boundary."""
         self._saving, self._before = True, self._cost
 
 
 class ContinuousSaver:
-    """Calls `save` on every process at boundaries on which they agree, as often as the pace allows.
+    """Calls `save` on every process at agreed boundaries, as often as `pace` allows.
 
     Args:
-        process: who this process is.
-        save: begins to save a checkpoint; called on every process at the same boundary.
-        busy: whether a save is under way on this process.
-        pace: decides when; that of the first process counts.
-        deadline: seconds that processes wait for each other.
+        process: this process.
+        save: starts saving a checkpoint; called on every process at the same boundary.
+        busy: returns whether a save is in flight on this process.
+        pace: determines when to save; only that of the first process is used.
+        deadline: maximum time in seconds that processes wait for each other.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class ContinuousSaver:
             atexit.register(self.leave)
 
     def between_steps(self) -> None:
-        """Pass a boundary, and begin to save here if the processes agreed to; called on every process.
+        """Pass a boundary, and start saving here if the processes agreed on it; called on every process.
 
         Raises:
             CheckpointError: the processes could not agree, or a save failed.
@@ -307,7 +307,7 @@ class ContinuousSaver:
                     self._left.wait(_LOOK)
                     continue
             except StoreUnreachable as error:
-                # The next collective of the run says more, if the store stays away.
+                # If the store remains unreachable, the run's next collective raises a better error.
                 logger.debug("%s", error)
                 self._left.wait(_LOOK)
                 continue
@@ -326,14 +326,14 @@ class ContinuousSaver:
         try:
             self._boundaries.agree(barrier)
         except AccelError as error:
-            # A run that has ended does not answer either.
+            # The store does not answer after the end of a run either.
             if not self._left.is_set():
                 self._error = error
             return False
         return True
 
     def leave(self) -> None:
-        """Stop; called at the end of training and of the process too."""
+        """Stop; called at the end of training and of the process."""
         self._left.set()
         if not self._alone:
             self._thread.join(timeout=_FAREWELL)

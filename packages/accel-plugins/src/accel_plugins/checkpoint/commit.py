@@ -1,9 +1,9 @@
-"""Making a folder valid all at once: it is filled under another name, made durable, and put in place by a rename.
+"""Make a folder valid atomically: write it under another name, flush it to disk, and rename it.
 
-What stood under the name before stays valid until that moment. Where the system can exchange two names in one step, it
-does; elsewhere the old folder is moved aside, and whoever looks for it next puts it back should the process die in
-between. Every file is hashed and made durable, and the manifest that lists them is written last: a thread waits for
-the disk while files are hashed from the page cache, and begins with the first file while others are being written.
+A previous folder of this name is valid until the rename. If the system can exchange two names atomically, it does. On
+other systems the old folder is first moved aside; if the process dies before the rename, the next reader restores it.
+Every file is hashed and flushed, and the manifest with the list of files is written last. A thread flushes files while
+others are hashed from the page cache; it starts with the first file while others are being written.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 100
 _LONGEST_PAUSE: Final = 0.02
 _CONTENDED: Final = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
-"""What it looks like when another run puts a checkpoint under the same name, or takes one away."""
+"""Errors that occur when another run creates or removes a checkpoint of the same name."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -61,10 +61,10 @@ _LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
 Adopt = Callable[[Sequence[str]], str]
-"""What the first process does with what all processes tell of their files; see `CheckpointFinalizer.adopt`."""
+"""Called on the first process with all processes' reports about their files; see `CheckpointFinalizer.adopt`."""
 
 AllWrote = Callable[[StoreBarrier, str, Adopt], object]
-"""Called with the barrier, what this process tells of its files, and what adopts it; see `staging`."""
+"""Called with the barrier, this process's report about its files, and an `Adopt` function; see `staging`."""
 
 
 @contextmanager
@@ -79,27 +79,27 @@ def staging(
     barrier: StoreBarrier | None = None,
     all_wrote: AllWrote | None = None,
 ) -> Iterator[Path]:
-    """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
+    """A temporary folder for a checkpoint; it is renamed to `target` when the block ends without an error.
 
-    Called on every process of the run. Processes of a node that does not see the first process's disk write into a
-    folder of their own node, which becomes a checkpoint of its own there.
+    Called on every process of the run. Processes on a node that does not share the first process's disk write into a
+    folder on their node, which becomes a separate checkpoint there.
 
-    Takes each process at most 12 requests to the store of the run, and the first at most 3 W + 20 with W processes.
+    Each process sends at most 12 requests to the run's store, the first at most 3 W + 20 with W processes.
 
     Args:
-        target: what the checkpoint will be called; what stands there before stays valid until the new one is complete,
-            and files there that saving did not write are carried over.
-        process: who this process is; the current one when None.
-        facts: goes into the manifest.
-        fsync: wait until the disk holds everything.
-        deadline: seconds that processes wait for each other.
-        finalizer: what has begun to flush files while others are still being written.
-        barrier: an operation that the processes have begun together, which goes on with this and ends with it.
-        all_wrote: the phase in which each process tells that it has written its files, and what it knows of them; what
-            it raises discards them.
+        target: path of the checkpoint. An existing folder there is valid until the new one is complete; its files that
+            were not written by saving are carried over.
+        process: this process; None: the current one.
+        facts: data for the manifest.
+        fsync: wait until everything is flushed to disk.
+        deadline: maximum time in seconds that processes wait for each other.
+        finalizer: a finalizer that already flushes files while others are being written.
+        barrier: a store barrier that the processes already use; it is continued here and ended at the end.
+        all_wrote: the phase in which each process reports that its files are written, with data about them; if it
+            raises, the folder is discarded.
 
     Raises:
-        CheckpointError: this or another process failed; nothing that was there before is touched.
+        CheckpointError: this or another process failed; the existing folder is unchanged.
     """
     if process is None:
         from accel_state import current
@@ -107,7 +107,7 @@ def staging(
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
     finalizer = finalizer or CheckpointFinalizer(fsync)
-    asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are untouched."
+    asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are unchanged."
     if barrier is None:
         barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
     barrier.describe(asked, remedy)
@@ -144,12 +144,12 @@ def _all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
 
 
 def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:
-    """The staging folder, the claim of a process that made it and has to put it in place, and the ranks of those."""
+    """The staging folder, the claim of a process that created one, and the ranks of all such processes."""
     with barrier.reporting():
         _demand_replaceable(target)
         claim = _make(target) if process.rank == 0 else None
         try:
-            # Once all processes have begun, the others hear from the first without an answer of their own.
+            # After all processes have started, the others wait for the first without reporting again.
             token = barrier.wait("open", "" if claim is None else claim.token, only=(0,) if barrier.has_begun else None)
             path = target.with_name(f"{target.name}.tmp-{token}")
             if process.topology.is_local_main and not path.exists():
@@ -162,20 +162,21 @@ def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, 
 
 
 def _demand_replaceable(target: Path) -> None:
-    """Refuse a folder that cannot make way for another one of its name.
+    """Raise if a folder cannot be replaced by another one of its name.
 
     Raises:
-        CheckpointError: it is a mount point, or this process works in it and would be left in a folder without a name.
+        CheckpointError: it is a mount point or the current working directory of this process.
     """
     obstacle = ""
     if os.path.ismount(target):
-        obstacle = (
-            "It is a mount point, and a checkpoint becomes valid by a rename, which the system refuses for those."
-        )
+        obstacle = "It is a mount point. Saving renames a folder, and mount points cannot be renamed."
     elif target.is_dir() and Path(os.path.realpath(os.curdir)).is_relative_to(target):
-        obstacle = "This process works in it (os.getcwd()), and the checkpoint replaces the whole folder."
+        obstacle = (
+            "It is the working directory of this process (os.getcwd()), and the checkpoint would replace the "
+            "whole folder."
+        )
     if obstacle:
-        remedy = f"Name a folder inside of it, such as {target / 'checkpoint'}."
+        remedy = f"Use a folder inside it, such as {target / 'checkpoint'}."
         raise CheckpointError(f"Cannot save a checkpoint as {target}.", obstacle, remedy)
 
 
@@ -184,7 +185,7 @@ def _who_made(answers: Sequence[str]) -> str:
 
 
 def _leave(claim: Claim | None) -> None:
-    """Remove what a save that ends leaves beside its name: the folder that failed, or that was replaced."""
+    """Remove the temporary folder of a failed save, or the replaced folder."""
     if claim is not None:
         discard(claim.path("tmp"))
         claim.release()
@@ -209,19 +210,19 @@ def _make(target: Path, token: str | None = None) -> Claim:
         raise CheckpointError(
             f"Cannot save a checkpoint as {target}.",
             f"{type(error).__name__}: {error}",
-            "Name a folder in a place where you may write.",
+            "Use a folder in a place with write permission.",
         ) from error
     return claim
 
 
 def _take_mode(old: Path, new: Path) -> None:
-    """Let the same users read and write the new folder, as far as the file system knows of users."""
+    """Give the new folder the same owner and permissions, if the file system supports them."""
     with suppress(PermissionError):
         new.chmod(stat.S_IMODE(old.stat().st_mode) | stat.S_IRWXU)
 
 
 def _make_lasting(folder: Path) -> None:
-    """Create a folder and those above it, each known to the disk: what is saved in it must not vanish with it."""
+    """Create a folder and its parents, and flush each, so that a power loss cannot remove them."""
     if folder.is_dir():
         return
     _make_lasting(folder.parent)
@@ -230,9 +231,9 @@ def _make_lasting(folder: Path) -> None:
 
 
 def _put_in_place(claim: Claim, target: Path, finalizer: CheckpointFinalizer, fsync: bool) -> None:
-    """Give the staging folder its name.
+    """Rename the staging folder to its final name.
 
-    Another run may put a checkpoint under the same name meanwhile; what stood there when this one comes last makes way.
+    Another run may create a checkpoint of the same name in the meantime; the last one replaces it.
     """
     path, attempts = claim.path("tmp"), _ATTEMPTS
     try:
@@ -247,19 +248,19 @@ def _put_in_place(claim: Claim, target: Path, finalizer: CheckpointFinalizer, fs
         raise CheckpointError(
             f"Cannot put a checkpoint in place as {target}.",
             f"{type(error).__name__}: {error}",
-            "What was there before is still valid.",
+            "The previous folder is still valid.",
         ) from error
 
 
 def _is_placed(claim: Claim, path: Path, target: Path, finalizer: CheckpointFinalizer) -> bool:
-    """Try to give a folder its name; False when another run changed what stands there meanwhile."""
+    """Try to rename a folder; return False when another run changed the target in the meantime."""
     carried: list[Path] = []
     try:
         if target.exists():
             before = fingerprint(target)
             _carry_over(target, path, carried)
             if fingerprint(target) != before:
-                raise FileExistsError(errno.EEXIST, "another run changed it meanwhile", str(target))
+                raise FileExistsError(errno.EEXIST, "another run changed it in the meantime", str(target))
         _check_ours(claim, path, target, finalizer)
         if exchange(path, target):
             _carry_late(path, target, carried)
@@ -275,19 +276,21 @@ def _is_placed(claim: Claim, path: Path, target: Path, finalizer: CheckpointFina
 
 
 def _check_ours(claim: Claim, path: Path, target: Path, finalizer: CheckpointFinalizer) -> None:
-    """Refuse a folder that another process took for left behind, or changed since it was finalized."""
-    changed = [] if claim.holds else ["Another run took its folder for left behind."]
-    changed += [f"{name} is gone or has another content than was written." for name in finalizer.changed(path)]
+    """Raise if another process removed the folder as abandoned, or changed it after it was finalized."""
+    changed = [] if claim.holds else ["Another run removed its temporary folder as abandoned."]
+    changed += [
+        f"{name} is missing, or its content was changed after it was written." for name in finalizer.changed(path)
+    ]
     if changed:
         raise CheckpointError(
             f"Cannot put a checkpoint in place as {target}.",
             " ".join(changed),
-            "What was there before is still valid. Let nothing else write there, and save again.",
+            "The previous folder is still valid. Make sure that no other program writes there, and save again.",
         )
 
 
 def _move_in(path: Path, target: Path, aside: Path, carried: list[Path]) -> None:
-    """Put a folder in the place of another without an exchange; `located` finds what is aside in between."""
+    """Replace a folder by another without an atomic exchange; `located` finds the old one in between."""
     try:
         target.rename(aside)
     except FileNotFoundError:
@@ -299,7 +302,7 @@ def _move_in(path: Path, target: Path, aside: Path, carried: list[Path]) -> None
         with suppress(OSError):
             aside.rename(target)
         if os.path.lexists(target):
-            # Another run put a newer one there, unless it is back.
+            # Another run created a newer one there, or the old one is already restored.
             discard(aside)
         raise
     _carry_late(aside, target, carried)
@@ -307,7 +310,7 @@ def _move_in(path: Path, target: Path, aside: Path, carried: list[Path]) -> None
 
 
 def _carry_late(old: Path, new: Path, carried: list[Path]) -> None:
-    """Copy what others wrote into the old folder after it was copied, and before the new one took its name."""
+    """Copy files that others wrote into the old folder after the first copy and before the rename."""
     try:
         _carry_over(old, new, [new / entry.name for entry in carried])
     except OSError as error:
@@ -315,12 +318,12 @@ def _carry_late(old: Path, new: Path, carried: list[Path]) -> None:
 
 
 def _carry_over(old: Path, new: Path, carried: list[Path]) -> None:
-    """Copy files of the old folder that its save did not write.
+    """Copy files of the old folder that saving did not write.
 
     Args:
         old: the folder.
-        new: the one that replaces it.
-        carried: lists the copies, also after an error; what is in it already is brought up to date.
+        new: the folder that replaces it.
+        carried: receives the list of copies, also after an error; files in it are copied again if they changed.
     """
     try:
         manifest = read_manifest(old)
@@ -338,8 +341,8 @@ def _carry_over(old: Path, new: Path, carried: list[Path]) -> None:
 def _bring(entry: Path, to: Path) -> None:
     if entry.is_dir() and not entry.is_symlink():
         if os.path.ismount(entry):
-            # The old folder is removed, and what is mounted in it would be removed with it.
-            raise OSError(errno.EBUSY, "a file system is mounted in the folder that is to be replaced", str(entry))
+            # The old folder is removed later, including the files of a mounted file system.
+            raise OSError(errno.EBUSY, "a file system is mounted inside the folder that must be replaced", str(entry))
         to.mkdir(exist_ok=True)
         for inner in sorted(entry.iterdir()):
             _bring(inner, to / inner.name)
@@ -352,7 +355,7 @@ def _bring(entry: Path, to: Path) -> None:
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """The same file under a second name, so that whoever has it open goes on writing into it; a copy if need be."""
+    """A hard link, so that a process with the file open still writes into it; a copy if links are not supported."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -367,7 +370,7 @@ def _remove(entry: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two names change places in one step; False where the system or file system cannot, and nothing was done."""
+    """Exchange two names atomically; return False, without a change, if the system or file system cannot."""
     call = _renameat2()
     if call is None:
         return False
@@ -386,7 +389,7 @@ def _renameat2() -> Any | None:
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What changes when a file is written again."""
+    """Values that change when a file is written again."""
 
     size: int
     changed: int
@@ -400,11 +403,11 @@ class _Stamp:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint that has its name.
+    """A checkpoint with its final name.
 
     Args:
-        identity: of the folder of the first process, see `CheckpointFinalizer.identity`.
-        owners: ranks of the processes that made a folder, one for each group of nodes that share a file system.
+        identity: identity of the first process's folder, see `CheckpointFinalizer.identity`.
+        owners: ranks of the processes that created a folder, one for each group of nodes with a shared file system.
         is_owner: whether this process is one of them.
     """
 
@@ -414,39 +417,39 @@ class Committed:
 
 
 class CheckpointFinalizer:
-    """Makes the files of one folder durable and lists them.
+    """Flushes and hashes the files of a folder, and lists them.
 
     Args:
-        fsync: wait until the disk holds everything; False trusts the page cache.
+        fsync: wait until everything is flushed to disk; False: do not flush the page cache.
 
     Attributes:
-        committed: what `staging` put in place with this; None before.
+        committed: the checkpoint that `staging` completed with this finalizer; None before.
     """
 
     def __init__(self, fsync: bool = True) -> None:
         self._fsync = fsync
         self._hashes = _Worker(record_of)
-        # The file system commits what several threads wait for at once.
+        # The file system commits the flushes of several threads together.
         self._flushes = _Worker(_flushed, threads=4)
         self._finalized: CheckpointManifest | None = None
         self.committed: Committed | None = None
 
     @property
     def identity(self) -> str:
-        """32 hexadecimal digits that no other save has, once the folder is finalized: the hash of its manifest."""
+        """The hash of the finalized folder's manifest: 32 hexadecimal digits, unique to this save."""
         return "" if self._finalized is None else xxhash.xxh3_128_hexdigest(self._finalized.text().encode())
 
     def begin(self, path: Path) -> None:
-        """Hash and flush a file that is complete, behind the back of whoever writes the next one."""
+        """Hash and flush a complete file in the background, while the next one is written."""
         self._hashes.add(path)
         if self._fsync:
             self._flushes.add(path)
 
     def records(self, folder: Path) -> str:
-        """What this process has hashed and flushed, once it is done, for `adopt` of the process that finalizes.
+        """Wait for hashing and flushing; return the results, for `adopt` on the process that finalizes.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: reading or flushing a file failed.
         """
         try:
             paths = self._hashes.paths
@@ -462,9 +465,9 @@ class CheckpointFinalizer:
         return json.dumps(told)
 
     def adopt(self, folder: Path, told: Sequence[str]) -> str:
-        """Take over what the processes told of files that look the same here; nothing needs to reach them.
+        """Use the processes' reports about files that have the same size and time here; needs no communication.
 
-        What no process has hashed, or what has changed since then, is hashed here.
+        Files that no process has hashed, or that changed later, are hashed here.
         """
         for text in filter(None, told):
             for name, (stamp, digest, ranges) in json.loads(text).items():
@@ -480,13 +483,13 @@ class CheckpointFinalizer:
         """Finish all files of a folder, and write its manifest.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: reading or flushing a file failed.
         """
         try:
             paths = [path for path in walk(folder) if path.name != MANIFEST_NAME or path.parent != folder]
             for path in paths:
                 if not path.is_file():
-                    # A hook may have left a pipe, which is never read to its end, or a link to nothing.
+                    # A hook may have created a pipe, of which reading never ends, or a broken link.
                     raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
                 self._hashes.add(path)
                 if self._fsync:
@@ -506,7 +509,7 @@ class CheckpointFinalizer:
         return manifest
 
     def changed(self, folder: Path) -> list[str]:
-        """Names of files in a finalized folder that are no longer what was finalized."""
+        """Names of files in a finalized folder that have changed since."""
         if self._finalized is None:
             return []
         records = self._finalized.files.items()
@@ -518,7 +521,7 @@ class CheckpointFinalizer:
         return changed if whole else [*changed, MANIFEST_NAME]
 
     def _is_still(self, path: Path, record: FileRecord) -> bool:
-        """Whether a file is the one that was hashed; some network file systems change the time of one that is."""
+        """Whether a file is the hashed one; some network file systems change the time of unchanged files."""
         try:
             return self._hashes.stamp(path) == _Stamp.of(path) or record_of(path).xxh3_128 == record.xxh3_128
         except OSError:
@@ -533,7 +536,7 @@ class CheckpointFinalizer:
             self._flushes.results([target, *directories])
 
     def close(self) -> None:
-        """Stop; for a folder that will not be finalized."""
+        """Stop without finalizing the folder."""
         self._hashes.close()
         self._flushes.close()
 
@@ -542,15 +545,15 @@ def _incomplete(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"Cannot complete the checkpoint in {folder}.",
         f"{type(error).__name__}: {error}",
-        "Check the disk; older checkpoints are untouched.",
+        "Check the disk; older checkpoints are unchanged.",
     )
 
 
 @dataclass
 class _Worker:
-    """Threads that do one thing with each path they are given; a file that changed afterwards is done again.
+    """Threads that apply a function to each path; a file that changes later is processed again.
 
-    From Python 3.12 on no thread can be started while the program ends; the one that saves then does the work itself.
+    Python 3.12 and newer cannot start threads while the program ends; the saving thread then does the work itself.
     """
 
     work: Any
@@ -571,20 +574,20 @@ class _Worker:
             self._do(path)
 
     def know(self, path: Path, stamp: _Stamp, found: Any) -> None:
-        """Take what another process found."""
+        """Add the results of another process."""
         self._asked[path], self._done[path] = stamp, found
 
     @property
     def paths(self) -> list[Path]:
-        """All that were handed over."""
+        """All submitted paths."""
         return list(self._asked)
 
     def stamp(self, path: Path) -> _Stamp | None:
-        """What a file looked like when it was handed over last."""
+        """The size and time of a file when it was last submitted."""
         return self._asked.get(path)
 
     def _has_thread(self) -> bool:
-        """Start one more, up to as many as there may be; False where there is none."""
+        """Start one more thread, up to the maximum; return False if there is no thread."""
         if len(self._started) < min(self.threads, len(self._asked)):
             thread = threading.Thread(target=self._run, name="accel-finalize", daemon=True)
             with suppress(RuntimeError):
@@ -603,10 +606,10 @@ class _Worker:
             self._done[path] = error
 
     def results(self, paths: list[Path]) -> dict[Path, Any]:
-        """What was found, once everything is done.
+        """Wait for all paths and return the results.
 
         Raises:
-            Exception: the first that was met.
+            Exception: the first error of a thread.
         """
         self.close()
         for path in paths:

@@ -1,4 +1,4 @@
-"""Where a project keeps its checkpoints and logs; plain data, without torch."""
+"""The folders of a project and its checkpoints: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ __all__ = ("ProjectConfiguration",)
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project and how its checkpoints are kept.
+    """The folders of a project, and how its checkpoints are saved and removed.
 
     Args:
-        project_dir: folder of the project; the current one where a folder is needed and none was given.
-        logging_dir: folder for trackers; that of the project by default.
+        project_dir: folder of the project; None: the current folder, if one is needed.
+        logging_dir: folder for trackers; by default the project's folder.
         automatic_checkpoint_naming: save as `<project_dir>/checkpoints/checkpoint_<iteration>`.
-        total_limit: checkpoints to keep; older ones are removed after a newer one is complete. None keeps all.
+        total_limit: number of checkpoints to keep; older ones are removed after a newer one is complete. None: keep
+            all.
         iteration: number of the next automatic checkpoint.
-        save_on_each_node: write on every node what the main process writes, for nodes that share no file system.
+        save_on_each_node: write the main process's files on every node, for nodes without a shared file system.
         iteration_checkpoints: another spelling of `automatic_checkpoint_naming=True`.
-        fsync: wait until the disk holds a checkpoint before it counts; False trusts the page cache.
-        verify: what is compared with the manifest before anything is loaded: "hashes", or "sizes" alone, which does
-            not see a byte that was flipped.
-        deadline: seconds that processes wait for each other while saving.
-        remote: URL of a place that each checkpoint is copied to after it was saved, in the background: `s3://bucket/run`,
-            `gs://`, `az://` (extra `accel-plugins[remote]`) or `file://`. One run writes to one URL. `load_state()`
-            takes the newest checkpoint of both places.
-        save_policy: save without a call of `save_state`, between the steps of a loop over a prepared loader, see
-            `ContinuousSavePolicy`; needs automatic naming, and takes the place of `total_limit`.
-        save_on_signal: on SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and end with
-            exit code 75 (`accel_state.exit_codes.RESUME`), which `accel launch` passes on; needs automatic naming.
+        fsync: flush a checkpoint to disk before it becomes valid; False: do not flush the page cache.
+        verify: compare files with the manifest before loading: "hashes", or only "sizes", which does not detect flipped
+            bits.
+        deadline: maximum time in seconds that processes wait for each other while saving.
+        remote: URL to which each saved checkpoint is copied in the background: `s3://bucket/run`, `gs://`, `az://`
+            (extra `accel-plugins[remote]`) or `file://`. One run writes to one URL. `load_state()` loads the newest
+            checkpoint of both places.
+        save_policy: save automatically between the steps of a loop over a prepared loader, see `ContinuousSavePolicy`.
+            Needs automatic naming, and replaces `total_limit`.
+        save_on_signal: after SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and exit
+            with code 75 (`accel_state.exit_codes.RESUME`), which is also the exit code of `accel launch`. Needs
+            automatic naming.
 
     Raises:
-        SettingError: a number or a word cannot be used.
-        Conflict: `save_policy` and `total_limit` are given together.
+        SettingError: a value is invalid.
+        Conflict: both `save_policy` and `total_limit` are set.
     """
 
     project_dir: str | None = None
@@ -72,11 +74,11 @@ class ProjectConfiguration:
             ),
             "save_policy": (
                 self.automatic_checkpoint_naming or self.save_policy is None,
-                "given together with automatic_checkpoint_naming=True, which says what the checkpoints are called",
+                "used together with automatic_checkpoint_naming=True, which determines the names of checkpoints",
             ),
             "save_on_signal": (
                 self.automatic_checkpoint_naming or not self.save_on_signal,
-                "given together with automatic_checkpoint_naming=True, which says what the checkpoint is called",
+                "used together with automatic_checkpoint_naming=True, which determines the name of the checkpoint",
             ),
         }
         for name, (holds, rule) in rules.items():
@@ -84,25 +86,25 @@ class ProjectConfiguration:
                 raise SettingError(
                     f"Cannot use ProjectConfiguration({name}={getattr(self, name)!r}).",
                     f"The value must be {rule}.",
-                    "Remove it for the default.",
+                    "Change it, or remove it to use the default.",
                 )
 
         if self.save_policy is not None and self.total_limit is not None:
             raise Conflict(
                 "Cannot use ProjectConfiguration(save_policy=..., total_limit=...).",
-                "The policy already decides which checkpoints stay.",
-                "Leave total_limit out, and give ContinuousSavePolicy(keep_last=...).",
+                "The policy already determines which checkpoints to keep.",
+                "Remove total_limit, and set ContinuousSavePolicy(keep_last=...).",
             )
 
     @property
     def retention(self) -> tuple[int | None, float | None]:
-        """How many of the newest automatically named checkpoints stay, and of which period one of the older ones."""
+        """How many of the newest automatic checkpoints to keep, and at which interval to keep older ones."""
         if self.save_policy is not None:
             return self.save_policy.keep_last, self.save_policy.period
         return (self.total_limit if self.automatic_checkpoint_naming else None), None
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Use this folder, also for logs where they have none of their own."""
+        """Set the project folder, also as folder for logs if none is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir

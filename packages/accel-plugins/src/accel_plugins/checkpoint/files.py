@@ -1,6 +1,6 @@
-"""The files in a checkpoint folder: their names, walking through them, and waiting until the disk holds them.
+"""The files in a checkpoint folder: their names, and functions to list and flush them.
 
-The index counts objects of one kind from 0 in the order of `prepare`; index 0 has no suffix, except where it is said.
+The index counts objects of one kind from 0 in the order of `prepare`; index 0 has no suffix, unless stated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCALER_NAME: Final = "scaler.pt"
 RNG_STATE_NAME: Final = "random_states"
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
 MANIFEST_NAME: Final = "checkpoint_manifest.json"
-"""What a folder of ours has and one of the original library has not."""
+"""Files that exist only in checkpoints of this library, not in those of the original library."""
 
 
 def _numbered(stem: str, index: int, suffix: str) -> str:
@@ -71,7 +71,7 @@ def scheduler_name(index: int) -> str:
 
 
 def loader_name(index: int, rank: int = 0) -> str:
-    """`dl_state_dict.bin`, `dl_state_dict_1.bin`, ...; processes after the first have a file of their own each."""
+    """`dl_state_dict.bin`, `dl_state_dict_1.bin`, ...; each process after the first has a separate file."""
     return _numbered("dl_state_dict", index, f"_rank{rank}.bin" if rank else ".bin")
 
 
@@ -81,22 +81,22 @@ def random_states_name(rank: int) -> str:
 
 
 def extra_state_name(rank: int) -> str:
-    """`extra_state_<rank>.pkl`: what the strategy of a process keeps for itself."""
+    """`extra_state_<rank>.pkl`: the extra state of a process's strategy."""
     return f"extra_state_{rank}.pkl"
 
 
 def gradients_name(rank: int) -> str:
-    """`gradients_<rank>.safetensors`: what a process had gathered in an unfinished accumulation window."""
+    """`gradients_<rank>.safetensors`: the gradients of a process in an unfinished accumulation window."""
     return f"gradients_{rank}.safetensors"
 
 
 def sharded_model_name(index: int) -> str:
-    """`pytorch_model_fsdp.bin`, `pytorch_model_fsdp_1.bin`, ...: whole weights of a model that trains sharded."""
+    """`pytorch_model_fsdp.bin`, `pytorch_model_fsdp_1.bin`, ...: full weights of a model that trains sharded."""
     return _numbered(FSDP_MODEL_NAME, index, ".bin")
 
 
 def shards_name(stem: str, index: int) -> str:
-    """`pytorch_model_fsdp_0`, `optimizer_0`, ...: folders of shards; index 0 keeps its suffix."""
+    """`pytorch_model_fsdp_0`, `optimizer_0`, ...: folders of shards; index 0 has a suffix."""
     return f"{stem}_{index}"
 
 
@@ -106,7 +106,7 @@ def shards_of(folder: Path, rank: int) -> list[Path]:
 
 
 def custom_name(index: int) -> str:
-    """`custom_checkpoint_<index>.pkl`; index 0 keeps its suffix."""
+    """`custom_checkpoint_<index>.pkl`; index 0 has a suffix."""
     return f"custom_checkpoint_{index}.pkl"
 
 
@@ -122,7 +122,7 @@ _OURS: Final = re.compile(
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file or folder directly inside a checkpoint bears a name that saving writes.
+    """Whether a file or folder directly inside a checkpoint has a name that saving uses.
 
     Example:
         >>> is_ours("optimizer_2.bin"), is_ours("notes.txt")
@@ -139,14 +139,14 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 _AT_ONCE: Final = 1 << 24
-"""Bytes of a file that the disk is given together."""
+"""Bytes of a file after which writeback to disk is started."""
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
 
 class FlushedWhileWritten(FileIO):
-    """A file that the disk begins to hold while it is written from start to end; `fsync_path` then waits for the rest.
+    """A file with early writeback: the disk writes during sequential writing; `fsync_path` waits for the rest.
 
-    The kernel would begin after seconds, or when somebody waits.
+    Without this, the kernel starts writeback after seconds, or at the fsync.
     """
 
     _given = _written = 0
@@ -156,7 +156,7 @@ class FlushedWhileWritten(FileIO):
         count = super().write(data)
         self._written += count
         if self._written - self._given >= _AT_ONCE and (call := _sync_file_range()) is not None:
-            # Whatever goes wrong, whoever flushes the file hears of it.
+            # Errors here are ignored, because the later fsync reports them.
             call(self.fileno(), self._given, self._written - self._given, _SYNC_FILE_RANGE_WRITE)
             self._given = self._written
         return count
@@ -173,11 +173,11 @@ def _sync_file_range() -> Any | None:
 
 
 _NOT_OF_FOLDERS: Final = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP)
-"""What file systems answer that cannot flush folders, such as SMB shares: they write entries when they make them."""
+"""Errors of file systems that cannot flush folders, such as SMB shares; they write entries immediately."""
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until the disk holds a file, or the entries of a folder where the system can open and flush folders."""
+    """Flush a file to disk, or the entries of a folder if the system can open and flush folders."""
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
     except PermissionError:
