@@ -38,8 +38,7 @@ SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") 
 """Signals that make a run save and end."""
 _TICK: Final = 0.2
 _PATIENCE: Final = 10.0
-"""Seconds in which further signals count as copies of the first; later ones end the process at once. Also the time that
-a store may need to answer after a signal."""
+"""Seconds in which further signals count as copies of the first, and in which the store must answer after a signal."""
 _ASKED: Final = "accel/preemption/asked"
 _REQUEST: Final = "A signal requested the end of the run, and the processes must agree on a boundary."
 _REMEDY: Final = "Restart the run from its newest checkpoint."

@@ -1,7 +1,7 @@
-"""Checkpoints in object stores: S3 and those that speak its protocol, Google Cloud Storage, Azure Blob Storage.
+"""Checkpoints in object stores: S3 and compatible stores, Google Cloud Storage, Azure Blob Storage.
 
-The library obstore does the work. It takes credentials and endpoints from the usual variables of each cloud, such as
-`AWS_ACCESS_KEY_ID`, `AWS_REGION` and `AWS_ENDPOINT_URL`; an endpoint with `http://` is taken as it is.
+The library obstore transfers the data. It reads credentials and endpoints from the standard variables of each cloud,
+such as `AWS_ACCESS_KEY_ID`, `AWS_REGION` and `AWS_ENDPOINT_URL`; endpoints with `http://` are allowed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ("ObjectStore",)
 _OBSTORE: Final = Requirement("obstore", versions=">=0.8")
 
 _PART: Final = 8 << 20
-"""Bytes of one part of a large file."""
+"""Size in bytes of one part of a large file."""
 _PARTS_AT_ONCE: Final = 4
 
 _REQUEST: Final = timedelta(seconds=60)
-"""The longest time that one request of a part may take."""
+"""Maximum time of the request for one part."""
 _CONNECT: Final = timedelta(seconds=10)
 
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
@@ -36,7 +36,7 @@ class ObjectStore(CheckpointStore):
 
     Args:
         url: `s3://bucket/folder`, `gs://bucket/folder` or `az://container/folder`.
-        deadline: seconds for which a request is made again while the store is busy or cannot be reached.
+        deadline: seconds for which a request is repeated while the store is busy or unreachable.
 
     Raises:
         Missing: obstore is not installed.
@@ -78,19 +78,19 @@ class ObjectStore(CheckpointStore):
                     yield StoredFile(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Some bytes of a file."""
+        """A range of bytes of a file."""
         if start == end:
             return b""
         with _as_os_errors(f"{self.url}/{name}"):
             return bytes(self._obstore.get_range(self._store, name, start=start, end=end))
 
     def write(self, name: str, source: Path) -> None:
-        """Upload a file, a large one in parts; the store shows it when all parts are there."""
+        """Upload a file, a large one in parts; it becomes visible when all parts are uploaded."""
         with _as_os_errors(f"{self.url}/{name}"):
             self._obstore.put(self._store, name, source, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, name: str, content: bytes) -> None:
-        """Upload a small file on the condition that none has its name."""
+        """Upload a small file, unless the name exists."""
         with _as_os_errors(f"{self.url}/{name}"):
             self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
 
@@ -106,7 +106,7 @@ class ObjectStore(CheckpointStore):
 
 @contextmanager
 def _as_os_errors(place: str) -> Iterator[None]:
-    """A block in which errors of obstore become those that `CheckpointStore` names."""
+    """A context that converts errors of obstore to those of the `CheckpointStore` interface."""
     from obstore import exceptions
 
     try:
@@ -114,9 +114,9 @@ def _as_os_errors(place: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except exceptions.NotFoundError as error:
-        raise FileNotFoundError(f"{place} is not there: {_first_line(error)}") from error
+        raise FileNotFoundError(f"{place} does not exist: {_first_line(error)}") from error
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-        raise FileExistsError(f"{place} is there already") from error
+        raise FileExistsError(f"{place} exists already") from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionError(f"{place}: {_first_line(error)}") from error
     except exceptions.BaseError as error:
@@ -125,11 +125,11 @@ def _as_os_errors(place: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong, without the library's dump of its own state."""
+    """The error text, without the library's dump of its state."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
 
 
 def _is_about_credentials(error: Exception) -> bool:
-    """Whether a general error says that there are no credentials, or that they are no longer good."""
+    """Whether a general error reports missing or expired credentials."""
     told = str(error)
     return any(word in told for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential"))

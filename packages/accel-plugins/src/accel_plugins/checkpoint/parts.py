@@ -1,8 +1,9 @@
-"""Models, optimizers and schedulers as files, for every strategy whose state is complete on each process.
+"""Models, optimizers and schedulers as files, for strategies with the complete state on each process.
 
-On a CPU a file is read into existing memory: each tensor is in memory once, and writing to memory in use takes a
-quarter of the time of fresh memory. A mapping of the file gives the positions of its tensors; the bytes are read,
-because a copy from the mapping takes twice as long and a file that another process truncates would end the process.
+On a CPU a file is read into existing memory: each tensor is in memory only once, and writing to used memory takes a
+quarter of the time of newly allocated memory. A memory mapping of the file gives the positions of its tensors. The
+bytes are read and not copied from the mapping, because that takes twice as long, and truncation of the file by another
+process would kill this one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_
 
 
 def plain_state_dict(model: Module) -> dict[str, Tensor]:
-    """The state dict of a module under the names its author gave, whatever was compiled inside of it."""
+    """The state dict of a module under the names in the user's model, also if submodules are compiled."""
     return {canonical_name(name): value for name, value in model.state_dict().items()}
 
 
@@ -64,7 +65,7 @@ def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_seriali
     """Write the state of one object under its name of `checkpoint.files`.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     if part is Part.MODEL:
         weight_files.save_weights_file(state, folder / weights_name(safe_serialization, index))
@@ -83,23 +84,23 @@ def read_part(
     models: Sequence[Module] = (),
     **options: Any,
 ) -> None:
-    """Read a file of `checkpoint.files` into an object; also one that a backend wrote which shards.
+    """Load a file of `checkpoint.files` into an object; also one that a sharding backend wrote.
 
-    On a CPU the file is read into the memory that parameters and the state of an optimizer have, so whoever still holds
-    a state of that optimizer, uncopied, sees it change.
+    On a CPU the file is read into the existing memory of parameters and optimizer state. A state dict of that optimizer
+    that was not copied therefore changes too.
 
     Args:
-        part: kind of the object.
-        item: the object; of a model, the user's.
+        part: the kind of the object.
+        item: the object; for models, the user's model.
         folder: the checkpoint.
-        index: which one of its kind.
-        map_location: where tensors are read to, before they go to where the object has its own.
-        strict: of models, whether names must agree.
-        models: of optimizers, the user's models, for states that name their parameters.
+        index: its index among the objects of its kind.
+        map_location: the device to which tensors are read before they are copied into the object.
+        strict: for models, whether names must agree.
+        models: for optimizers, the user's models, needed for states that list parameters by name.
         options: for `Module.load_state_dict`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or it is that of another object.
+        CheckpointError: the file is missing or damaged, or belongs to another object.
     """
     if part is Part.MODEL:
         with load_guard(item, folder) as guard:
@@ -117,15 +118,15 @@ def read_part(
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"Cannot load {path.name} of {folder} into {type(item).__name__}.",
-            f"It is the state of another {part.value}: {error}",
-            "Prepare the same objects in the same order as when it was saved.",
+            f"The file has the state of another {part.value}: {error}",
+            "Prepare the same objects in the same order as when the checkpoint was saved.",
         ) from error
 
 
 def _weights(
     model: Module, folder: Path, index: int, map_location: Any, guard: LoadGuard, *, in_place: bool
 ) -> dict[str, Any]:
-    """All weights of a model, from whichever file or folder holds them."""
+    """All weights of a model, from the file or folder that contains them."""
     candidates = [folder / weights_name(safe, index) for safe in (True, False)]
     safe = candidates[0]
     if safe.is_file() and in_place and map_location == "cpu":
@@ -145,7 +146,7 @@ def _weights(
     raise CheckpointError(
         f"Cannot load model {index} from {folder}.",
         f"None of {', '.join(path.name for path in (*candidates, whole, sharded))} is there.",
-        "Prepare as many models as when it was saved, or name another folder.",
+        "Prepare as many models as when the checkpoint was saved, or use another folder.",
     )
 
 
@@ -172,7 +173,7 @@ def _positioned(state: Any, optimizer: Any, models: Sequence[Module]) -> Any:
 
 
 def _group_sizes(state: Any) -> list[int] | None:
-    """Numbers of parameters in the groups, which differ between optimizers that are not the same."""
+    """Numbers of parameters in the groups; they usually differ between different optimizers."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     return None if groups is None else [len(group["params"]) for group in groups]
 
@@ -180,7 +181,7 @@ def _group_sizes(state: Any) -> list[int] | None:
 def load_into_model(
     model: Module, weights: Mapping[str, Tensor], *, strict: bool = True, where: str = "", **options: Any
 ) -> None:
-    """Load weights under the names of the user's model; names that are tied to a given one need not be given.
+    """Load weights by their names in the user's model; of tied weights, one name is enough.
 
     Raises:
         CheckpointError: names or shapes do not agree.
@@ -198,29 +199,31 @@ def load_into_model(
         raise CheckpointError(
             f"Cannot load weights{f' of {where}' if where else ''} into {type(model).__name__}.",
             str(error),
-            "Build the model with the configuration it was saved with, or pass strict=False to load what agrees.",
+            "Create the model with the configuration of the saved one, or pass strict=False to load only matching "
+            "weights.",
         ) from error
 
 
 def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = None) -> dict[str, Any]:
-    """The weights of a safetensors file; where names and shapes agree, they are read into the tensors of `own`.
+    """The weights of a safetensors file; if names and shapes match, they are read into the tensors of `own`.
 
-    A tensor of another dtype or on another device is converted and moved on the way.
+    Tensors of another dtype or device are converted and moved.
 
     Args:
         path: the file.
-        own: tensors by name.
-        guard: its `writes` is set while tensors change.
+        own: the model's tensors by name.
+        guard: its `writes` is set while tensors are written.
 
     Raises:
-        CheckpointError: the file is missing or damaged; tensors are filled in part when it cannot be read to its end.
+        CheckpointError: the file is missing or damaged. If reading fails in the middle, some tensors are already
+            changed.
     """
     found = open_weights([WeightSource(path)])
     reader, weights, filled = RangeReader(), dict[str, Any](), set[int]()
     fills = _agree(found, own)
     for name, weight in found.items():
         target: Any = own.get(name)
-        # Of a tensor under several names, `load_state_dict` copies the later ones.
+        # For a tensor with several names, `load_state_dict` copies the later ones.
         if fills and _is_dense(target) and target.data_ptr() not in filled:
             filled.add(target.data_ptr())
             weight.read_into(reader, target)
@@ -235,7 +238,7 @@ def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = N
 
 
 def _agree(found: Mapping[str, FileWeight], own: Mapping[str, Any]) -> bool:
-    """Whether the names and shapes agree; where they do not, `load_state_dict` says so before a tensor has changed."""
+    """Whether names and shapes match; if not, `load_state_dict` raises before a tensor is changed."""
     if any(name not in own or weight.shape != tuple(own[name].shape) for name, weight in found.items()):
         return False
     given = {own[name].data_ptr() for name in found}
@@ -243,7 +246,7 @@ def _agree(found: Mapping[str, FileWeight], own: Mapping[str, Any]) -> bool:
 
 
 def _is_dense(own: Any) -> bool:
-    """Whether a tensor has memory of its own without gaps, which may be written to."""
+    """Whether a tensor has contiguous, unshared, writable memory."""
     return (
         type(own) in (Tensor, Parameter)
         and own.layout == torch.strided
@@ -253,21 +256,21 @@ def _is_dense(own: Any) -> bool:
 
 
 def _bytes_of(storage: torch.UntypedStorage, offset: int, size: int) -> Tensor:
-    """Memory of a storage on the CPU as a tensor of bytes."""
+    """The memory of a CPU storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
 
 
 class MappedState:
-    """What `torch.save` wrote, with tensors that are mapped until `read` is called.
+    """The content of a file of `torch.save`; its tensors are memory-mapped until `read` is called.
 
     Args:
         path: the file.
 
     Attributes:
-        state: what it holds; containers in it may be rearranged before `read`.
+        state: the content; its containers may be rearranged before `read`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain data.
+        CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -281,15 +284,15 @@ class MappedState:
             self.state = pickled.read(path)
 
     def read(self, state: Any, own: Any) -> Any:
-        """The state with tensors that are read.
+        """The state with its tensors read from the file.
 
         Args:
-            state: `self.state`, or containers that hold what it held.
-            own: containers of the same form; a tensor in them receives the one at the same position in `state` if it
-                has memory of the same form, and replaces it in the result.
+            state: `self.state`, or other containers with the same items.
+            own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
+                position in `state` receives its data and is used in the result.
 
         Raises:
-            CheckpointError: the file is shorter than it says.
+            CheckpointError: the file is truncated.
         """
         if self._begin is None:
             return state
@@ -300,7 +303,7 @@ class MappedState:
 
 
 class _Reading:
-    """Replaces mapped tensors by such as have memory of their own."""
+    """Replaces mapped tensors by tensors with separate memory."""
 
     def __init__(self, path: Path, begin: int, tensors: list[Tensor]) -> None:
         self._path, self._begin = path, begin
@@ -316,7 +319,7 @@ class _Reading:
             torch.autograd.graph.increment_version(tensor)
 
     def tree(self, item: Any, own: Any) -> Any:
-        """The same containers, with other tensors."""
+        """Copy containers, and replace their tensors."""
         if isinstance(item, Tensor):
             return self._tensor(item, own)
         if isinstance(item, dict):
@@ -347,7 +350,7 @@ class _Reading:
         return read
 
     def _takes(self, own: Any, wanted: Tensor) -> bool:
-        """Whether the bytes of `wanted` are exactly those of `own`, which no other tensor fills."""
+        """Whether `wanted` has the memory layout of `own`, and no other tensor is read into `own`."""
         return (
             _is_dense(own)
             and own.device.type == "cpu"
@@ -356,7 +359,7 @@ class _Reading:
         )
 
     def _fill(self, storage: torch.UntypedStorage, offset: int, size: int, address: int) -> None:
-        """Read the bytes that are mapped at an address into a part of a storage."""
+        """Read the bytes of the file that are mapped at an address into a range of a storage."""
         self._reader.add(_bytes_of(storage, offset, size), self._path, address - self._begin)
 
 
@@ -365,7 +368,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """All tensors in plain memory."""
+    """Copy all mapped tensors to normal memory."""
     if isinstance(item, Tensor):
         if _is_plain(item):
             yield item
@@ -375,9 +378,9 @@ def _tensors(item: Any) -> Iterator[Tensor]:
 
 
 def _mapped_at(tensors: list[Tensor], records: Mapping[int, int]) -> int | None:
-    """The address at which a file is mapped, or None when some tensor is outside of its records.
+    """The address at which a file is mapped, or None when a tensor is outside its records.
 
-    torch tells where its tensors are and not where the file begins; the first record has the first of the addresses.
+    torch gives the addresses of tensors but not of the file; the lowest address belongs to the first record.
     """
     places = {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
     if not places or not records:
@@ -388,10 +391,10 @@ def _mapped_at(tensors: list[Tensor], records: Mapping[int, int]) -> int | None:
 
 
 def _records(path: Path) -> dict[int, int]:
-    """Positions of the bytes of tensors in a file of `torch.save`, with sizes; empty if they cannot be mapped.
+    """Positions and sizes of the tensors' bytes in a file of `torch.save`; empty if they cannot be mapped.
 
-    The format: https://pytorch.org/docs/stable/notes/serialization.html. The header of each member in the file itself
-    has fields of other lengths than that in the directory at its end.
+    The format: https://pytorch.org/docs/stable/notes/serialization.html. The header of each zip member differs in
+    length from its entry in the directory at the end of the file.
     """
     try:
         with open_regular(path) as opened, BufferedReader(opened) as file, zipfile.ZipFile(file) as archive:
@@ -404,5 +407,5 @@ def _records(path: Path) -> dict[int, int]:
                 name, extra = struct.unpack_from("<HH", file.read(_LOCAL_HEADER), 26)
                 found[one.header_offset + _LOCAL_HEADER + name + extra] = one.file_size
             return found
-    except Exception:  # a damaged archive can make its reader raise anything; who reads it next says what is wrong
+    except Exception:  # a damaged archive can make its reader raise any error; the next reader reports what is wrong
         return {}

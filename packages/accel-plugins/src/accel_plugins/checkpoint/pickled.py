@@ -1,6 +1,6 @@
-"""Files written by `torch.save`: read back so that nothing in them can run code, and with errors that name the file.
+"""Files of `torch.save`, read without running code from them, and with errors that name the file.
 
-`save` and `load` are for users: one object in one file, written by the processes that write files.
+`save` and `load` are for users: one object in one file, written only by the main process (of each node).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _SAFE_GLOBALS: Final[list[Any]] = [
         if isinstance(kind := getattr(numpy.dtypes, name), type) and issubclass(kind, numpy.dtype)
     ),
 ]
-"""What arrays and scalars of numpy are made with when they are read, and what holds bytes, as layers of Transformer
-Engine may save them. With these alone a file can make numpy take its bytes for addresses: `check_torch_file` comes
-first, and it admits arrays of numbers."""
+"""Constructors of numpy arrays and scalars in pickles, and of byte streams, which Transformer Engine may save. With
+these functions a malicious file could make numpy use its bytes as addresses, so `check_torch_file` runs first; it
+accepts only arrays of numbers."""
 
 
 def write(state: Any, path: Path) -> None:
     """`torch.save`.
 
     Raises:
-        CheckpointError: the state holds what cannot be pickled, or the disk refuses.
+        CheckpointError: the state contains objects that cannot be pickled, or writing to disk failed.
     """
     try:
         torch.save(state, path)
@@ -73,13 +73,13 @@ def write(state: Any, path: Path) -> None:
 
 
 def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **options: Any) -> Any:
-    """`torch.load` of plain data: tensors, numbers, texts and containers of them, and numpy arrays.
+    """`torch.load` of plain data: tensors, numbers, strings and containers of them, and numpy arrays.
 
     Args:
         path: the file.
         map_location: where tensors are read to.
-        trusted: read any pickle, which may run code that the file brings.
-        options: further ones of `torch.load`.
+        trusted: read any pickle, which may run code from the file.
+        options: further options of `torch.load`.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.
@@ -92,49 +92,50 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
     except FileNotFoundError:
         raise CheckpointError(
             f"Cannot read {path.name} from {path.parent}.",
-            "There is no such file.",
-            "The folder is not a checkpoint of such objects, or is incomplete: name another one.",
+            "The file does not exist.",
+            "Use another folder: this one is incomplete, or was saved from other objects.",
         ) from None
     except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
             f"Cannot read {path.name} from {path.parent}.",
-            f"It holds more than plain data, or it is damaged: {_reason(error)}",
-            "If you trust whoever wrote it, load it with load_kwargs={'weights_only': False}; that runs its code.",
+            f"The file is damaged or contains more than plain data: {_reason(error)}",
+            "If you trust the author of the file, load it with load_kwargs={'weights_only': False}, which may run "
+            "code from it.",
         ) from error
-    except Exception as error:  # a damaged pickle can make its reader raise anything
+    except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
             f"Cannot read {path.name} ({_size(path)} bytes) from {path.parent}.",
-            f"It is damaged: {type(error).__name__}: {_reason(error)}",
+            f"The file is damaged: {type(error).__name__}: {_reason(error)}",
             "Load an older checkpoint.",
         ) from error
 
 
 def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: Any) -> Any:
-    """`read` of an open file that can be sought in, from its first byte.
+    """`read` for an open, seekable file, from its first byte.
 
     Args:
         file: the file.
         name: its name in errors.
         map_location: where tensors are read to.
-        options: further ones of `torch.load`.
+        options: further options of `torch.load`.
 
     Raises:
-        CheckpointError: it is damaged or holds more than plain data.
+        CheckpointError: the file is damaged or contains more than plain data.
     """
     try:
         check_torch_file(file)
         file.seek(0)
         return _load(file, map_location=map_location, **options)
-    except Exception as error:  # a damaged pickle can make its reader raise anything
+    except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
             f"Cannot read {name!r} from a checkpoint.",
-            f"It is damaged or holds more than plain data: {_reason(error)}",
-            "Load an older checkpoint, one that you trust.",
+            f"The file is damaged or contains more than plain data: {_reason(error)}",
+            "Load an older checkpoint that you trust.",
         ) from error
 
 
 def _load(source: Any, **options: Any) -> Any:
-    """`torch.load` of what was checked; the indices of sparse tensors are checked once their storages are read."""
+    """`torch.load` of a checked file; indices of sparse tensors are checked after their storages are read."""
     sparse: Any = torch.sparse.check_sparse_tensor_invariants
     with torch.serialization.safe_globals(_SAFE_GLOBALS), sparse():
         return torch.load(source, weights_only=True, **options)
@@ -152,19 +153,19 @@ def _size(path: Path) -> int:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object, on the main process alone.
+    """Write an object, on the main process only.
 
-    A file that was there stays as it was until the new one is complete.
+    An existing file is unchanged until the new one is complete.
 
     Args:
-        obj: what is written; a mapping of names to tensors with `safe_serialization`.
+        obj: the object; with `safe_serialization`, a mapping of names to tensors.
         f: path of the file, or an open file.
-        save_on_each_node: write on the main process of each node, for nodes that share no file system.
-        safe_serialization: safetensors in place of `torch.save`.
+        save_on_each_node: write on the main process of each node, for nodes without a shared file system.
+        safe_serialization: use safetensors instead of `torch.save`.
 
     Raises:
         CheckpointError: it cannot be written.
-        UnknownKind: it is not a mapping of names to tensors, the only content of safetensors.
+        UnknownKind: `obj` is not a mapping of names to tensors, which safetensors requires.
     """
     topology = current.process_or_start().topology
     if not (topology.is_local_main if save_on_each_node else topology.rank == 0):
@@ -181,8 +182,8 @@ def _write_safely(obj: Any, f: Any) -> None:
     if not isinstance(obj, Mapping) or not isinstance(f, (str, os.PathLike)):
         raise UnknownKind(
             f"Cannot save a {type(obj).__name__} with safe_serialization=True.",
-            "safetensors holds a mapping of names to tensors, in a file with a path.",
-            "Give such a mapping and a path, or leave safe_serialization out.",
+            "safetensors stores only a mapping of names to tensors, in a file with a path.",
+            "Pass such a mapping and a path, or remove safe_serialization.",
         )
     path = Path(f)
     if is_safetensors(path):
@@ -192,7 +193,7 @@ def _write_safely(obj: Any, f: Any) -> None:
 
 
 def _replace(path: Path, write: Any, suffix: str = "") -> None:
-    """Write beside a name, and rename when that is complete."""
+    """Write a temporary file, and rename it when it is complete."""
     beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}{suffix}")
     try:
         write(beside)
@@ -202,12 +203,12 @@ def _replace(path: Path, write: Any, suffix: str = "") -> None:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `save` wrote: tensors, numbers, texts and containers of them.
+    """Read a file of `save`: tensors, numbers, strings and containers of them.
 
     Args:
         f: path of the file, or an open file.
-        map_location: where tensors are read to; where they were when None.
-        kwargs: for `torch.load`; `weights_only=False` reads any pickle, which may run code that the file brings.
+        map_location: the device to which tensors are read; None: the original device.
+        kwargs: options of `torch.load`; `weights_only=False` reads any pickle, which may run code from the file.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.

@@ -266,7 +266,7 @@ def read_metadata(path: Path) -> Metadata:
             f"{path.name} is not there.",
             "The folder is incomplete: load an older checkpoint.",
         ) from None
-    except Exception as error:  # a damaged pickle can make its reader raise anything
+    except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
             f"Cannot load the shards in {path.parent}.",
             f"{path.name} is damaged or holds more than descriptions of tensors: {error}",
@@ -408,7 +408,7 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard
             load(state, storage_reader=reader, planner=_PlainLoadPlanner(), no_dist=alone)
     except AccelError:
         raise
-    except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
+    except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise any error
         failed = f"Cannot load {source.name} of {source.parent}."
         for met, _ in getattr(error, "failures", {}).values():
             if isinstance(met, AccelError):
