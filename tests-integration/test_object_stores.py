@@ -370,7 +370,7 @@ def test_of_two_runs_with_one_url_the_earlier_is_told(url: str, tmp_path: Path) 
     folder = checkpoint(tmp_path / "checkpoint_0")
     earlier = upload(url, folder)
     later = upload(url, folder)
-    with pytest.raises(CheckpointError, match="Another run has begun to write there"):
+    with pytest.raises(CheckpointError, match="Another run has started to write there"):
         earlier.upload(folder, "checkpoint_1", os.urandom(16).hex())
     assert [(one.name, one.epoch) for one in later.committed()] == [("checkpoint_0", 2)]
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_that_cannot_be_put_back_is_read_where_it_is(tmp_path: Path
     )
     found = [Path(line) for line in ended.stdout.splitlines()]
     assert [one.name.partition("-")[0] for one in found] == ["last.old", "checkpoint_1.old"]
-    assert "cannot be put back" in ended.stderr
+    assert "cannot be restored" in ended.stderr
     assert all(verify(one, hashes=True).good for one in found)
     assert (entries(tmp_path), entries(tmp_path / "checkpoints")) == before
 
@@ -220,7 +220,7 @@ def test_putting_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     die_between_two_renames(tmp_path / "last")
     with caplog.at_level(logging.WARNING):
         located(tmp_path / "last")
-    assert f"was put back as {os.fspath(tmp_path / 'last')}" in caplog.text
+    assert f"was restored as {os.fspath(tmp_path / 'last')}" in caplog.text
 
 
 @pytest.mark.usefixtures("cpu_state")

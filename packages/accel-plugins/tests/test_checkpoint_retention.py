@@ -71,7 +71,7 @@ def test_a_foreign_folder_is_never_taken_in_place_of_a_damaged_one(saved: Path) 
 
 
 def test_find_newest_in_an_absent_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no folder called checkpoint_"):
+    with pytest.raises(CheckpointError, match="no folder checkpoint_"):
         find_newest(tmp_path / "absent")
 
 

@@ -82,7 +82,7 @@ def test_a_later_run_takes_the_next_epoch_and_the_earlier_one_is_told(
     remote.upload(folder, folder.name, IDS[0])
     later = RemoteCheckpoints.at(remote.store.url)
     later.upload(folder, "checkpoint_0", IDS[1])
-    with pytest.raises(CheckpointError, match=r"Another run has begun to write there: process \d+ on "):
+    with pytest.raises(CheckpointError, match=r"Another run has started to write there: process \d+ on "):
         remote.upload(folder, "checkpoint_1", IDS[2])
     (found,) = remote.committed()
     assert (found.data, found.epoch) == (IDS[1], 2)
@@ -171,7 +171,7 @@ def test_shares_of_nodes_become_one_checkpoint(remote: RemoteCheckpoints, tmp_pa
 
 def test_a_share_that_does_not_come_is_named(remote: RemoteCheckpoints, tmp_path: Path) -> None:
     remote.deadline = 0.1
-    with pytest.raises(CheckpointError, match="files of process 4 did not come in time"):
+    with pytest.raises(CheckpointError, match="files of process 4 did not uploaded in time"):
         remote.upload(checkpoint(tmp_path / "checkpoint_1"), "checkpoint_1", IDS[0], 0, (0, 4))
     assert remote.committed() == []
 
@@ -235,7 +235,7 @@ def test_a_failed_copy_is_logged_and_made_with_the_next(tmp_path: Path, caplog: 
     uploader.add(first, IDS[0])
     assert uploader.wait() == [first]
     assert "the cable is out" in caplog.text
-    assert "tried again after the next" in caplog.text
+    assert "retried after the next" in caplog.text
     uploader.add(second, IDS[1])
     assert uploader.wait() == []
     assert [one.name for one in uploader.remote.committed()] == ["checkpoint_0", "checkpoint_1"]
@@ -353,7 +353,7 @@ def test_a_url_finds_its_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["s3://bucket", "folder/name", "name"])
 def test_a_url_of_a_store_alone_names_no_checkpoint(url: str) -> None:
-    with pytest.raises(SettingError, match="names a store and no checkpoint"):
+    with pytest.raises(SettingError, match="that of a store, without the name"):
         split_url(url)
 
 

@@ -1,13 +1,13 @@
-"""What runs that died left beside the names of checkpoints: it is put back where a name is missing, and else removed.
+"""Recover from runs that died while saving: restore checkpoints that were moved aside, and remove other leftovers.
 
-A folder beside a name ends with its kind and a token: "tmp" is on its way in, "old" had the name and was moved
-aside, "del" is being removed. Folders of one token belong to the record of that token: a file that its owner locks,
-and touches every half minute until the work is done.
+The name of a temporary folder ends with its kind and a token: "tmp" is being written, "old" was moved aside, "del" is
+being removed. Folders with the same token belong to the record of that token: a file that its owner locks, and touches
+every half minute until the work is done.
 
-Whether an owner still runs is decided by the strongest evidence at hand. On one kernel and one mount, the lock: the
-kernel frees it when the owner dies, in whatever container that is. Within one PID namespace, the process and when it
-started: a restarted container may give the same number to another process. Everything else (another machine, a file
-system without locks) cannot be observed, so there the record's age decides, measured by the clock of the file system.
+The strongest available evidence decides whether an owner still runs. On the same kernel and mount it is the lock, which
+the kernel frees when the owner dies, in any container. Within one PID namespace it is the process with its start time,
+because a restarted container may reuse a process id. In all other cases (another machine, a file system without locks)
+the owner cannot be observed, so the record's age decides, measured by the clock of the file system.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _RENEWED: Final = 30.0
 """Seconds between two touches of a record."""
 
 _LEASE: Final = 600.0
-"""Seconds without a touch after which an owner that cannot be observed counts as gone."""
+"""Seconds without a touch after which an owner that cannot be observed counts as dead."""
 
 _LONGEST_RECORD: Final = 4096
 
@@ -65,23 +65,23 @@ _BESIDE: Final = re.compile(
 )
 """The second form has no record: it names a host and a process, as version 0.1.0 did."""
 _FORGOTTEN: Final = 24 * 3600.0
-"""Seconds without a change after which a folder without a record counts as left behind."""
+"""Seconds without a change after which a folder without a record counts as abandoned."""
 _BETWEEN_RENAMES: Final = 2.0
-"""Seconds to wait for a process that lives to put its checkpoint in place of the one that it moved aside."""
+"""Seconds to wait for a running process to replace the checkpoint that it moved aside."""
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """What tells one process from every other.
+    """The unique identity of a process.
 
     Args:
-        host: name of the machine, for people.
-        boot: identity of this run of the kernel; empty where it has none.
+        host: name of the machine, for messages.
+        boot: the boot id of the kernel; empty if it has none.
         pid_namespace: inode of the PID namespace.
-        pid: number of the process in it.
-        started: when the process started, in clock ticks since the kernel did.
-        device: of the file system that the record is in, as this kernel numbers it.
-        lock: whether a lock on the record keeps others out.
+        pid: the process id in this namespace.
+        started: start time of the process, in clock ticks since boot.
+        device: this kernel's device number of the file system of the record.
+        lock: whether the record is locked.
     """
 
     host: str
@@ -94,7 +94,7 @@ class _Owner:
 
     @classmethod
     def read(cls, file: int) -> _Owner | None:
-        """The owner that an open record names; None where it is empty or half written."""
+        """The owner in an open record; None if it is empty or incomplete."""
         try:
             found = json.loads(os.pread(file, _LONGEST_RECORD, 0))
             owner = cls(**found)
@@ -105,15 +105,15 @@ class _Owner:
 
 
 class Claim:
-    """The right to make and remove folders beside a name, until it is released.
+    """The right to create and remove temporary folders for a name, until it is released.
 
     Args:
         target: the name.
-        token: what the names of these folders end with; random when None.
+        token: the end of the names of these folders; None: random.
 
     Raises:
         FileExistsError: the token is in use.
-        OSError: nothing can be written there.
+        OSError: writing there fails.
     """
 
     def __init__(self, target: Path, token: str | None = None) -> None:
@@ -125,7 +125,7 @@ class Claim:
         self._file: int | None = os.open(self._record, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _held.add(self)
         try:
-            # The content comes after the lock: a record that says it is locked has been since it said so.
+            # Written after locking, so that every record that reports a lock has been locked from the start.
             self._text = json.dumps(asdict(_this_process(self._file, _locked(self._file, self._record)))).encode()
             if os.write(self._file, self._text) < len(self._text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._record))
@@ -133,18 +133,18 @@ class Claim:
             self.release()
             raise
         renewer = threading.Thread(target=self._renew, name="accel-lease", daemon=True)
-        # While a program ends no thread starts, from Python 3.12 on; the lease outlasts that.
+        # Python 3.12 and newer cannot start threads while a program ends; the lease is long enough for that time.
         with suppress(RuntimeError):
             renewer.start()
             self._renewer = renewer
 
     def path(self, kind: str) -> Path:
-        """A name beside the target: "tmp" for what comes in, "old" for what was there, "del" for what goes."""
+        """The name of a temporary folder: "tmp" for a new, "old" for a previous, "del" for a removed checkpoint."""
         return self._target.with_name(f"{self._target.name}.{kind}-{self.token}")
 
     @property
     def holds(self) -> bool:
-        """Whether nobody took over: whoever does removes the record."""
+        """Whether no other process took over, which would remove the record."""
         try:
             return self._record.read_bytes() == self._text
         except OSError:
@@ -156,7 +156,7 @@ class Claim:
                 os.utime(self._record)
 
     def release(self) -> None:
-        """Give up the claim; the record stays while a folder is left, so that it is known to have no owner."""
+        """Release the claim. The record remains while a folder is left, so that others see that it has no owner."""
         if self._file is None:
             return
         if self._renewer is not None:
@@ -184,7 +184,7 @@ _held: Final[set[Claim]] = set()
 
 
 def _let_go_in_child() -> None:
-    """A forked process shares the locks of its parent, and must not keep them when that dies."""
+    """A forked process shares its parent's locks, and must not hold them after the parent's death."""
     for claim in tuple(_held):
         claim._close()
 
@@ -195,7 +195,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def taken_over(record: Path) -> Iterator[bool]:
-    """Whether the owner that a record names is gone; where locks work, nobody else takes over during the block."""
+    """A context that returns whether a record's owner is dead; with locks, no other process takes over inside."""
     try:
         file = _opened(record)
     except OSError:
@@ -211,7 +211,7 @@ def _opened(record: Path) -> int:
     try:
         return os.open(record, os.O_RDWR)
     except OSError:
-        # Read-only, or another user's: it can be looked at all the same.
+        # It is read-only or belongs to another user; reading is enough.
         return os.open(record, os.O_RDONLY)
 
 
@@ -227,9 +227,9 @@ def _is_gone(file: int, record: Path) -> bool:
 
 
 def age(changed: float, folder: Path) -> float | None:
-    """Seconds since a time that the file system of a folder gave; None if it does not report its time.
+    """Seconds since a timestamp of the folder's file system; None if its current time is unknown.
 
-    A file server has a clock of its own, so a fresh file tells what it is now.
+    A file server has a separate clock; a new file shows its current time.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -239,7 +239,7 @@ def age(changed: float, folder: Path) -> float | None:
 
 
 def _locked(file: int, path: Path) -> bool:
-    """Lock an open file, and look whether that keeps a second opening out: some file systems pretend."""
+    """Lock an open file, and check that a second lock fails: some file systems do not really lock."""
     if not _lock(file):
         return False
     second = os.open(path, os.O_RDWR)
@@ -250,7 +250,7 @@ def _locked(file: int, path: Path) -> bool:
 
 
 def _lock(file: int) -> bool | None:
-    """Take the lock of an open file without waiting; False: another has it, None: there are no locks here."""
+    """Lock an open file without waiting; False: another process has the lock, None: locks are not supported."""
     try:
         import fcntl
     except ImportError:
@@ -269,13 +269,13 @@ def _this_process(file: int, lock: bool) -> _Owner:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         if os.readlink("/proc/self") == str(os.getpid()):
-            # Otherwise /proc shows the processes of another namespace.
+            # If not, /proc shows the processes of another namespace.
             namespace, started = os.stat("/proc/self/ns/pid").st_ino, _process("self")[1]
     return _Owner(socket.gethostname(), boot, namespace, os.getpid(), started, os.fstat(file).st_dev, lock)
 
 
 def _runs(pid: int, started: int) -> bool:
-    """Whether a process that started at a time still runs, as far as this PID namespace shows."""
+    """Whether the process with this start time still runs in this PID namespace."""
     try:
         state, began = _process(str(pid))
     except OSError:
@@ -284,7 +284,7 @@ def _runs(pid: int, started: int) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is a process that /proc does not show, as it may hide those of other users."""
+    """Whether a process exists that /proc does not show; /proc may hide processes of other users."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -295,19 +295,19 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _process(name: str) -> tuple[str, int]:
-    """State of a process and when it started, in clock ticks since the kernel did."""
+    """State and start time of a process, in clock ticks since boot."""
     line = Path(f"/proc/{name}/stat").read_text(encoding="ascii", errors="replace")
-    # The second field is a name in brackets that may hold anything.
+    # The second field is a name in brackets with any characters.
     fields = line.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def located(target: Path) -> Path | None:
-    """Where a checkpoint is to be read; what a run that died had moved aside is put back first, and nothing removed.
+    """The path from which to read a checkpoint. First restores one that a dead run moved aside; removes nothing.
 
     Returns:
-        `target`; where it is missing and the folder can only be read, the whole checkpoint beside it that would have
-        been put there; None when there is neither.
+        `target`. If it is missing and the folder is read-only, the complete checkpoint that would be restored; None if
+        there is none either.
     """
     if target.exists():
         return target
@@ -318,18 +318,18 @@ def located(target: Path) -> Path | None:
         if any(_kind(entry) == "old" and not is_stale(entry) for entry in left) and time.monotonic() < until:
             time.sleep(0.02)
             continue
-        # What had the name is put back even where its owner may live: that one then moves it aside again.
+        # Restored even if its owner may be running, which then moves it aside again.
         found = _best(entry for entry in left if _kind(entry) == "old" or is_stale(entry))
         if found is None or _is_put_back(found, real):
             break
         if os.path.isdir(found):
-            logger.warning("%s is read from %s, because it cannot be put back.", target, found)
+            logger.warning("%s is read from %s, because it cannot be restored.", target, found)
             return found
     return target if target.exists() else None
 
 
 def recover(parent: Path) -> None:
-    """Put back what dead processes moved aside, and remove what they left half done; what may live is left alone."""
+    """Restore checkpoints that dead processes moved aside, and remove their leftovers."""
     dead: dict[str, list[Path]] = defaultdict(list)
     records: list[Path] = []
     with ExitStack() as claimed:
@@ -347,18 +347,18 @@ def recover(parent: Path) -> None:
 
 
 def unfinished(parent: Path) -> list[Path]:
-    """Folders that saves have not completed, or had moved aside."""
+    """Folders that saves have not completed, or have moved aside."""
     return sorted(entry for entry in _entries(parent) if _BESIDE.fullmatch(entry.name))
 
 
 def missing(parent: Path) -> list[str]:
-    """Names that no folder has, although one that may be put back is beside them."""
+    """Names of missing checkpoints with a temporary folder that may be restored."""
     names = {_name(entry) for entry in unfinished(parent) if _kind(entry) != "del"}
     return sorted(name for name in names if not os.path.lexists(parent / name))
 
 
 def is_stale(entry: Path) -> bool:
-    """Whether the process that made one of these folders is gone."""
+    """Whether the process that created one of these folders is dead."""
     token = _parts(entry)["token"]
     record = entry.with_name(f"{_name(entry)}.owner-{token}")
     with _gone(record if token and os.path.lexists(record) else None, [entry]) as gone:
@@ -366,9 +366,9 @@ def is_stale(entry: Path) -> bool:
 
 
 def discard(entry: Path) -> None:
-    """Remove one of these folders, where it is still there; what cannot be removed is left for `recover`.
+    """Remove one of these folders, if it exists; `recover` later removes what cannot be removed now.
 
-    It is renamed first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+    It is renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
     """
     doomed = entry.with_name(f"{_name(entry)}.del-{_parts(entry)['token'] or secrets.token_hex(8)}")
     try:
@@ -381,7 +381,7 @@ def discard(entry: Path) -> None:
 
 
 def fingerprint(folder: Path) -> tuple[int, bytes | None]:
-    """What differs when another checkpoint has taken the name of a folder, or its entries have changed."""
+    """Values that change when another checkpoint replaces a folder, or its entries change."""
     changed = folder.stat().st_mtime_ns
     try:
         return changed, read_limited(folder / MANIFEST_NAME)
@@ -390,7 +390,7 @@ def fingerprint(folder: Path) -> tuple[int, bytes | None]:
 
 
 def _settle(target: Path, entries: list[Path]) -> None:
-    """Put one of the folders that the dead left for a name in its place if that is free, and remove the others."""
+    """Restore one of the leftover folders of a name, if the name is free, and remove the others."""
     if not os.path.lexists(target) and (found := _best(entries)) is not None:
         _is_put_back(found, target)
     for entry in entries:
@@ -402,20 +402,20 @@ def _is_put_back(entry: Path, target: Path) -> bool:
     try:
         entry.rename(target)
     except OSError as error:
-        logger.warning("%s could not be put back as %s: %s", entry, target.name, error)
+        logger.warning("%s could not be restored as %s: %s", entry, target.name, error)
         return False
-    logger.warning("%s was put back as %s: the run that saved it did not finish.", entry.name, target)
+    logger.warning("%s was restored as %s: the run that saved it did not finish.", entry.name, target)
     return True
 
 
 def _best(entries: Iterable[Path]) -> Path | None:
-    """Which of the folders left for a name is to have it."""
+    """The leftover folder that should get the name."""
     ranked = [(rank, entry) for entry in entries if (rank := _rank(entry)) is not None]
     return max(ranked)[1] if ranked else None
 
 
 def _rank(entry: Path) -> tuple[int, float] | None:
-    """How well a folder replaces a missing checkpoint: what had its name comes before what did not have it yet."""
+    """Sort key of candidates for a missing checkpoint: one that already had the name is preferred to a new one."""
     if _kind(entry) == "del":
         return None
     verdict = verify(entry)
@@ -426,7 +426,7 @@ def _rank(entry: Path) -> tuple[int, float] | None:
 
 
 def _groups(parent: Path) -> list[tuple[Path | None, list[Path]]]:
-    """What belongs to one owner each: its record and its folders."""
+    """The record and the folders of each owner."""
     records = {}
     folders: dict[str, list[Path]] = defaultdict(list)
     for entry in _entries(parent):
@@ -439,7 +439,7 @@ def _groups(parent: Path) -> list[tuple[Path | None, list[Path]]]:
 
 @contextmanager
 def _gone(record: Path | None, entries: list[Path]) -> Iterator[bool]:
-    """Whether the owner of a group does not live any more."""
+    """Whether the owner of a group is dead."""
     if record is None:
         yield all(map(_is_forgotten, entries))
         return
@@ -448,7 +448,7 @@ def _gone(record: Path | None, entries: list[Path]) -> Iterator[bool]:
 
 
 def _is_forgotten(entry: Path) -> bool:
-    """Whether nothing in a folder has changed for long; for folders without a record."""
+    """Whether a folder without a record has not changed for a long time."""
     try:
         changed = max(path.stat().st_mtime for path in (entry, *walk(entry)))
     except OSError:

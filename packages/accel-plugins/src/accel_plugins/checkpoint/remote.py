@@ -1,13 +1,13 @@
-"""Checkpoints on a store: how they are committed there, found, read and removed.
+"""Checkpoints on a store: commit, find, read and remove them.
 
     <url>/writers/00000002.json                          the second run that writes here
     <url>/checkpoint_7/<id>/model.safetensors            files of one save; no other save ever writes to that id
     <url>/checkpoint_7/manifest-00000002-00000000.json   written last: the save by writer 2 is complete
 
-A checkpoint is there when its manifest is. The manifest is created on the condition that none has its name, and its
-name grows with each run that writes (its *epoch*) and with each save of one name: readers take the greatest. A run
-that wants to write first takes the next epoch, by creating `writers/<epoch>.json`; a run that finds a later writer
-stops, so of two runs with one URL the older one notices the newer.
+A checkpoint exists if its manifest exists. The manifest is created with a conditional write, which fails if the name
+exists. Its name contains the number of the writing run (its *epoch*) and of the save under this checkpoint name;
+readers use the highest. Before its first write, a run takes the next epoch by creating `writers/<epoch>.json`. A run
+that finds a later writer stops, so of two runs with one URL the older one detects the newer.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ _COMMIT: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
 _OWNER: Final = record({"host": text(), "started": text()}, {"pid": text()})
 
 _RANGE: Final = 8 << 20
-"""Bytes of one request of a download."""
+"""Size in bytes of one download request."""
 _REQUESTS_AT_ONCE: Final = 8
 _LONGEST_MANIFEST: Final = 1 << 28
 _POLL: Final = 0.5
-"""Seconds between two looks for the shares of other nodes."""
+"""Seconds between two checks for the files of other nodes."""
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint that was committed on a store.
+    """A committed checkpoint on a store.
 
     Args:
-        url: of the store.
-        name: such as "checkpoint_7".
-        epoch: of the run that wrote it.
-        generation: of the save, among those of this run under this name.
-        data: the folder of its files below the name.
-        manifest: what it holds.
-        present: files of that folder, by name relative to it, with their sizes.
+        url: the URL of the store.
+        name: the name, such as "checkpoint_7".
+        epoch: the epoch of the run that wrote it.
+        generation: the number of the save among those of this run under this name.
+        data: the name of the folder with its files, below the checkpoint's name.
+        manifest: its manifest.
+        present: sizes of the files in that folder, by relative name.
     """
 
     url: str
@@ -94,12 +94,12 @@ class RemoteCheckpoint:
 
     @property
     def path(self) -> str:
-        """Its own URL."""
+        """The URL of the checkpoint."""
         return f"{self.url}/{self.name}"
 
     @property
     def order(self) -> tuple[int, float]:
-        """What sorts checkpoints of a store from the oldest to the newest."""
+        """Sort key of a store's checkpoints, from the oldest to the newest."""
         return self.number, self.manifest.written
 
 
@@ -107,8 +107,8 @@ class RemoteCheckpoints:
     """The checkpoints below one URL.
 
     Args:
-        store: where they are.
-        deadline: seconds to wait for the shares of other nodes.
+        store: the store.
+        deadline: seconds to wait for the files of other nodes.
     """
 
     def __init__(self, store: CheckpointStore, deadline: float = 600.0) -> None:
@@ -118,13 +118,13 @@ class RemoteCheckpoints:
 
     @classmethod
     def at(cls, url: str, deadline: float = 600.0) -> RemoteCheckpoints:
-        """Those of a URL; see `open_store` for what it raises."""
+        """The checkpoints below a URL; for errors see `open_store`."""
         return cls(open_store(url, deadline), deadline)
 
     # ------------------------------------------------------------------ reading
 
     def committed(self, name: str | None = None) -> list[RemoteCheckpoint]:
-        """All committed checkpoints, or the one of a name; the oldest comes first.
+        """All committed checkpoints, or the one with a name; oldest first.
 
         Raises:
             CheckpointError: the store does not answer, or a manifest there cannot be read.
@@ -132,7 +132,7 @@ class RemoteCheckpoints:
         return self.scan(name)[0]
 
     def scan(self, name: str | None = None) -> tuple[list[RemoteCheckpoint], dict[str, int]]:
-        """The committed checkpoints, and the bytes of those that nobody committed, by name."""
+        """The committed checkpoints, and the sizes of uncommitted ones, by name."""
         with store_errors(f"Cannot list the checkpoints in {self.store.url}."):
             files = list(self.store.files("" if name is None else f"{name}/"))
             newest: dict[str, tuple[int, int]] = {}
@@ -175,7 +175,7 @@ class RemoteCheckpoints:
         return RemoteCheckpoint(self.store.url, name, epoch, generation, data, manifest, present.get((name, data), {}))
 
     def verify(self, checkpoint: RemoteCheckpoint, *, hashes: bool = False) -> Verdict:
-        """Compare the files on the store with the manifest: sizes always, contents with `hashes`, which reads all.
+        """Compare files on the store with the manifest: sizes, and with `hashes` also contents, which reads all.
 
         Raises:
             CheckpointError: the store does not answer.
@@ -187,19 +187,19 @@ class RemoteCheckpoints:
                     digest = xxhash.xxh3_128()
                     self._transfer(checkpoint, name, expected.size, digest.update)
                     if digest.hexdigest() != expected.xxh3_128:
-                        damage.append(f"{printable(name)} does not have the content that was written.")
+                        damage.append(f"{printable(name)} has changed since it was written.")
         listed = checkpoint.manifest.files
         return Verdict(checkpoint.manifest, tuple(damage), tuple(sorted(checkpoint.present.keys() - listed.keys())))
 
     def download(self, checkpoint: RemoteCheckpoint, target: Path) -> None:
-        """Copy a checkpoint into a folder, which appears when all of it is there and is what was saved.
+        """Copy a checkpoint into a folder, which appears when all files are copied and verified.
 
         Args:
             checkpoint: what to copy.
-            target: the folder; it must not be there.
+            target: the folder; it must not exist.
 
         Raises:
-            CheckpointError: the store does not answer, holds something else than was saved, or the disk refuses.
+            CheckpointError: the store does not answer, its files are damaged, or writing to disk failed.
         """
         failed = f"Cannot copy the checkpoint {checkpoint.path} to {target}."
         if damage := list(_missing(checkpoint)):
@@ -219,7 +219,7 @@ class RemoteCheckpoints:
                         file.flush()
                         os.fsync(file.fileno())
                     if digest.hexdigest() != expected.xxh3_128:
-                        obstacle = f"{printable(name)} does not have the content that was written."
+                        obstacle = f"{printable(name)} has changed since it was written."
                         raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
                 (staged / MANIFEST_NAME).write_text(checkpoint.manifest.text(), encoding="utf-8")
                 fsync_path(staged / MANIFEST_NAME)
@@ -228,13 +228,13 @@ class RemoteCheckpoints:
                 fsync_path(target.parent)
         except ValueError as error:
             raise CheckpointError(
-                failed, f"Its manifest names a file that cannot be: {error}.", "Load another."
+                failed, f"Its manifest has an invalid file name: {error}.", "Load another."
             ) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
     def _transfer(self, checkpoint: RemoteCheckpoint, name: str, size: int, *sinks: Callable[[bytes], object]) -> None:
-        """Read a file range by range, several at once, and give the ranges to the sinks in their order."""
+        """Read a file in ranges, several at once, and pass them to the sinks in order."""
         place = f"{checkpoint.name}/{checkpoint.data}/{name}"
         starts = range(0, size, _RANGE)
         with (
@@ -250,14 +250,14 @@ class RemoteCheckpoints:
     # ------------------------------------------------------------------ writing
 
     def probe(self) -> None:
-        """Find out whether this run can write to the store, and whether the store can create without replacing.
+        """Check that this run can write to the store, and that the store supports conditional writes.
 
         Raises:
-            CheckpointError: it cannot.
+            CheckpointError: one of the two is not possible.
         """
-        failed = f"Cannot keep checkpoints in {self.store.url}."
+        failed = f"Cannot store checkpoints in {self.store.url}."
         name = f"probe-{secrets.token_hex(16)}.json"
-        with store_errors(failed, "Name a place that is there and answers, or leave `remote` out."):
+        with store_errors(failed, "Use the URL of a store that exists and answers, or remove `remote`."):
             self.store.create(name, b"{}")
             try:
                 self.store.create(name, b"{}")
@@ -267,27 +267,27 @@ class RemoteCheckpoints:
                 self.store.remove([name])
         raise CheckpointError(
             failed,
-            "The store ignores the condition of a conditional write (If-None-Match) and replaces what is there, so two "
-            "runs could destroy each other's checkpoints.",
-            "Use a store that knows conditional writes, as S3, GCS and Azure do.",
+            "The store ignores the condition of a conditional write (If-None-Match) and replaces existing files, so "
+            "two runs could destroy each other's checkpoints.",
+            "Use a store with conditional writes, such as S3, GCS or Azure.",
         )
 
     def upload(self, folder: Path, name: str, data: str, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
         """Copy a complete local checkpoint to the store and commit it there.
 
-        Nodes that share no file system hold a share of the files each: every one calls this for its own, and the first
-        commits when the shares of all are there.
+        Without a shared file system, each node has some of the files: every node calls this for its files, and the
+        first one commits when the files of all are uploaded.
 
         Args:
-            folder: with a manifest.
-            name: what the checkpoint is called on the store.
-            data: 32 hexadecimal digits that no other save has.
+            folder: a folder with a manifest.
+            name: the name of the checkpoint on the store.
+            data: 32 hexadecimal digits, unique to this save.
             rank: the process that calls this.
-            ranks: those that hold shares; the first of them commits.
+            ranks: the ranks that upload files; the first one commits.
 
         Raises:
-            CheckpointError: the store does not answer or refuses, the local folder changed, a share did not come, or
-                another run has begun to write there.
+            CheckpointError: the store does not answer or denies access, the local folder changed, files of another node
+                are missing, or another run has started to write there.
         """
         failed = f"Cannot copy the checkpoint {folder} to {self.store.url}/{name}."
         with store_errors(failed):
@@ -295,7 +295,9 @@ class RemoteCheckpoints:
                 self._refuse_later_writer(failed)
             own = read_manifest(folder)
             if own is None:
-                raise CheckpointError(failed, "It is gone, or has no manifest.", "Keep more checkpoints locally.")
+                raise CheckpointError(
+                    failed, "The folder does not exist any more, or has no manifest.", "Keep more checkpoints locally."
+                )
             self._upload_files(folder, own, f"{name}/{data}")
             if rank != ranks[0]:
                 self.store.create(f"{name}/{data}.share-{rank}.json", own.text().encode())
@@ -305,7 +307,7 @@ class RemoteCheckpoints:
             self._commit(name, data, CheckpointManifest(files, own.facts, own.versions, own.written), failed)
 
     def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str) -> None:
-        """Those that an earlier attempt has brought are not sent again."""
+        """Files that an earlier attempt uploaded are not sent again."""
         there = {file.name: file.size for file in self.store.files(f"{place}/")}
         for name, entry in sorted(manifest.files.items()):
             if there.get(f"{place}/{name}") != entry.size:
@@ -322,7 +324,7 @@ class RemoteCheckpoints:
             if waiting and time.monotonic() > until:
                 named = ", ".join(map(str, sorted(waiting)))
                 remedy = "Look for upload errors in the output of these processes."
-                raise CheckpointError(failed, f"The files of process {named} did not come in time.", remedy)
+                raise CheckpointError(failed, f"The files of process {named} were not uploaded in time.", remedy)
             if waiting:
                 time.sleep(_POLL)
         return found
@@ -348,7 +350,7 @@ class RemoteCheckpoints:
         self._remove_others(name, data, _manifest_name(name, epoch, generation))
 
     def _is_ours(self, name: str, epoch: int, generation: int, content: bytes) -> bool:
-        """Whether the manifest that is there came from a request of this run whose answer was lost."""
+        """Whether the existing manifest is from an earlier request of this run that got no answer."""
         file = _manifest_name(name, epoch, generation)
         return any(
             self.store.read(file, 0, found.size) == content
@@ -357,7 +359,7 @@ class RemoteCheckpoints:
         )
 
     def _remove_others(self, name: str, data: str, manifest: str) -> None:
-        """Remove what earlier saves of the same name left, their manifests first."""
+        """Remove the files of earlier saves with the same name, manifests first."""
         files = [file.name for file in self.store.files(f"{name}/")]
         kept = f"{name}/{data}/"
         self.store.remove([file for file in files if _MANIFEST.fullmatch(file) and file != manifest])
@@ -366,9 +368,9 @@ class RemoteCheckpoints:
     # ------------------------------------------------------------------ who writes
 
     def _claim(self) -> int:
-        """The epoch of this run; taken when it first commits.
+        """The epoch of this run; determined by its first commit.
 
-        Records of earlier runs stay: without them a run that looked before could take an epoch a second time.
+        Records of earlier runs are kept: without them a concurrent run could take an epoch a second time.
         """
         with self._lock:
             while self._epoch is None:
@@ -389,8 +391,9 @@ class RemoteCheckpoints:
         if later > own:
             raise CheckpointError(
                 failed,
-                f"Another run has begun to write there: {self._described(later)}.",
-                "Give each run a URL of its own in ProjectConfiguration(remote=...). Local checkpoints are untouched.",
+                f"Another run has started to write there: {self._described(later)}.",
+                "Set a different URL for each run in ProjectConfiguration(remote=...). Local checkpoints are "
+                "unchanged.",
             )
 
     def _described(self, epoch: int) -> str:
@@ -405,10 +408,10 @@ class RemoteCheckpoints:
     # ------------------------------------------------------------------ removing
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints, their manifests first: readers see all of one or none of it.
+        """Remove checkpoints, manifests first, so that readers never see a part of one.
 
         Raises:
-            CheckpointError: the store does not answer or refuses.
+            CheckpointError: the store does not answer or denies access.
         """
         with store_errors(f"Cannot remove checkpoints from {self.store.url}."):
             for name in names:
@@ -417,10 +420,10 @@ class RemoteCheckpoints:
                 self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
 
     def surplus(self, keep: int, period: float | None = None) -> list[str]:
-        """The numbered checkpoints that are to be removed; the newest complete one is never among them.
+        """The numbered checkpoints to remove; the newest complete one is never among them.
 
         Args:
-            keep: how many of the newest stay.
+            keep: number of newest checkpoints to keep.
             period: see `accel_plugins.checkpoint.retention.beyond`.
         """
         known = {one.name: one for one in self.committed() if one.number >= 0}
@@ -429,7 +432,7 @@ class RemoteCheckpoints:
         return [name for name in beyond(written, keep, period) if name != newest_good]
 
     def newest(self) -> RemoteCheckpoint | None:
-        """The newest numbered checkpoint whose files are all there."""
+        """The newest numbered checkpoint with all its files."""
         known = [one for one in self.committed() if one.number >= 0]
         return next((one for one in reversed(known) if not list(_missing(one))), None)
 
@@ -455,7 +458,7 @@ def split_url(url: str) -> tuple[str, str]:
     """The URL of a store, and the name of a checkpoint in it.
 
     Raises:
-        SettingError: there is no name in it.
+        SettingError: the URL has no checkpoint name.
 
     Example:
         >>> split_url("s3://bucket/run/checkpoint_3")
@@ -465,15 +468,15 @@ def split_url(url: str) -> tuple[str, str]:
     if not name or store.endswith(":/") or "://" not in store:
         raise SettingError(
             f"Cannot find a checkpoint at {url!r}.",
-            "The URL names a store and no checkpoint in it.",
-            "Give the URL of a checkpoint, such as s3://bucket/run/checkpoint_3.",
+            "The URL is that of a store, without the name of a checkpoint.",
+            "Use the URL of a checkpoint, such as s3://bucket/run/checkpoint_3.",
         )
     return store, name
 
 
 @dataclass(frozen=True)
 class _Upload:
-    """One checkpoint to copy; see `RemoteCheckpoints.upload`."""
+    """A checkpoint to copy; see `RemoteCheckpoints.upload`."""
 
     folder: Path
     data: str
@@ -482,11 +485,11 @@ class _Upload:
 
 
 class Uploader:
-    """Copies checkpoints to a store, one after the other, in a thread.
+    """Copies checkpoints to a store, one at a time, in a thread.
 
     Args:
-        remote: where to.
-        keep: how many of the newest numbered checkpoints to keep there; None keeps all.
+        remote: the checkpoints of the store.
+        keep: number of newest numbered checkpoints to keep there; None: keep all.
         period: see `accel_plugins.checkpoint.retention.beyond`.
     """
 
@@ -501,7 +504,7 @@ class Uploader:
         _uploaders.add(self)
 
     def add(self, folder: Path, data: str, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
-        """Copy a complete checkpoint under the name of its folder, and after it those whose copies failed."""
+        """Copy a complete checkpoint under the name of its folder, then retry failed copies."""
         with self._changed:
             again, self._failed = self._failed, []
             added = _Upload(folder, data, rank, tuple(ranks))
@@ -514,15 +517,15 @@ class Uploader:
 
     @property
     def in_use(self) -> frozenset[Path]:
-        """Folders that are still to be read, so that nobody should remove them."""
+        """Folders that must not be removed, because they are not copied yet."""
         with self._changed:
             return frozenset(upload.folder for upload in self._busy)
 
     def wait(self, seconds: float | None = None) -> list[Path]:
-        """Return when all copies are made or failed.
+        """Wait until all copies are made or have failed.
 
         Args:
-            seconds: how long to wait; until the end when None.
+            seconds: maximum time to wait; None: no limit.
 
         Returns:
             Folders that are not on the store.
@@ -532,7 +535,7 @@ class Uploader:
             return [upload.folder for upload in (*self._busy, *self._failed)]
 
     def close(self) -> None:
-        """Wait for the copies under way, try those that failed once more, and log what is not on the store."""
+        """Wait for active copies, retry failed ones once, and log the folders that are not on the store."""
         until = time.monotonic() + self.remote.deadline
         self.wait(max(until - time.monotonic(), 0.0))
         with self._changed:
@@ -555,7 +558,7 @@ class Uploader:
             failure, there = self._attempt(upload), upload.folder.is_dir()
             if failure is not None:
                 logger.error(
-                    "%s %s", failure, "It is tried again after the next one." if there else "It is gone by now."
+                    "%s %s", failure, "The copy is retried after the next one." if there else "The folder was removed."
                 )
             with self._changed:
                 self._busy.remove(upload)
@@ -569,8 +572,8 @@ class Uploader:
             if first != upload.folder:
                 raise CheckpointError(
                     f"Cannot copy the checkpoint {upload.folder} to {self.remote.store.url}.",
-                    f"The copy of {first} has the same name there, and would be replaced.",
-                    "Give checkpoints different names, or use automatic_checkpoint_naming=True.",
+                    f"The copy of {first} has the same name there and would be replaced.",
+                    "Save checkpoints under different names, or use automatic_checkpoint_naming=True.",
                 )
             self.remote.upload(upload.folder, upload.folder.name, upload.data, upload.rank, upload.ranks)
             if self.keep is not None and upload.rank == upload.ranks[0]:
@@ -578,11 +581,11 @@ class Uploader:
                 self.remote.remove(name for name in surplus if name != upload.folder.name)
         except CheckpointError as error:
             return error
-        except Exception as error:  # training goes on whatever a store of somebody else raises
+        except Exception as error:  # no error of a third-party store may stop training
             return CheckpointError(
                 f"Cannot copy the checkpoint {upload.folder} to {self.remote.store.url}.",
                 f"{type(error).__name__}: {error}",
-                "Local checkpoints are untouched.",
+                "Local checkpoints are unchanged.",
             )
         return None
 
@@ -592,6 +595,6 @@ _uploaders: Final[weakref.WeakSet[Uploader]] = weakref.WeakSet()
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """A program that ends waits for its copies, up to the deadline of each store."""
+    """At exit, a program waits for its copies, up to the deadline of each store."""
     for uploader in list(_uploaders):
         uploader.close()

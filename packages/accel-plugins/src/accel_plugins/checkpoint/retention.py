@@ -1,4 +1,4 @@
-"""The checkpoints of a project: listing them, finding the newest good one, and removing the oldest."""
+"""The checkpoints of a project: list them, find the newest valid one, and remove the oldest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Checkpoint:
     number: int
 
     def verdict(self, *, hashes: bool = False) -> Verdict:
-        """How it compares with its manifest."""
+        """The comparison of the folder with its manifest."""
         return verify(self.path, hashes=hashes)
 
 
@@ -52,7 +52,7 @@ def number_of(name: str) -> int | None:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints in a folder, oldest number first; staging folders do not count."""
+    """The checkpoints in a folder, lowest number first, without staging folders."""
     if not folder.is_dir():
         return []
     found = ((entry, number_of(entry.name)) for entry in folder.iterdir() if entry.is_dir())
@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def available(folder: Path) -> list[Checkpoint]:
-    """The checkpoints in a folder, after what dead runs had moved aside was put back; oldest number first."""
+    """Restore checkpoints that dead runs had moved aside, and list all; lowest number first."""
     recover(folder)
     known = checkpoints(folder)
     for name in missing(folder):
@@ -71,17 +71,17 @@ def available(folder: Path) -> list[Checkpoint]:
 
 
 def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, str] = _NONE) -> Path:
-    """The newest good checkpoint of a folder; why newer ones were passed over is logged.
+    """The newest valid checkpoint of a folder; logs why newer ones are skipped.
 
     Args:
-        folder: holds the checkpoints.
-        hashes: compare contents; sizes alone otherwise.
-        damaged: checkpoints that are known to be damaged, and how.
+        folder: the folder with the checkpoints.
+        hashes: compare contents; False: compare only sizes.
+        damaged: checkpoints that are known to be damaged, with the reason.
 
-    A folder without our manifest, as other libraries write it, is taken only when none has one.
+    A folder without a manifest, as other libraries write it, is used only if no folder has one.
 
     Raises:
-        CheckpointError: there is none; the message says what is wrong with each.
+        CheckpointError: there is none; the message lists what is wrong with each folder.
     """
     reasons: list[str] = []
     foreign: list[Checkpoint] = []
@@ -92,7 +92,7 @@ def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, st
         verdict = candidate.verdict(hashes=hashes)
         if verdict.good:
             for reason in reasons:
-                logger.warning("Passed over %s", reason)
+                logger.warning("Skipped %s", reason)
             return candidate.path
         if verdict.damage:
             reasons.append(f"{candidate.path.name}: {' '.join(verdict.damage)}")
@@ -103,19 +103,19 @@ def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, st
         logger.warning("%s has no manifest, so it may be incomplete.", foreign[0].path)
         return foreign[0].path
     raise CheckpointError(
-        f"Cannot find a good checkpoint in {folder}.",
-        " ".join(reasons) or "There is no folder called checkpoint_<number>.",
-        "Name a checkpoint, or start without one.",
+        f"Cannot find a valid checkpoint in {folder}.",
+        " ".join(reasons) or "It has no folder checkpoint_<number>.",
+        "Specify a checkpoint, or start without one.",
     )
 
 
 def beyond(written: Mapping[T, float], limit: int, period: float | None = None) -> list[T]:
-    """What is to be removed of some checkpoints.
+    """The checkpoints to remove.
 
     Args:
-        written: when each was written, in seconds since 1970; the oldest comes first.
-        limit: how many of the newest stay.
-        period: seconds; of the older ones the first of each such period stays. None keeps none of them.
+        written: the time at which each was written, in seconds since 1970; oldest first.
+        limit: number of newest checkpoints to keep.
+        period: in seconds; of the older ones, the first of each period is kept. None: keep none of them.
 
     Example:
         >>> beyond({"a": 0.0, "b": 50.0, "c": 70.0, "d": 80.0}, 1, 60.0)
@@ -132,7 +132,7 @@ def beyond(written: Mapping[T, float], limit: int, period: float | None = None) 
 
 
 def surplus(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
-    """What `remove_oldest` would remove."""
+    """The checkpoints that `remove_oldest` would remove."""
     known, written, newest_good = checkpoints(folder), dict[Path, float](), None
     for checkpoint in known:
         verdict = checkpoint.verdict()
@@ -142,15 +142,15 @@ def surplus(folder: Path, limit: int, in_use: Collection[Path] = (), period: flo
 
 
 def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
-    """Remove the oldest checkpoints until `limit` are left, and return what was removed.
+    """Remove the oldest checkpoints until `limit` are left, and return the removed ones.
 
-    Called after a commit. The newest good checkpoint is never removed: what is damaged or without a manifest does not
-    take its place.
+    Called after a commit. The newest valid checkpoint is never removed, even if newer ones are damaged or have no
+    manifest.
 
     Args:
-        folder: holds the checkpoints.
-        limit: how many to leave.
-        in_use: checkpoints that are still to be copied elsewhere, which stay until the next call.
+        folder: the folder with the checkpoints.
+        limit: number of checkpoints to keep.
+        in_use: checkpoints that are still being copied elsewhere; they are kept until the next call.
         period: see `beyond`.
     """
     removed = []
@@ -161,7 +161,7 @@ def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = (), perio
                 if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):
                     removed.append(path)
         except OSError as error:
-            # The new checkpoint is in place; one too many does not justify an error.
+            # The new checkpoint is complete; an additional old one does not justify an error.
             logger.warning("%s could not be removed: %s", path, error)
     return removed
 
@@ -170,7 +170,7 @@ def _aside(path: Path, claimed: ExitStack) -> Path:
     try:
         return claimed.enter_context(Claim(path)).path("old")
     except OSError:
-        # A full disk takes no record, and room has to be made there all the same.
+        # On a full disk the record cannot be written, but space must be freed there too.
         return path.with_name(f"{path.name}.old-{secrets.token_hex(8)}")
 
 
@@ -181,7 +181,7 @@ def _fingerprints(folder: Path) -> Iterator[tuple[Path, tuple[int, bytes | None]
 
 
 def _is_removed(path: Path, aside: Path, seen: tuple[int, bytes | None]) -> bool:
-    """Remove a checkpoint, unless another run has put a newer one under its name since it was seen."""
+    """Remove a checkpoint, unless another run has replaced it by a newer one since it was listed."""
     path.rename(aside)
     if fingerprint(aside) != seen:
         try:

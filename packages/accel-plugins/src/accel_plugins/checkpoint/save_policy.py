@@ -1,4 +1,4 @@
-"""How often a run saves by itself; plain data, without torch."""
+"""How often a run saves automatically: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True)
 class ContinuousSavePolicy:
-    """Save again and again while training goes on, as often as a share of the run's time allows.
+    """Save continuously during training, as often as a fraction of the run's time allows.
 
-    Each save begins at the first boundary between two steps at which the one before is complete and the saves so far,
-    with one more like the last, slow the run down by at most `max_overhead`.
+    Each save begins at the first boundary between two steps at which the previous save is complete, and all saves
+    together, plus one more like the last, slow the run down by at most `max_overhead`.
 
     Args:
-        max_overhead: the share of the run's time that saving may cost, above 0 and at most 1.
-        keep_last: how many of the newest checkpoints stay.
-        keep_every: of the older ones, the first of each such period stays, in seconds or as "90s", "30min", "1h",
-            "1d"; None keeps none of them.
+        max_overhead: the fraction of the run's time that saving may cost, above 0 and at most 1.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: a period, in seconds or as "90s", "30min", "1h", "1d". Of the older checkpoints, the first of each
+            period is kept. None: keep none of them.
 
     Raises:
-        SettingError: a value cannot be used.
+        SettingError: a value is invalid.
 
     Example:
         >>> ContinuousSavePolicy(keep_every="30min").period
@@ -52,7 +52,7 @@ class ContinuousSavePolicy:
                 raise SettingError(
                     f"Cannot use ContinuousSavePolicy({name}={getattr(self, name)!r}).",
                     f"The value must be {rule}.",
-                    "Leave it out for the default.",
+                    "Change it, or remove it to use the default.",
                 )
 
     @property
@@ -62,7 +62,7 @@ class ContinuousSavePolicy:
 
 
 def _seconds(period: str | float) -> float:
-    """A period in seconds; 0 where it is none."""
+    """A period in seconds; 0 if the value is not a valid period."""
     if not isinstance(period, str):
         return float(period)
     found = re.fullmatch(rf"([0-9.]+) *({'|'.join(_UNITS)})", period.strip())

@@ -1,8 +1,8 @@
-"""Writing folders of shards of `torch.distributed.checkpoint`: each process its own, planned once for a layout.
+"""Write folders of shards of `torch.distributed.checkpoint`: each process writes its shards, planned once per layout.
 
-Planning and the description of the folder take two exchanges between the processes, up and down a tree: each process
-receives from at most log2(W) others and sends to as many, and what is sent to all is an empty plan or nothing. torch's
-own `save` gathers from all processes on the first one, and sends the description of everything back to each.
+Planning and writing the metadata need two exchanges between the processes, up and down a tree. Each process receives
+from at most log2(W) others and sends to as many; for a known layout, plans are empty. In contrast, torch's `save`
+gathers from all processes on the first one and sends the complete metadata back to each.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ R = TypeVar("R")
 
 
 class PortableWriter(FileSystemWriter):
-    """Stores the paths of shards as text, because another system or Python may not read a pickled path.
+    """Stores the paths of shards as strings, because another system or Python may not be able to read a pickled path.
 
-    Files are left to the page cache: `checkpoint.commit` flushes them while the next ones are being written.
+    Files are not flushed here: `checkpoint.commit` flushes them while the next ones are being written.
 
     Args:
         target: the folder of shards.
@@ -54,7 +54,7 @@ class PortableWriter(FileSystemWriter):
         self.fs = _EarlyFlush()
 
     def storage_meta(self) -> StorageMeta | None:
-        """What the `.metadata` holds besides the tensors."""
+        """The content of `.metadata` besides the tensors."""
         meta = super().storage_meta()
         if meta is not None:
             meta.checkpoint_id = str(meta.checkpoint_id)
@@ -62,7 +62,7 @@ class PortableWriter(FileSystemWriter):
 
 
 class _EarlyFlush(FileSystem):
-    """Lets the disk begin with a file while it is being written."""
+    """Starts the writeback of a file while it is being written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -73,13 +73,13 @@ class _EarlyFlush(FileSystem):
 
 @dataclasses.dataclass
 class SavePlans:
-    """What the processes planned for the last save of some tensors, for the next one of the same layout.
+    """The plans of the last save, reused by the next save of the same layout.
 
     Args:
-        local: what this process had to offer.
-        final: what it wrote of that.
-        known: what each process had to offer; on the first one.
-        metadata: the description of all; on the first one.
+        local: the items that this process could write.
+        final: the items that it wrote.
+        known: the items that each process could write; on the first process.
+        metadata: the metadata of the folder; on the first process.
     """
 
     local: SavePlan | None = None
@@ -88,19 +88,19 @@ class SavePlans:
     metadata: Metadata | None = None
 
     def forget(self) -> None:
-        """Plan anew next time, because others may not know what this process knows."""
+        """Discard the plans, because other processes may not have the same ones."""
         self.local = self.final = self.known = self.metadata = None
 
 
 class BalancedSavePlanner(DefaultSavePlanner):
-    """Lets processes write about the same number of bytes, and plans once for all saves of the same layout.
+    """Balances the bytes that processes write, and plans once for all saves of the same layout.
 
-    What one process alone holds it writes itself. What several hold, as replicated tensors, is written once: the
-    largest first, each by the process that has least to write. Where nothing has changed since the last save, processes
-    send empty plans and the first one repeats what it planned; each process then only compares its own plans.
+    An item that only one process has is written by this process. Replicated items are assigned to one process each,
+    largest first, to the process with the fewest bytes so far. If the layout has not changed since the last save,
+    processes send empty plans and the first one reuses its plan; each process then only compares its own plans.
 
     Args:
-        plans: those of the last save, which this one replaces.
+        plans: the plans of the last save; replaced by those of this save.
     """
 
     def __init__(self, plans: SavePlans) -> None:
@@ -109,12 +109,12 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self._local: SavePlan | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """What this process could write; empty where the others know it."""
+        """The items that this process could write; empty if the first process already knows them."""
         self._local = super().create_local_plan()
         return SavePlan([], usable=False) if self._local == self._plans.local else self._local
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what, and its description; on the first process."""
+        """The items that each process writes, and the metadata; on the first process."""
         plans, changed = self._plans, any(plan.usable for plan in all_plans)
         if plans.metadata is not None and not changed:
             return [SavePlan([], usable=False) for _ in all_plans], dataclasses.replace(plans.metadata)
@@ -122,23 +122,23 @@ class BalancedSavePlanner(DefaultSavePlanner):
         offered = [new if new.usable else old for new, old in zip(all_plans, earlier, strict=True)]
         known = [plan for plan in offered if plan is not None]
         if len(known) < len(all_plans):
-            raise ValueError("some processes send no plan, because they know of a save that this one does not know of")
+            raise ValueError("some processes sent an empty plan, but this process has no plans of an earlier save")
         planned, metadata = super().create_global_plan(_balanced(known))
         plans.known, plans.metadata = known, metadata
         return planned, dataclasses.replace(metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this process writes."""
+        """The items that this process writes."""
         final = new_plan if new_plan.usable else self._plans.final
         if final is None:
-            raise ValueError("the first process knows of a save that this one does not know of")
+            raise ValueError("the first process reused a plan, but this process has no plans of an earlier save")
         self._plans.local, self._plans.final = self._local, final
         self.plan = final
         return final
 
 
 def _balanced(plans: list[SavePlan]) -> list[SavePlan]:
-    """Plans without what another process writes; the largest of what several could write is assigned first."""
+    """Plans without the items that another process writes; replicated items are assigned largest first."""
     holders: dict[MetadataIndex, list[int]] = {}
     sizes: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
@@ -146,7 +146,7 @@ def _balanced(plans: list[SavePlan]) -> list[SavePlan]:
             holders.setdefault(item.index, []).append(rank)
             sizes[item.index] = _bytes_of(item)
     writers, load = dict[MetadataIndex, int](), [0] * len(plans)
-    # Those with a single holder come first.
+    # Items of a single process come first.
     for index in sorted(holders, key=lambda index: (len(holders[index]) > 1, -sizes[index])):
         writers[index] = min(holders[index], key=lambda rank: (load[rank], rank))
         load[writers[index]] += sizes[index]
@@ -157,7 +157,7 @@ def _balanced(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Bytes of what is written; of an object, whose size is not known yet, one."""
+    """The size of an item in bytes; 1 for an object, of which the size is not known yet."""
     data = item.tensor_data
     return 1 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
@@ -166,10 +166,10 @@ def write_shards(state: dict[str, Any], target: Path, plans: SavePlans, group: A
     """Write the shards of a state; called on every process.
 
     Args:
-        state: nested, with tensors that are sharded or the same on all processes.
+        state: nested containers with tensors that are sharded or equal on all processes.
         target: the folder of shards.
-        plans: those of the last save of this state.
-        group: on which processes agree about shards, apart from training's; of a backend that sends from the host.
+        plans: the plans of the last save of this state.
+        group: a separate process group for planning, with a backend that supports CPU tensors.
 
     Raises:
         CheckpointError: this or another process cannot write.
@@ -206,12 +206,12 @@ def write_shards(state: dict[str, Any], target: Path, plans: SavePlans, group: A
 
 
 def neighbours(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """The process that one hands its share to, and those that hand theirs to it, of a binomial tree.
+    """The parent and the children of a process in a binomial tree.
 
-    Each of the latter has the ranks from its own up to the next one's.
+    The subtree of each child has the ranks from its own up to that of the next child.
 
     Args:
-        rank: of the process.
+        rank: rank of the process.
         size: number of processes.
 
     Example:
@@ -227,11 +227,11 @@ def neighbours(rank: int, size: int) -> tuple[int | None, list[int]]:
 
 
 class _FailedError(Exception):
-    """What a process met, as all of them hear of it.
+    """The error of a process, as it is sent to all.
 
     Args:
-        rank: of the process.
-        text: class and message of its error.
+        rank: rank of the process.
+        text: class and message of the error.
     """
 
     def __init__(self, rank: int, text: str) -> None:
@@ -243,10 +243,10 @@ class _FailedError(Exception):
 
 
 class _Processes:
-    """The processes of a group, which exchange objects up and down a tree.
+    """Exchanges objects between the processes of a group, up and down a tree.
 
     Args:
-        group: a process group; that of all when None.
+        group: a process group; None: that of all processes.
     """
 
     def __init__(self, group: Any) -> None:
@@ -256,14 +256,14 @@ class _Processes:
         self._above, self._below = neighbours(self.rank, self.size)
 
     def exchange(self, work: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
-        """Work on every process, combine the results on the first, and return this process's part of that.
+        """Call `work` on every process, combine the results on the first, and return this process's part.
 
         Args:
-            work: what each process does.
-            combine: makes a part for each process of the results in the order of the ranks.
+            work: called on each process.
+            combine: receives the results in the order of ranks; returns a part for each process.
 
         Raises:
-            _FailedError: some process failed, maybe this one.
+            _FailedError: at least one process failed.
         """
         results = self._gather(self._outcome(work))
         parts: list[Any] | None = None
@@ -281,12 +281,12 @@ class _Processes:
             return work()
         except BaseException as error:
             if not isinstance(error, Exception):
-                # An interrupt ends this process, and the others miss it.
+                # An interrupt ends this process; the others then raise because it is missing.
                 raise
             return _FailedError(self.rank, f"{type(error).__name__}: {error}")
 
     def _gather(self, own: Any) -> list[Any] | None:
-        """What all processes give, in their order, on the first one; None elsewhere."""
+        """The objects of all processes, in the order of ranks, on the first one; None on others."""
         held = [own]
         for rank in self._below:
             received: list[Any] = [None]
@@ -298,12 +298,12 @@ class _Processes:
         return None
 
     def _scatter(self, parts: Sequence[Any] | None) -> Any:
-        """The part for this process of what the first one gives."""
+        """This process's part of the objects that the first one sends."""
         if parts is None:
             received: list[list[Any]] = [[]]
             dist.recv_object_list(received, group=self._group, group_src=self._above)
             parts = received[0]
-        # Whoever hands on to the most comes first.
+        # The child with the largest subtree comes first.
         for begin, end in reversed([*pairwise([*(rank - self.rank for rank in self._below), len(parts)])]):
             dist.send_object_list([parts[begin:end]], group=self._group, group_dst=self.rank + begin)
         return parts[0]

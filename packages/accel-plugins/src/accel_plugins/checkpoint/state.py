@@ -147,7 +147,7 @@ class CheckpointState:
         objects: by kind, of models, optimizers and schedulers, in order; empty where another process writes them.
         files: whatever else is written, by file name.
         gradients: of an unfinished accumulation window, by file name.
-        rank: of the process.
+        rank: rank of the process.
     """
 
     objects: dict[Part, list[Any]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Where copies of checkpoints are kept: a small interface, the folders of a file system, and how a URL finds its store.
+"""Stores for copies of checkpoints: the interface, folders of a file system, and the lookup of a URL's store.
 
-A package adds a store by an entry point of the group `accel.checkpoint_stores`, named after the scheme of its URLs:
+A package adds a store by an entry point of the group `accel.checkpoint_stores`, with the URL scheme as name:
 
     [project.entry-points."accel.checkpoint_stores"]
     hdfs = "my_package:HdfsStore"
@@ -35,9 +35,9 @@ class StoredFile:
     """One file of a store.
 
     Args:
-        name: relative to the URL of the store, with forward slashes.
-        size: in bytes.
-        modified: seconds since 1970.
+        name: the name relative to the store's URL, with forward slashes.
+        size: size in bytes.
+        modified: time of the last change, in seconds since 1970.
     """
 
     name: str
@@ -46,14 +46,14 @@ class StoredFile:
 
 
 class CheckpointStore(ABC):
-    """A place that holds files by name, below a URL.
+    """A store of files by name, below a URL.
 
     Methods are called from several threads at once. They raise `FileNotFoundError`, `FileExistsError`,
-    `PermissionError` and, for all else that goes wrong, another `OSError`; none waits longer than the deadline that the
-    store was made with.
+    `PermissionError` or, for other failures, another `OSError`. They must not wait longer than the deadline that was
+    passed to the constructor.
 
     Args:
-        url: what the names are relative to.
+        url: the URL to which names are relative.
     """
 
     def __init__(self, url: str) -> None:
@@ -61,7 +61,7 @@ class CheckpointStore(ABC):
 
     @property
     def local_folder(self) -> Path | None:
-        """The folder whose files these are; None of a store that no path leads to."""
+        """The local folder of the store, or None if it has none."""
         return None
 
     @abstractmethod
@@ -69,30 +69,30 @@ class CheckpointStore(ABC):
         """All files whose names begin with a prefix, in any order.
 
         Args:
-            prefix: empty, or names of folders with a slash behind each.
+            prefix: empty, or folder names, each followed by a slash.
         """
 
     @abstractmethod
     def read(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` up to `end`, which is not beyond its size."""
+        """The bytes of a file from `start` up to `end`, which is at most its size."""
 
     @abstractmethod
     def write(self, name: str, source: Path) -> None:
-        """Copy a local file; readers see all of it or nothing. What had the name before is replaced."""
+        """Copy a local file to the store, atomically for readers. An existing file of that name is replaced."""
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:
-        """Write a small file, unless one of that name is there.
+        """Write a small file, unless the name exists.
 
-        Of several that create the same name at the same time, one succeeds.
+        If several processes create the same name at the same time, exactly one succeeds.
 
         Raises:
-            FileExistsError: it is there.
+            FileExistsError: the name exists.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files; names that are not there are skipped."""
+        """Remove files; names that do not exist are ignored."""
 
 
 class FileStore(CheckpointStore):
@@ -100,7 +100,7 @@ class FileStore(CheckpointStore):
 
     Args:
         url: `file://` and the absolute path of the folder.
-        deadline: is not used; the file system has its own.
+        deadline: not used; the file system has its own timeouts.
     """
 
     def __init__(self, url: str, deadline: float = 600.0) -> None:
@@ -121,19 +121,19 @@ class FileStore(CheckpointStore):
                     yield StoredFile(path.relative_to(self.folder).as_posix(), status.st_size, status.st_mtime)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Some bytes of a file."""
+        """A range of bytes of a file."""
         with open(path_inside(self.folder, name), "rb") as file:
             file.seek(start)
             return file.read(end - start)
 
     def write(self, name: str, source: Path) -> None:
-        """Copy a file under another name, and rename it when the disk holds it."""
+        """Copy a file to a temporary name, flush it, and rename it."""
         with open(source, "rb") as file:
             os.replace(self._partial(name, iter(lambda: file.read(1 << 20), b"")), path_inside(self.folder, name))
         fsync_path((self.folder / name).parent)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a file under another name, and link it to its own."""
+        """Write a file with a temporary name, and hard-link it to the final name."""
         partial = self._partial(name, iter((content,)))
         try:
             os.link(partial, path_inside(self.folder, name))
@@ -157,7 +157,7 @@ class FileStore(CheckpointStore):
         return partial
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, and the folders that are empty without them."""
+        """Remove files, and folders that become empty."""
         for name in names:
             path = Path(path_inside(self.folder, name))
             path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class FileStore(CheckpointStore):
 
 
 def is_url(place: str | os.PathLike[str] | None) -> bool:
-    """Whether a place is the URL of a store, and not a folder."""
+    """Whether a location is the URL of a store, and not a folder."""
     return isinstance(place, str) and "://" in place
 
 
@@ -178,11 +178,11 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
 
     Args:
         url: such as `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, or `file://` and a path.
-        deadline: seconds after which a store that does not answer is given up.
+        deadline: seconds after which a request to the store fails.
 
     Raises:
         SettingError: no installed package has a store for this scheme.
-        Missing: its library is not installed.
+        Missing: the store's library is not installed.
         CheckpointError: the store cannot be used.
 
     Example:
@@ -195,8 +195,8 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
     if "://" not in url or scheme not in known:
         raise SettingError(
             f"Cannot open the store {url!r} for checkpoints.",
-            f"No installed package has a store for {scheme!r}." if "://" in url else "It is not a URL.",
-            f"Give a URL that begins with {', '.join(f'{name}://' for name in sorted(known))}.",
+            f"No installed package has a store for {scheme!r}." if "://" in url else "The value is not a URL.",
+            f"Use a URL that begins with {', '.join(f'{name}://' for name in sorted(known))}.",
         )
     make: Callable[[str, float], CheckpointStore] = known[scheme].load()
     with store_errors(f"Cannot open the store {url!r} for checkpoints."):
@@ -205,20 +205,20 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
 
 @contextmanager
 def store_errors(
-    failed: str, remedy: str = "Local checkpoints are untouched. Check the store, and try again."
+    failed: str, remedy: str = "Local checkpoints are unchanged. Check the store, and try again."
 ) -> Iterator[None]:
-    """A block in which errors of a store become a `CheckpointError` that says what failed.
+    """A context that converts errors of a store to a `CheckpointError` with the failed operation.
 
     Args:
-        failed: first part of the error.
-        remedy: last part of the error, where the kind of error does not tell a better one.
+        failed: first sentence of the error.
+        remedy: last sentence of the error, unless the kind of error has a better one.
     """
     try:
         yield
     except AccelError:
         raise
     except PermissionError as error:
-        better = "Give credentials that may list, read and write there, and that have not expired."
-        raise CheckpointError(failed, f"The store refuses: {error}", better) from error
+        better = "Use valid credentials with permission to list, read and write there."
+        raise CheckpointError(failed, f"The store denied access: {error}", better) from error
     except OSError as error:
         raise CheckpointError(failed, f"{type(error).__name__}: {error}", remedy) from error
