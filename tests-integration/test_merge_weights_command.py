@@ -55,5 +55,5 @@ def test_a_description_that_runs_code_is_refused(two: Processes, tmp_path: Path)
     done = run_command(command)
     assert not (tmp_path / "it ran").exists()
     assert done.returncode == 2
-    assert ".metadata is damaged or holds more than descriptions of tensors" in done.stderr
+    assert ".metadata is damaged or contains more than descriptions of tensors" in done.stderr
     assert "Traceback" not in done.stderr

@@ -284,7 +284,7 @@ def test_faults_that_pass_do_not_fail_a_copy(url: str, proxy: Proxy, tmp_path: P
 def test_a_store_that_does_not_answer_is_given_up(url: str, proxy: Proxy, tmp_path: Path, fault: str) -> None:
     folder = checkpoint(tmp_path / "checkpoint_0")
     proxy.fault = lambda method, path: fault
-    with pytest.raises(CheckpointError, match="Local checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match="Local checkpoints are unchanged"):
         upload(url, folder, deadline=2.0)
     proxy.fault = lambda method, path: None
     assert RemoteCheckpoints.at(url).committed() == []

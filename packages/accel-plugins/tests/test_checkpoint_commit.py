@@ -260,7 +260,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None
     (tmp_path / "file").write_text("x")
 
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match="Name a folder"):
+        with pytest.raises(CheckpointError, match="Use a folder"):
             write(target, "x")
     assert entries(tmp_path) == {"file"}
 

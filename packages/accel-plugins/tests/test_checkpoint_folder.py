@@ -185,9 +185,9 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
     ("name", "sentence"),
     [
         ("model.safetensors", "None of model.safetensors, pytorch_model.bin"),
-        ("optimizer_1.bin", "no such file"),
-        ("scheduler.bin", "no such file"),
-        ("dl_state_dict.bin", "no such file"),
+        ("optimizer_1.bin", "file does not exist"),
+        ("scheduler.bin", "file does not exist"),
+        ("dl_state_dict.bin", "file does not exist"),
         ("custom_checkpoint_0.pkl", "It holds 0"),
         ("random_states_0.pkl", "process 0 of 1 (?s:.*)holds none"),
     ],
@@ -222,13 +222,13 @@ def test_the_original_saves_no_position_of_a_loader_that_does_not_restore_it(
     (tmp_path / "dl_state_dict.bin").unlink()
     what.loaders[0].restores = restores
     if restores:
-        with pytest.raises(CheckpointError, match="no such file"):
+        with pytest.raises(CheckpointError, match="file does not exist"):
             load(tmp_path, owner, what)
     else:
         load(tmp_path, owner, what)
         assert "no position of a loader" in caplog.text
         (tmp_path / MANIFEST_NAME).write_text("{}")
-        with pytest.raises(CheckpointError, match="no such file"):
+        with pytest.raises(CheckpointError, match="file does not exist"):
             load(tmp_path, owner, what)
 
 
@@ -367,7 +367,9 @@ def test_another_number_of_processes_loads_but_for_the_generators(
         load(tmp_path, owner, what)
     (tmp_path / "random_states_0.pkl").unlink()
 
-    with pytest.raises(CheckpointError, match=r"It holds random_states_1\.pkl, so other processes saved it"):
+    with pytest.raises(
+        CheckpointError, match=r"It holds random_states_1\.pkl, so it was saved by another number of processes"
+    ):
         load(tmp_path, owner, what)
     assert load(tmp_path, owner, what, allow_missing={"random_states"}) == 2
     assert what.loaders[0].at == 2

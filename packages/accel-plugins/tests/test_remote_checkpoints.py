@@ -171,7 +171,7 @@ def test_shares_of_nodes_become_one_checkpoint(remote: RemoteCheckpoints, tmp_pa
 
 def test_a_share_that_does_not_come_is_named(remote: RemoteCheckpoints, tmp_path: Path) -> None:
     remote.deadline = 0.1
-    with pytest.raises(CheckpointError, match="files of process 4 did not uploaded in time"):
+    with pytest.raises(CheckpointError, match="files of process 4 were not uploaded in time"):
         remote.upload(checkpoint(tmp_path / "checkpoint_1"), "checkpoint_1", IDS[0], 0, (0, 4))
     assert remote.committed() == []
 

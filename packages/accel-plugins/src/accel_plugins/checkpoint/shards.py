@@ -1,8 +1,8 @@
-"""Folders of shards of `torch.distributed.checkpoint`: read by all processes together, or whole by each alone.
+"""Folders of shards of `torch.distributed.checkpoint`: read by all processes together, or completely by one.
 
-torch reads their `.metadata`, and the values among the tensors, with pickle; both are checked by a reader that knows
-nothing but plain data before torch gets to see them. Only the classes named here describe tensors and their positions,
-each constructed as in torch's own pickles: without arguments, with a state of plain fields.
+torch reads their `.metadata`, and values that are not tensors, with pickle. Both are first checked by a reader that
+accepts only plain data. Tensors and their positions may be described only by the classes listed here, each constructed
+as in torch's own pickles: without arguments, with a state of plain fields.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Field = Callable[[Any], object]
 
 
 def _is(value: Any, *kinds: str) -> bool:
-    """Whether a value is an object of one of these kinds that was given its fields."""
+    """Whether a value is an object of one of these kinds with its fields set."""
     return is_made(value, *kinds) and (value.state is not None or not _required(value.kind))
 
 
@@ -71,7 +71,7 @@ def _kind(*kinds: str) -> Field:
 
 @dataclasses.dataclass(frozen=True)
 class _Optional:
-    """What a field may hold that may be missing."""
+    """The allowed values of an optional field."""
 
     inner: Field
 
@@ -107,7 +107,7 @@ def _mapping(keys: Field, *kinds: str) -> Field:
 
 
 def _file_name(value: Any) -> bool:
-    """A name in the folder: any other would read files elsewhere."""
+    """A file name inside the folder; others could read files elsewhere."""
     inside = type(value) is str and value not in ("", ".", "..") and not set(value) & set("/\\:\0")
     demand(inside, f"it names the file {value!r}, which leads out of the folder")
     return True
@@ -164,7 +164,7 @@ _FIELDS: Final[Mapping[tuple[str, str], Mapping[str, Field]]] = {
         "size": _kind("torch.Size"),
     },
 }
-"""The classes and what their fields hold; a field that is not named here, as of a later torch, holds plain data."""
+"""The classes and the types of their fields; fields that are not listed, as of a later torch, must be plain data."""
 
 _ENUMS: Final = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): int,
@@ -177,7 +177,7 @@ _DATA: Final = ("collections.OrderedDict", "builtins.set", "torch.Size", "torch.
 
 @cache
 def _required(kind: str) -> frozenset[str]:
-    """The fields without which an object of a kind cannot be used."""
+    """The required fields of each kind of object."""
     for pair, fields in _FIELDS.items():
         if ".".join(pair) == kind:
             return frozenset(name for name, field in fields.items() if not isinstance(field, _Optional))
@@ -185,16 +185,18 @@ def _required(kind: str) -> frozenset[str]:
 
 
 def _made(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    demand(not arguments, f"{name} is made with arguments")
+    demand(not arguments, f"{name} is constructed with arguments")
     return Made(str(name), [])
 
 
 def _state(fields: Mapping[str, Field]) -> Callable[[Made, Any, Budget], None]:
     def build(made: Made, state: Any, budget: Budget) -> None:
-        demand(is_made(state, "dict"), f"{made.kind} has a state that is not of fields")
+        demand(is_made(state, "dict"), f"{made.kind} has a state that is not a dict of fields")
         for name, value in zip(state.parts[::2], state.parts[1::2], strict=True):
-            demand(_text(name) and name.isidentifier() and not name.startswith("__"), f"{made.kind} has odd fields")
-            demand(name not in fields or fields[name](value), f"the {name} of {made.kind} is of another kind")
+            demand(
+                _text(name) and name.isidentifier() and not name.startswith("__"), f"{made.kind} has unexpected fields"
+            )
+            demand(name not in fields or fields[name](value), f"the {name} of {made.kind} is of an unexpected kind")
         missing = _required(made.kind) - set(state.parts[::2])
         demand(not missing, f"{made.kind} has no {', '.join(sorted(missing))}")
 
@@ -204,7 +206,7 @@ def _state(fields: Mapping[str, Field]) -> Callable[[Made, Any, Budget], None]:
 def _properties(made: Made, state: Any, budget: Budget) -> None:
     demand(is_made(state, "tuple") and len(state.parts) in (5, 6), f"{made.kind} has a state of its own")
     dtype, layout, gradient, memory, pinned, *strides = state.parts
-    # torch 2.15 added the strides, and reads what an older torch wrote; an older one cannot read six properties.
+    # torch 2.15 added the strides and reads files of older versions, which cannot read its six properties.
     demand(all(map(_strides, strides)), f"{made.kind} has a state of its own")
     demand(
         len(state.parts) <= len(dataclasses.fields(TensorProperties)),
@@ -217,20 +219,20 @@ def _properties(made: Made, state: Any, budget: Budget) -> None:
 
 def _member(kind: type) -> Callable[[Global, list[Any], Budget], Made]:
     def call(name: Global, arguments: list[Any], budget: Budget) -> Made:
-        demand(len(arguments) == 1 and type(arguments[0]) is kind, f"{name} is not made of its value")
+        demand(len(arguments) == 1 and type(arguments[0]) is kind, f"{name} is not constructed from its value")
         return Made(str(name), [])
 
     return call
 
 
 def _path(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    demand(all(map(_text, arguments)), f"{name} is not made of texts")
+    demand(all(map(_text, arguments)), f"{name} is not constructed from strings")
     return Made("path", [])
 
 
 @cache
 def metadata_rules() -> Rules:
-    """What a description of tensors is made with, by module and name."""
+    """The allowed constructors of metadata, by module and name."""
     taken = {pair: rule for pair, rule in plain_rules().items() if ".".join(pair) in _DATA or rule.constant}
     own = {pair: Rule(new=_made, build=_state(fields)) for pair, fields in _FIELDS.items()}
     own[_METADATA, "MetadataIndex"] = Rule(new=_made, build=_state(_FIELDS[_METADATA, "MetadataIndex"]), key=True)
@@ -245,20 +247,20 @@ def metadata_rules() -> Rules:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a `.metadata` describes, if it holds nothing but descriptions of tensors.
+    """Read a `.metadata` file that contains only descriptions of tensors.
 
     Args:
         path: the file.
 
     Raises:
-        CheckpointError: it holds more, or it is missing or damaged.
+        CheckpointError: the file is missing or damaged, or contains anything else.
     """
     try:
         with BufferedReader(open_regular(path)) as file:
             content = file.read()
         described, _ = check_pickle(content, metadata_rules(), Budget(len(content)))
         demand(_is(described, f"{_METADATA}.Metadata"), "it is not a description of tensors")
-        found: Metadata = pickle.loads(content)  # what was checked, whatever becomes of the file
+        found: Metadata = pickle.loads(content)  # the checked bytes, even if the file changes
         return found
     except FileNotFoundError:
         raise CheckpointError(
@@ -269,13 +271,13 @@ def read_metadata(path: Path) -> Metadata:
     except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
             f"Cannot load the shards in {path.parent}.",
-            f"{path.name} is damaged or holds more than descriptions of tensors: {error}",
-            "Load an older checkpoint, one that you trust.",
+            f"{path.name} is damaged or contains more than descriptions of tensors: {error}",
+            "Load an older checkpoint that you trust.",
         ) from error
 
 
 class _Record(io.RawIOBase):
-    """A part of an open file; that of torch does not find its own end."""
+    """A range of an open file; torch's own class does not detect the end of the range."""
 
     def __init__(self, file: Any, begin: int, length: int) -> None:
         super().__init__()
@@ -290,12 +292,12 @@ class _Record(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position of the part."""
+        """Move to a position in the range."""
         self._at = max(0, offset + (0, self._at, self._length)[whence])
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read from there."""
+        """Read from the current position."""
         memory = memoryview(buffer)[: max(0, self._length - self._at)]
         self._file.seek(self._begin + self._at)
         count: int = self._file.readinto(memory) if memory else 0
@@ -304,14 +306,14 @@ class _Record(io.RawIOBase):
 
 
 class _PlainReader(FileSystemReader):
-    """Reads what was checked: the description of the folder, and records of plain data.
+    """Reads checked data: the metadata of the folder, and records of plain data.
 
-    Of each tensor it reads the ranges of bytes that this process holds; torch would read every shard that has one of
-    them as a whole. All records are checked before the first tensor is written.
+    Of each tensor it reads only the byte ranges of this process; torch would read every overlapping shard completely.
+    All records are checked before the first tensor is written.
 
     Args:
         source: the folder of shards.
-        guard: of the load; its `writes` is set before the first tensor is written.
+        guard: the guard of the load; its `writes` is set before the first tensor is written.
     """
 
     def __init__(self, source: Path, guard: LoadGuard | None = None) -> None:
@@ -321,15 +323,15 @@ class _PlainReader(FileSystemReader):
         self._guard = guard or LoadGuard()
         self._found: dict[tuple[str, int], TorchTensor | None] = {}
 
-    # Without the rank that torch asks for, it does not turn to the files that single ranks may have written.
+    # Ignoring torch's argument `rank` prevents the use of metadata files of single ranks.
     def read_metadata(self) -> Metadata:
-        """What the folder holds."""
+        """The metadata of the folder."""
         self._described.storage_meta = self._described.storage_meta or StorageMeta()
         self._described.storage_meta.load_id = self.load_id
         return self._described
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read what is planned: ranges of plain tensors by several threads, everything else as torch does."""
+        """Read the planned items: ranges of plain tensors by several threads, everything else as torch does."""
         ranges, others = RangeReader(), list[ReadItem]()
         filled: dict[tuple[Any, ...], tuple[ReadItem, Tensor]] = {}
         for item in plan.items:
@@ -342,7 +344,7 @@ class _PlainReader(FileSystemReader):
             inside = len(ends) == len(found.shape) and all(map(int.__le__, ends, found.shape))
             demand(inside and target.shape == item.lengths, f"{item.storage_index.fqn!r} has another shape")
             memory = (*memory_of(target), item.dest_offsets)
-            # Tied weights have several names and one memory.
+            # Tied weights have several names and the same memory.
             if memory not in filled:
                 place = self.storage_data[item.storage_index]
                 path, begin = self._source / place.relative_path, place.offset + found.begin
@@ -355,7 +357,7 @@ class _PlainReader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
     def _record_of(self, item: ReadItem) -> TorchTensor | None:
-        """The tensor in the record of an item, after a check of all of the record."""
+        """The tensor in the record of an item, after a check of the full record."""
         place = self.storage_data[item.storage_index]
         key = place.relative_path, place.offset
         if key not in self._found:
@@ -371,13 +373,13 @@ class _PlainReader(FileSystemReader):
 
 
 def _record(file: Any, place: Any) -> io.BufferedReader:
-    demand(place.offset + place.length <= os.fstat(file.fileno()).st_size, "the file is shorter than it should be")
-    # A larger buffer would read much of the tensor along with what describes it.
+    demand(place.offset + place.length <= os.fstat(file.fileno()).st_size, "the file is truncated")
+    # A larger buffer would read much of the tensor together with its header.
     return io.BufferedReader(_Record(file, place.offset, place.length), 512)
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
-    """Refuses values among the tensors that are more than plain data."""
+    """Raises for values in the folder that are more than plain data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         pickled.read_open(value, read_item.dest_index.fqn)
@@ -386,24 +388,24 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
 
 
 def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard: LoadGuard | None = None) -> None:
-    """Read what a state dict names into its tensors, whatever shards they are; called on every process.
+    """Read into the tensors of a state dict, sharded in any way; called on every process.
 
     Each process reads about as many bytes as its tensors have.
 
     Args:
-        state: as it was saved, with tensors of the same names and shapes.
+        state: a state dict with tensors of the saved names and shapes.
         source: the folder of shards.
-        alone: this process reads by itself.
-        guard: of the model that has the tensors; it learns when the first one is written.
+        alone: only this process reads.
+        guard: the guard of the load; its `writes` is set before the first tensor is written.
 
     Raises:
-        CheckpointError: the shards are incomplete or damaged, belong to something else, or hold more than plain data.
+        CheckpointError: the shards are incomplete or damaged, belong to other objects, or contain more than plain data.
     """
     _demand_regular(source)
     reader = _PlainReader(source, guard)
     try:
         with warnings.catch_warnings():
-            # This process reads alone on purpose.
+            # Only this process reads, intentionally.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(state, storage_reader=reader, planner=_PlainLoadPlanner(), no_dist=alone)
     except AccelError:
@@ -415,19 +417,19 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard
                 raise CheckpointError(failed, f"{met.failure} {met.obstacle}", met.remedy) from error
         raise CheckpointError(
             failed,
-            f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",
-            "Load an older checkpoint, or build what it was saved from.",
+            f"The folder is damaged or belongs to other objects: {(str(error).strip().splitlines() or [''])[-1]}",
+            "Load an older checkpoint, or create the same objects as when it was saved.",
         ) from error
 
 
 def check_objects(source: Path) -> None:
-    """Refuse shards that hold more than plain data, for an engine that reads them by itself.
+    """Raise for shards that contain more than plain data, for an engine that reads them itself.
 
     Args:
         source: the folder of shards.
 
     Raises:
-        CheckpointError: the description or a value is damaged or more than plain data, or its file is not there.
+        CheckpointError: the metadata or a value is damaged or more than plain data, or its file is missing.
     """
     _demand_regular(source)
     metadata = read_metadata(source / ".metadata")
@@ -438,12 +440,12 @@ def check_objects(source: Path) -> None:
 
 
 def _value(source: Path, name: str, place: Any) -> io.BytesIO:
-    """One value as it stands in its file."""
+    """The bytes of one value in its file."""
     asked = f"Cannot read {name!r} from {place.relative_path} of {source}."
     try:
         with open(source / place.relative_path, "rb") as shard:
             if place.offset + place.length > os.fstat(shard.fileno()).st_size:
-                raise EOFError("it is shorter than it should be")
+                raise EOFError("it is truncated")
             shard.seek(place.offset)
             return io.BytesIO(shard.read(place.length))
     except (OSError, EOFError) as error:
@@ -452,19 +454,19 @@ def _value(source: Path, name: str, place: Any) -> io.BytesIO:
 
 
 def names_in(source: Path) -> list[str]:
-    """Names of everything in a folder of shards.
+    """The names of all items in a folder of shards.
 
     Raises:
-        CheckpointError: as `read_into`.
+        CheckpointError: see `read_into`.
     """
     return list(read_metadata(source / ".metadata").state_dict_metadata)
 
 
 def read_whole(source: Path) -> dict[str, Any]:
-    """Everything in a folder of shards, put together on this process and nested as it was saved.
+    """The full content of a folder of shards, assembled on this process and nested as it was saved.
 
     Raises:
-        CheckpointError: as `read_into`.
+        CheckpointError: see `read_into`.
     """
     _demand_regular(source)
     described = read_metadata(source / ".metadata")
@@ -483,7 +485,7 @@ def read_whole(source: Path) -> dict[str, Any]:
 
 
 def _demand_regular(source: Path) -> None:
-    """Refuse a folder with pipes or devices, which would keep torch's reader waiting."""
+    """Raise for a folder with pipes or devices, which would block torch's reader."""
     for path in walk(source):
         if path.exists() and not path.is_file():
             raise CheckpointError(
@@ -494,7 +496,7 @@ def _demand_regular(source: Path) -> None:
 
 
 def _demand_room(source: Path, described: Metadata) -> None:
-    """Refuse tensors that are larger than the files: memory for them is allocated before anything is read."""
+    """Raise for tensors that are larger than the files, because their memory is allocated before reading."""
     tensors = [one for one in described.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
     wanted = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
     there = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
@@ -514,7 +516,7 @@ def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(item: Any) -> Any:
-    """Mappings whose keys are all numbers were lists."""
+    """Convert mappings in which all keys are numbers to lists."""
     if not isinstance(item, dict):
         return item
     inner = {key: _with_lists(value) for key, value in item.items()}

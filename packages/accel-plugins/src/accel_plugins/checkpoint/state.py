@@ -1,9 +1,9 @@
-"""What a checkpoint holds: the states that one process takes at one moment, written to a folder and read back.
+"""The content of a checkpoint: the states that a process takes at one moment, written to a folder and read back.
 
-Taking and writing are apart so that training can go on in between, once the tensors are copied
-(`checkpoint.background`). This module knows nothing of commits: it fills a folder that exists and reads one that is
-there. Gradients of an unfinished accumulation window differ on each process, so each writes a file of its own;
-checkpoints made between two windows have none of these files.
+Taking and writing are separate, so that training can continue in between, after the tensors are copied
+(`checkpoint.background`). This module does not commit: it writes into and reads from an existing folder. Gradients of
+an unfinished accumulation window differ between processes, so each process writes a separate file; checkpoints between
+two windows have no such files.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _RANDOM_STATES: Final = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 
 
 class Saver(Protocol):
-    """What saving and loading ask of a strategy; see `accel_plugins.strategy.Strategy`."""
+    """The methods of a strategy that saving and loading call; see `accel_plugins.strategy.Strategy`."""
 
     @property
     def traits(self) -> Traits:
-        """How it saves."""
+        """How the strategy saves."""
 
     def collect(self, part: Part, item: Any) -> Any:
-        """State of one object."""
+        """The state of one object."""
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         """Write a state."""
@@ -87,27 +87,27 @@ class Saver(Protocol):
 
     @property
     def keeps_extra_state(self) -> bool:
-        """Whether it has a state of its own; others need no agreement between the processes."""
+        """Whether it has an extra state; without one, the processes need not agree."""
 
     def extra_state(self) -> Mapping[str, Any]:
-        """What it keeps for itself on this process."""
+        """The strategy's extra state on this process."""
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `extra_state` gave."""
+        """Restore the result of `extra_state`."""
 
 
 def held_gradients(models: Sequence[Module]) -> dict[str, torch.Tensor]:
-    """The gradients that the parameters of some models hold, by index of the model and name."""
+    """The current gradients of models, by index of the model and parameter name."""
     return {
         name: parameter.grad.detach() for name, parameter in _parameters(models).items() if parameter.grad is not None
     }
 
 
 def load_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
-    """Give parameters the gradients they had; where none were saved, they have none afterwards.
+    """Restore the saved gradients of parameters; those without a saved gradient get None.
 
     Raises:
-        CheckpointError: other processes have partial gradients and this one has not, or they are those of other models.
+        CheckpointError: only other processes have partial gradients, or they belong to other models.
     """
     path = folder / gradients_name(rank)
     parameters = _parameters(models)
@@ -118,7 +118,7 @@ def load_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
         raise CheckpointError(
             f"Cannot restore the gradients of process {rank} in an unfinished accumulation window from {folder}.",
             f"{path.name} is not there, while other processes have such a file.",
-            "Resume with as many processes as saved it, or from a checkpoint made at the end of a window.",
+            "Resume with the same number of processes, or from a checkpoint at the end of a window.",
         )
     _check(path, held, parameters)
     for name, parameter in parameters.items():
@@ -135,18 +135,19 @@ def _check(path: Path, held: dict[str, torch.Tensor], parameters: dict[str, torc
         raise CheckpointError(
             f"Cannot restore partial gradients from {path}.",
             f"The prepared models have no parameter of that name and shape: {', '.join(wrong[:3])}.",
-            "Prepare the models that were saved, in the same order.",
+            "Prepare the same models in the same order as when the checkpoint was saved.",
         )
 
 
 @dataclass
 class CheckpointState:
-    """The states of one process; tensors may be the living ones.
+    """The states of one process; tensors may share memory with the objects.
 
     Attributes:
-        objects: by kind, of models, optimizers and schedulers, in order; empty where another process writes them.
-        files: whatever else is written, by file name.
-        gradients: of an unfinished accumulation window, by file name.
+        objects: by kind, the states of models, optimizers and schedulers, in order; empty if another process writes
+            them.
+        files: all other data, by file name.
+        gradients: the gradients of an unfinished accumulation window, by file name.
         rank: rank of the process.
     """
 
@@ -164,23 +165,24 @@ class CheckpointState:
         written: Written | None = None,
         model_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write everything into a folder that exists; on every process.
+        """Write everything into an existing folder; called on every process.
 
         Args:
-            folder: where to write.
-            strategy: knows how models, optimizers and schedulers are written.
-            safe_serialization: safetensors for weights; False writes with `torch.save`.
-            written: called with each file of this process that is complete, so that it can be flushed while the next
-                is written.
-            model_options: further ones of the strategy for models, of its `save_options`.
+            folder: the folder in which to write.
+            strategy: writes models, optimizers and schedulers.
+            safe_serialization: use safetensors for weights; False: `torch.save`.
+            written: called with each complete file of this process, so that it can be flushed while the next one is
+                written.
+            model_options: further options for models, from `Traits.save_options`.
 
         Raises:
-            CheckpointError: something cannot be written.
+            CheckpointError: a file cannot be written.
         """
         written = written or (lambda path: None)
         before = set(folder.iterdir())
         collective = strategy.traits.collective_save
-        # The states of optimizers are the largest: they are hashed and flushed while weights are written.
+        # Optimizer states are the largest, so they are written first: they are hashed and flushed while weights are
+        # written.
         first = None if collective else Part.OPTIMIZER
         for part, states in sorted(self.objects.items(), key=lambda item: item[0] is not first):
             options = dict(model_options or {}) if part is Part.MODEL else {}
@@ -188,7 +190,7 @@ class CheckpointState:
                 strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
                 if not collective:
                     before = _tell_new(folder, before, written)
-                # Other files there may be incomplete: those of other processes.
+                # Other files, of other processes, may be incomplete.
                 for shard in shards_of(folder, self.rank) if collective else ():
                     written(shard)
         for name, tensors in self.gradients.items():
@@ -217,17 +219,17 @@ def capture(
     hooks: Sequence[SaveHook] = (),
     in_window: bool = False,
 ) -> CheckpointState:
-    """Take the states of everything that this process writes; called on every process.
+    """Take all states that this process writes; called on every process.
 
     Args:
-        contents: what a checkpoint holds.
-        strategy: knows the states of models, optimizers and schedulers.
-        process: who this process is; the first of all writes what is equal on all.
-        folder: path that hooks receive; files that they write there become part of the checkpoint.
-        step: count of steps that is handed back when it is loaded.
-        save_on_each_node: let the first process of each node write what the first of all writes.
-        hooks: called with (models, collected weights, folder); weights they take away are not written.
-        in_window: inside an accumulation window, whose gradients belong to the checkpoint.
+        contents: the objects of the checkpoint.
+        strategy: returns the states of models, optimizers and schedulers.
+        process: this process; the first one writes states that are equal on all.
+        folder: the path that hooks receive; files that they write there become part of the checkpoint.
+        step: a step count that loading returns.
+        save_on_each_node: the first process of each node writes the same files as the first of all.
+        hooks: called with (models, collected weights, folder); weights that they remove are not written.
+        in_window: inside an accumulation window; its gradients are part of the checkpoint.
     """
     writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
     collected = {
@@ -248,17 +250,17 @@ def capture(
 
 
 def _equal(contents: PreparedObjects) -> dict[str, Any]:
-    """What is the same on all processes."""
+    """Data that is equal on all processes."""
     scale = contents.scaler.state_dict() if contents.scaler is not None else {}
     custom = {custom_name(index): item.state_dict() for index, item in enumerate(contents.custom)}
     return {**({SCALER_NAME: scale} if scale else {}), **custom}
 
 
 def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
-    """What the strategy of this process keeps for itself.
+    """The extra state of this process's strategy.
 
     Raises:
-        CheckpointError: the processes give different names.
+        CheckpointError: the processes return different names.
     """
     if not strategy.keeps_extra_state:
         return {}
@@ -269,7 +271,7 @@ def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
 
 
 def _own(contents: PreparedObjects, rank: int, step: int) -> dict[str, Any]:
-    """What each process has for itself; generators last, so that nothing before moves them."""
+    """Data of each process; random-number generators last, so that nothing before advances them."""
     loaders = {loader_name(index, rank): loader.state_dict() for index, loader in enumerate(contents.loaders)}
     return {**loaders, random_states_name(rank): {"step": step, **rng.snapshot()}}
 
@@ -286,15 +288,15 @@ def save_folder(
     """Write everything into a folder that exists; called on every process.
 
     Args:
-        folder: where to write.
-        contents: what to write.
-        strategy: knows how models, optimizers and schedulers are written.
-        process: who this process is.
-        safe_serialization: safetensors for weights; False writes with `torch.save`.
-        options: further ones of `capture`.
+        folder: the folder in which to write.
+        contents: the objects to write.
+        strategy: writes models, optimizers and schedulers.
+        process: this process.
+        safe_serialization: use safetensors for weights; False: `torch.save`.
+        options: further options of `capture`.
 
     Raises:
-        CheckpointError: something cannot be written.
+        CheckpointError: a file cannot be written.
     """
     taken = capture(contents, strategy, process, folder=Path(folder), **options)
     taken.write(Path(folder), strategy, safe_serialization=safe_serialization)
@@ -312,24 +314,25 @@ def load_folder(
     allow_missing: Collection[str] = (),
     hooks: Sequence[LoadHook] = (),
 ) -> int:
-    """Read everything back; called on every process. Random generators come last, so loading does not move them.
+    """Load everything; called on every process. Random-number generators are last, so that loading does not advance
+    them.
 
     Args:
         folder: a checkpoint.
-        contents: the objects to load into, in the order they were saved in.
-        strategy: knows how models, optimizers and schedulers are read.
-        process: who this process is.
-        map_location: where tensors are read to before they go to where the objects have theirs.
-        model_options: for `Module.load_state_dict`.
-        trusted: let registered objects be read from any pickle, which may run code that the file brings.
-        allow_missing: what may be missing: "random_states", "scaler", "loaders", "custom", "extra_state".
-        hooks: called with (models, folder) before anything is read; models they take away are not read.
+        contents: the objects to load into, in the order in which they were saved.
+        strategy: reads models, optimizers and schedulers.
+        process: this process.
+        map_location: the device to which tensors are read before they are copied into the objects.
+        model_options: options of `Module.load_state_dict`.
+        trusted: read registered objects from any pickle, which may run code from the file.
+        allow_missing: data that may be missing: "random_states", "scaler", "loaders", "custom", "extra_state".
+        hooks: called with (models, folder) before anything is read; models that they remove are not read.
 
     Returns:
-        The step given to `save_folder`.
+        The step that was passed to `save_folder`.
 
     Raises:
-        CheckpointError: something is missing, damaged, or belongs to other objects.
+        CheckpointError: a file is missing or damaged, or belongs to other objects.
     """
     source = Path(folder)
     models = list(contents.models)
@@ -349,12 +352,12 @@ def load_folder(
     _load_extra_state(source, strategy, process, "extra_state" in allow_missing)
     if process.rank == 0:
         _warn_of_unread(source, contents)
-    with _fitting(source, "the random generators"):
+    with _fitting(source, "the random-number generators"):
         return _load_random_states(source, process, "random_states" in allow_missing)
 
 
 def _warn_of_unread(folder: Path, contents: PreparedObjects) -> None:
-    """Warn of states whose objects are not prepared: a script may have forgotten its scheduler."""
+    """Warn about states without a prepared object: the script may have forgotten its scheduler."""
     following = (
         *(weights_name(safe, len(contents.models)) for safe in (True, False)),
         optimizer_name(len(contents.optimizers)),
@@ -367,7 +370,7 @@ def _warn_of_unread(folder: Path, contents: PreparedObjects) -> None:
 
 @contextmanager
 def _fitting(folder: Path, item: object) -> Iterator[None]:
-    """Say of what an object could not be restored, where its state was read and is not one of such an object."""
+    """A context that reports which object could not be restored, when its state does not fit."""
     try:
         yield
     except (AccelError, MemoryError, torch.OutOfMemoryError):
@@ -376,8 +379,8 @@ def _fitting(folder: Path, item: object) -> Iterator[None]:
         what = item if isinstance(item, str) else f"the state of {type(item).__name__}"
         raise CheckpointError(
             f"Cannot restore {what} from {folder}.",
-            f"What was saved does not fit: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            "Load an older checkpoint, or build the objects as they were when it was saved.",
+            f"The saved state does not fit: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            "Load an older checkpoint, or create the objects with the same settings as when it was saved.",
         ) from error
 
 
@@ -398,7 +401,7 @@ def _never_saved(folder: Path, loader: Any) -> bool:
     foreign = not (folder / MANIFEST_NAME).is_file()
     if not foreign or getattr(loader, "restores", True):
         return False
-    logger.warning("%s holds no position of a loader; an epoch of random order begins with a new one.", folder)
+    logger.warning("%s has no position of a loader; an epoch in random order starts with a new order.", folder)
     return True
 
 
@@ -417,7 +420,8 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missi
         raise CheckpointError(
             f"Cannot load {len(custom)} registered objects from {folder}.",
             f"It holds {saved}.",
-            "Register the same objects in the same order as when it was saved, or pass allow_missing=('custom',).",
+            "Register the same objects in the same order as when the checkpoint was saved, or pass "
+            "allow_missing=('custom',).",
         )
     for index, item in enumerate(custom[:saved]):
         with _fitting(folder, item):
@@ -434,8 +438,8 @@ def _load_extra_state(folder: Path, strategy: Saver, process: Process, allow_mis
     elif strategy.extra_state() and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the extra state of {type(strategy).__name__} on process {process.rank} from {folder}.",
-            f"There is no {path.name}: fewer processes saved it, or another backend.",
-            "Resume with the backend and the processes that saved it, or pass allow_missing=('extra_state',).",
+            f"There is no {path.name}: it was saved by fewer processes or with another backend.",
+            "Resume with the same backend and number of processes, or pass allow_missing=('extra_state',).",
         )
 
 
@@ -444,9 +448,12 @@ def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> 
     ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
     if not allow_missing and (process.rank not in ranks or ranks[-1] >= process.world_size):
         raise CheckpointError(
-            f"Cannot restore the generators of process {process.rank} of {process.world_size} from {folder}.",
-            f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so other processes saved it.",
-            "Resume with as many processes as saved it, or pass allow_missing=('random_states',) to go on with others.",
+            f"Cannot restore the random-number generators of process {process.rank} of {process.world_size} from "
+            f"{folder}.",
+            f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so it was saved by another number of "
+            "processes.",
+            "Resume with the same number of processes, or pass allow_missing=('random_states',) to use new random "
+            "states.",
         )
     if process.rank not in ranks:
         return int(pickled.read(folder / random_states_name(ranks[0]))["step"]) if ranks else 0
@@ -455,8 +462,8 @@ def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> 
     missing = rng.restore(states)
     if missing and not allow_missing:
         raise CheckpointError(
-            f"Cannot restore the random generators of process {process.rank} from {path}.",
-            f"It has no state of {', '.join(missing)}.",
-            "Resume on the kind of device that saved it, or pass allow_missing=('random_states',).",
+            f"Cannot restore the random-number generators of process {process.rank} from {path}.",
+            f"The checkpoint has no state of {', '.join(missing)}.",
+            "Resume on the same kind of device, or pass allow_missing=('random_states',).",
         )
     return step
