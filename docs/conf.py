@@ -46,6 +46,7 @@ html_title = "accel"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_js_files = ["tables.js"]
 html_favicon = "_static/favicon.svg"
 # Both list every name a second time; the search finds names, and the reference lists them by package.
 html_use_index = False

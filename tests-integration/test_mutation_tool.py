@@ -85,16 +85,17 @@ def test_survivors_are_listed_until_they_are_judged() -> None:
     results = [result("survived"), *[result("killed")] * 8, result("hung")]
     text = report.document(results, 50, {})
     assert "| plans | 1 | 10 | 8 | 1 | 1 | 90.0 % |" in text
-    assert report.problems(text) == [f"`accel_data/plan.py` `\\|` becomes `&`: {report.UNJUDGED}"]
+    assert report.problems(text) == [f"`accel_data/plan.py` `|` becomes `&`: {report.UNJUDGED}"]
 
-    judged = {("`accel_data/plan.py`", "`if a \\| b:`", "`\\|` becomes `&`"): "the same for bools"}
+    judged = {("`accel_data/plan.py`", "`if a | b:`", "`|` becomes `&`"): "the same for bools"}
     text = report.document(results, 50, judged)
-    assert "| the same for bools |" in text
+    assert "`accel_data/plan.py`: `if a | b:`\n  `|` becomes `&`\n  (the same for bools)\n" in text
+    assert report.problems(text.replace("- `accel_data", "`accel_data")) == ["1 survived, 0 are listed"]
     assert report.problems(text) == []
 
 
 def test_too_many_survivors_are_a_problem() -> None:
-    judged = {("`accel_data/plan.py`", "`if a \\| b:`", "`\\|` becomes `&`"): "the same for bools"}
+    judged = {("`accel_data/plan.py`", "`if a | b:`", "`|` becomes `&`"): "the same for bools"}
     text = report.document([result("survived"), *[result("killed")] * 5], 50, judged)
     assert report.problems(text) == ["only 83.3 % are noticed"]
     assert report.problems("") == ["there are no figures of mutants"]

@@ -17,8 +17,8 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 
 
 def range_of(name: str, pattern: str) -> tuple[str, ...]:
-    """The versions in the document's row of that name."""
-    (found,) = re.findall(rf"^\| {name} \| {pattern}", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    """The versions in the document's entry of that name."""
+    (found,) = re.findall(rf"^- \*\*{name}\*\*: {pattern}", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -24,9 +24,9 @@ OLDEST_TORCH, NEWEST_TORCH = min(TORCHES, key=Version), max(TORCHES, key=Version
 
 
 def row(name: str) -> str:
-    """The row that begins with a name in the table of supported versions, the first of the page."""
+    """The entry of a name in the list of supported versions, the first of the page."""
     text = (ROOT / "docs/reference/support.md").read_text(encoding="utf-8")
-    found = re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
+    found = re.search(rf"^- \*\*{name}\*\*: (.*)$", text, re.MULTILINE)
     assert found
     return found[1]
 

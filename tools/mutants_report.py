@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md that tells which mutants survive: figures by area, and a judged list."""
+"""The part of docs/reliability.md that lists which mutants survive: figures by area, and a judged list."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ tested" means that these do not notice it.
 """
 
 _COLUMNS: Final = ("Area", "Modules", "Mutants", "Killed", "Hung", "Survived", "Noticed")
-_FIGURES: Final = re.compile(r"^\| \*\*all\*\* \|(?: [^|]+ \|){5} \*\*([\d.]+) %\*\* \|$", re.MULTILINE)
-_SURVIVOR: Final = re.compile(r"^\| (`[^`]+\.py`) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+_FIGURES: Final = re.compile(r"^\| \*\*all\*\* \|(?: [^|]+ \|){4} (\d+) \| \*\*([\d.]+) %\*\* \|$", re.MULTILINE)
+_SURVIVOR: Final = re.compile(r"^- (`[^`]+\.py`): (`.+?`)\n  (.+?)\n  \((.+?)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant.
+    """The outcome of one mutant.
 
     Args:
         id: its name.
-        area: where it belongs.
+        area: the area of its module.
         file: the module.
         line: where the change begins.
         text: that line before.
@@ -97,14 +97,14 @@ class Result:
 
 
 def _code(text: str) -> str:
-    return "`" + " ".join(text.split()).replace("|", "\\|") + "`"
+    return f"`{' '.join(text.split())}`"
 
 
 def document(results: Sequence[Result], possible: int, judged: Mapping[tuple[str, str, str], str]) -> str:
     """The text of the part.
 
     Args:
-        results: of all mutants.
+        results: the results of all mutants.
         possible: number of mutants that they were drawn from.
         judged: what survivors mean, by module, line and change.
     """
@@ -121,10 +121,8 @@ def document(results: Sequence[Result], possible: int, judged: Mapping[tuple[str
             _row(["---", "---", *["---:"] * 5]),
             *rows,
             f"\nMeasured on {time.strftime('%Y-%m-%d')} with Python {platform.python_version()}, torch "
-            f"{torch.__version__}, {platform.system()} {platform.machine()}. These are all that survived, with "
-            "the text of the line at that time:\n",
-            _row(["Module", "Line", "Change", "Judgement"]),
-            _row(["---"] * 4),
+            f"{torch.__version__}, {platform.system()} {platform.machine()}. These are all that survived, each "
+            "with the line as it was then, the change, and what it means:\n",
             *(_survivor(result, judged) for result in survivors),
             "",
         ]
@@ -145,7 +143,8 @@ def _figures(area: str, results: Sequence[Result]) -> str:
 
 def _survivor(result: Result, judged: Mapping[tuple[str, str, str], str]) -> str:
     key = (result.place, _code(result.text), result.change)
-    return _row([*key, judged.get(key, UNJUDGED)])
+    place, line, change = key
+    return f"- {place}: {line}\n  {change}\n  ({judged.get(key, UNJUDGED)})"
 
 
 def _survivors(text: str) -> Iterator[tuple[tuple[str, str, str], str]]:
@@ -154,16 +153,19 @@ def _survivors(text: str) -> Iterator[tuple[tuple[str, str, str], str]]:
 
 
 def problems(text: str) -> list[str]:
-    """What is wrong with the document: no figures, too many survivors, or some without a judgement."""
+    """What is wrong with the document: no figures, too many survivors, or some not listed or without a judgement."""
     figures = _FIGURES.search(text)
     if figures is None:
         return ["there are no figures of mutants"]
-    wrong = [f"{place} {change}: {UNJUDGED}" for (place, _, change), told in _survivors(text) if told == UNJUDGED]
-    return [*wrong, *([f"only {figures[1]} % are noticed"] if float(figures[1]) < LEAST else [])]
+    survivors = list(_survivors(text))
+    wrong = [f"{place} {change}: {UNJUDGED}" for (place, _, change), told in survivors if told == UNJUDGED]
+    if len(survivors) != int(figures[1]):
+        wrong.append(f"{figures[1]} survived, {len(survivors)} are listed")
+    return [*wrong, *([f"only {figures[2]} % are noticed"] if float(figures[2]) < LEAST else [])]
 
 
 def write(results: Sequence[Result], possible: int) -> None:
-    """Write the part into the document; what is written about a survivor there stays."""
+    """Writes the part into the document, and keeps the judgements that are there."""
     text = DOCUMENT.read_text(encoding="utf-8")
     before = text.partition(PART_OF_MUTANTS)[0]
     DOCUMENT.write_text(before + document(results, possible, dict(_survivors(text))), encoding="utf-8")
