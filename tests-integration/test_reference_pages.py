@@ -265,10 +265,10 @@ def test_every_command_is_on_the_page_with_its_options() -> None:
     page = commands_page()
     assert re.findall(r"^## accel (\S+)$", page, re.MULTILINE) == list(offers())
     for line in (
-        "| `--num_processes N` | Total number of processes; one for each device when not given. |",
-        "| `--config_file PATH` | Config file; by default the user's own. |",
-        "| `--dry_run` | Print what prune would remove, without removing it. |",
-        "| `--timeout N` | Seconds to wait for the other machines. Default: `60.0`. |",
+        "| `--num_processes N` | Total number of processes; by default one for each device. |",
+        "| `--config_file PATH` | Config file; by default the one that `accel config` writes. |",
+        "| `--dry_run` | Print what prune would remove, and remove nothing. |",
+        "| `--timeout N` | Seconds to wait for the other machines (default: 60). |",
         "### accel runs show",
     ):
         assert line in page.splitlines()

@@ -83,7 +83,8 @@ def _value(action: argparse.Action) -> str:
 
 def _meaning(action: argparse.Action) -> str:
     default: Any = action.default
-    if default in (None, False, argparse.SUPPRESS) or action.nargs in (0, argparse.REMAINDER):
+    named = "(default: " in (action.help or "")
+    if named or default in (None, False, argparse.SUPPRESS) or action.nargs in (0, argparse.REMAINDER):
         return prose(_sentence(action.help or ""))
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
     return prose(f"{_sentence(action.help or '')} Default: `{shown}`.".strip())

@@ -58,14 +58,14 @@ def test_checkpoint_list_prints_a_table_with_damage(
     assert lines[1][1].endswith("complete")
     assert "damaged: optimizer.bin has 18 bytes, and 5 were written." in lines[2][1]
     assert "unverified: it has no manifest" in lines[3][1]
-    assert "incomplete: its process is gone" in lines[4][1]
+    assert "incomplete: its process has ended" in lines[4][1]
 
 
 def test_rows_as_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, shown = run(capsys, "list", str(project), "--json")
     rows = json.loads(shown)
 
-    assert [row["state"] for row in rows] == ["complete", "complete", "complete", "incomplete: its process is gone"]
+    assert [row["state"] for row in rows] == ["complete", "complete", "complete", "incomplete: its process has ended"]
     assert rows[0]["processes"] == 1
     assert rows[0]["size"] > 5
 
@@ -132,8 +132,8 @@ def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[s
     [
         (("list", "nowhere"), "There is no such folder."),
         (("info", "."), "it is not a checkpoint of accel"),
-        (("prune", "."), "Give --keep N"),
-        (("prune", ".", "--keep", "0"), "At least one has to stay."),
+        (("prune", "."), "Set --keep to 1"),
+        (("prune", ".", "--keep", "0"), "At least one checkpoint must remain."),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -150,7 +150,7 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "list", str(tmp_path)) == (0, f"There is no checkpoint in {tmp_path}.\n")
+    assert run(capsys, "list", str(tmp_path)) == (0, f"There are no checkpoints in {tmp_path}.\n")
     assert run(capsys, "verify", str(tmp_path))[0] == 1
 
 

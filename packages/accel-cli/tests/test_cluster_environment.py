@@ -118,7 +118,7 @@ def test_flags_and_variables_that_name_a_setting_come_first(accel):
 
 
 def test_a_launch_on_several_machines_says_where_it_is(accel):
-    assert "Note: this is machine 2 of 4, as Slurm says." in accel("explain", env=SLURM).stdout
+    assert "Note: this is machine 2 of 4 (from Slurm)." in accel("explain", env=SLURM).stdout
 
 
 def test_a_launch_in_a_step_of_one_machine(accel, script):

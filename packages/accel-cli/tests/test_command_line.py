@@ -226,5 +226,5 @@ def test_a_full_disk_is_a_typed_error():
     assert [line.strip() for line in done.stderr.splitlines()] == [
         "accel: Cannot write the output.",
         "The disk is full: [Errno 28] No space left on device.",
-        "Make room, or write elsewhere; TMPDIR names the folder of temporary files.",
+        "Free disk space, or write to another folder; TMPDIR selects the folder for temporary files.",
     ]

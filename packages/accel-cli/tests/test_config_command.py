@@ -134,11 +134,11 @@ def test_how_to_compile_is_asked_of_those_who_compile(tmp_path):
 
 
 def test_questions_of_a_strangers_backend():
-    prompter = Answers(own_the_run="rocket", come_back="yes")
+    prompter = Answers(Which_backend="rocket", come_back="yes")
     answers = questions(prompter, (), {"rocket": Rocket, "plain": None})
     assert answers == {"backend": "rocket", "rocket_config.fuel": "kerosene", "rocket_config.reusable": True}
     assert questions(Answers(), (), {"rocket": Rocket}) == {}
-    assert questions(Answers(own_the_run="plain"), (), {"plain": None}) == {"backend": "plain"}
+    assert questions(Answers(Which_backend="plain"), (), {"plain": None}) == {"backend": "plain"}
     assert AUTOMATIC not in questions(Answers(), (), {}).values()
 
 
@@ -161,7 +161,7 @@ def test_plain_lines_take_numbers_names_and_defaults(tmp_path, monkeypatch):
 def test_the_wizard_reads_its_answers_from_a_pipe(tmp_path):
     finished = run("--config_file", "run.yaml", typed="yes\n" + "\n" * 30, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.endswith("Written to run.yaml.\n")
+    assert finished.stdout.endswith("Config file written to run.yaml.\n")
     written = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert written["use_cpu"] is True
     assert written["num_processes"] == 1
@@ -186,9 +186,9 @@ def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
     for question in expected.asked:
         opened.until(question)
         opened.type(next((pressed for part, pressed in keys.items() if part in question), "") + "\r")
-    opened.until("Which one do you want to change?")
+    opened.until("Which of your answers do you want to change?")
     opened.type("\r")
-    opened.until("Written to run.yaml")
+    opened.until("Config file written to run.yaml")
     assert opened.end()[0] == 0
     written = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert (written["use_cpu"], written["mixed_precision"]) == (True, "bf16")
@@ -197,11 +197,11 @@ def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
 def test_the_usual_file(accel, tmp_path):
     finished = accel("config", "default", "--mixed_precision", "bf16")
     path = tmp_path / "home" / "accelerate" / "default_config.yaml"
-    assert (finished.returncode, finished.stdout) == (0, f"Written to {path}.\n")
+    assert (finished.returncode, finished.stdout) == (0, f"Config file written to {path}.\n")
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     again = accel("config", "default")
     assert again.returncode == 2
-    assert "The file exists already." in again.stderr
+    assert "The file already exists." in again.stderr
 
 
 def test_the_usual_file_follows_from_the_devices():
@@ -249,5 +249,5 @@ def test_nested_tables():
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match="The system refused"):
+    with pytest.raises(SettingError, match="The system reports"):
         write_config(str(tmp_path / "file" / "run.yaml"), {})

@@ -70,8 +70,8 @@ def test_json_text_in_a_yaml_file(document):
         ("a: 1\n\tb: 2\n", "run.yaml", "run.yaml:2, column 1: it is not valid YAML"),
         ("a: 1\n---\nb: 2\n", "run.yaml", "not valid YAML"),
         ("a: b: c\n", "run.yaml", "run.yaml:1, column 5"),
-        ("- 1\n- 2\n", "run.yaml", "run.yaml:1 does not begin with `key: value`"),
-        ("just words\n", "run.yaml", "does not begin with `key: value`"),
+        ("- 1\n- 2\n", "run.yaml", "run.yaml:1 is not a `key: value` entry"),
+        ("just words\n", "run.yaml", "is not a `key: value` entry"),
         ("a: 1\nb: 2\na: 3\n", "run.yaml", "Line 3 repeats the key 'a' of line 1"),
         ("t:\n  x: 1\n  x: 2\n", "run.yaml", "Line 3 repeats the key 't.x' of line 2"),
         ("a: [[1]]\n", "run.yaml", "run.yaml:1: the list 'a' contains another list or table"),
@@ -81,8 +81,8 @@ def test_json_text_in_a_yaml_file(document):
         ('{"a": 1,}', "run.json", "run.json:1, column "),
         ("a: 1\n", "run.json", "run.json:1, column 1: it is not valid JSON"),
         ("[" * 5000, "run.yaml", "run.yaml"),
-        ("[" * 10000 + "]" * 10000, "run.json", "nested too deep"),
-        ("\n".join("  " * depth + "a:" for depth in range(20)) + " 1\n", "run.yaml", "nested too deep"),
+        ("[" * 10000 + "]" * 10000, "run.json", "too many nested levels"),
+        ("\n".join("  " * depth + "a:" for depth in range(20)) + " 1\n", "run.yaml", "too many nested levels"),
     ],
 )
 def test_what_is_not_valid_is_told_with_its_place(document, text, name, said):
@@ -143,7 +143,7 @@ def test_any_table_of_numbers_is_read_with_its_lines(tmp_path_factory, keys, jso
     ids=["nested deeply", "nested", "long list", "many keys"],
 )
 def test_a_file_that_would_take_seconds_is_refused(document, text):
-    with pytest.raises(SettingError, match=r"limit of 100000 bytes|nested too deep"):
+    with pytest.raises(SettingError, match=r"limit of 100000 bytes|too many nested levels"):
         document(text)
 
 

@@ -37,23 +37,25 @@ def told(*members, machines=2):
 
 
 def test_machines_that_agree():
-    assert told(MAIN, SECOND) == [("machines", FINE, "all 2 are there, agree and reach each other")]
+    assert told(MAIN, SECOND) == [
+        ("machines", FINE, "all 2 machines are connected and have the same versions and settings")
+    ]
 
 
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        ([MAIN], [("machine ranks", TROUBLE, "Machine 1 did not come within 60 s.")]),
+        ([MAIN], [("machine ranks", TROUBLE, "Machine 1 did not connect within 60 s.")]),
         (
             [MAIN, replace(SECOND, rank=0)],
             [
-                ("machine ranks", TROUBLE, "alpha and beta all say that they are machine 0."),
-                ("machine ranks", TROUBLE, "Machine 1 did not come within 60 s."),
+                ("machine ranks", TROUBLE, "alpha and beta all have the rank 0."),
+                ("machine ranks", TROUBLE, "Machine 1 did not connect within 60 s."),
             ],
         ),
         (
             [MAIN, SECOND, replace(SECOND, rank=5, host="gamma")],
-            [("machine ranks", TROUBLE, "gamma says that it is machine 5 of 2.")],
+            [("machine ranks", TROUBLE, "gamma has the rank 5, but there are 2 machines, with ranks from 0.")],
         ),
         (
             [MAIN, replace(SECOND, versions={"torch": "2.9.0", "accel-ops": "0.1"})],
@@ -76,7 +78,7 @@ def test_machines_that_agree():
         ),
         (
             [replace(MAIN, shares_folder=True), replace(SECOND, shares_folder=False)],
-            [("shared folder", TROUBLE, "beta do not see what alpha writes into the shared folder.")],
+            [("shared folder", TROUBLE, "The files that alpha writes into the shared folder are not visible on beta.")],
         ),
     ],
 )
@@ -142,7 +144,7 @@ def test_strangers_are_not_machines_of_the_run(port):
 
 def test_a_machine_that_does_not_come_is_named_when_time_is_up(port):
     findings = meet(Meeting("127.0.0.1", port, 2, 0.3), MAIN)
-    assert [finding.told for finding in findings] == ["Machine 1 did not come within 0 s."]
+    assert [finding.told for finding in findings] == ["Machine 1 did not connect within 0 s."]
 
 
 def test_a_main_machine_that_is_not_there(port):
@@ -226,7 +228,7 @@ def test_a_wait_that_no_clock_has_is_refused(timeout):
 def test_nodes_need_a_launch_on_several_machines(accel):
     finished = accel("doctor", "--nodes")
     assert finished.returncode == 2
-    assert "takes place on one machine" in finished.stderr
+    assert "uses only one machine" in finished.stderr
 
 
 @pytest.fixture
@@ -284,20 +286,20 @@ def on_each(names, command, rank, more=(), timeout=100):
 def test_doctor_finds_two_nodes_in_agreement(cable):
     for code, stdout, stderr in on_each(cable, ["doctor", "--nodes", "--"], str):
         assert (code, stderr) == (0, "")
-        assert stdout == "fine     machines  all 2 are there, agree and reach each other\n"
+        assert stdout == "ok       machines  all 2 machines are connected and have the same versions and settings\n"
 
 
 def test_two_nodes_with_the_same_rank(cable):
     for code, stdout, _ in on_each(cable, ["doctor", "--nodes", "--timeout", "60", "--"], lambda index: "0"):
         assert code == 1
-        assert "all say that they are machine 0." in stdout
+        assert "all have the rank 0." in stdout
 
 
 def test_two_nodes_without_a_cable(cable):
     cut(cable[1])
     first, second = on_each(cable, ["doctor", "--nodes", "--timeout", "3", "--"], str)
     assert first[0] == 1
-    assert "Machine 1 did not come within 3 s." in first[1]
+    assert "Machine 1 did not connect within 3 s." in first[1]
     assert second[0] == 2
     assert "Cannot connect to the main machine at 10.77.0.1:29500." in second[2]
 
@@ -358,7 +360,7 @@ def test_a_launch_on_two_nodes_with_the_same_rank(cable, script):
     results = on_each(cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)])
     for code, stdout, stderr in results:
         assert (code, stdout) == (2, "")
-        assert "all say that they are machine 0." in stderr
+        assert "all have the rank 0." in stderr
 
 
 @pytest.mark.slow

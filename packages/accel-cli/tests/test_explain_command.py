@@ -65,7 +65,7 @@ def test_only_what_somebody_gave_is_shown_without_all(accel, files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], ["launcher: local (this machine alone)", "backend: chosen by each process at its start"]),
+        ([], ["launcher: local (one machine)", "backend: selected by each process when it starts"]),
         (["--max_restarts", "2"], ["launcher: torchrun (max_restarts=2 (--max_restarts))"]),
         (["--launcher", "slurm", "--backend", "ddp"], ["launcher: slurm (launcher=slurm", "backend: ddp (--backend)"]),
         (["--use_deepspeed"], ["backend: deepspeed (--use_deepspeed)"]),

@@ -87,7 +87,7 @@ def test_machines_that_start_their_processes_themselves(hosts):
 
 @pytest.mark.parametrize("launcher", sorted(set(DEEPSPEED_LAUNCHERS) - {"standard"}))
 def test_every_multinode_launcher_needs_a_hostfile(launcher):
-    with pytest.raises(SettingError, match="No hostfile"):
+    with pytest.raises(SettingError, match="no hostfile"):
         plan(num_machines=2, deepspeed_multinode_launcher=launcher, main_process_ip="10.0.0.1")
 
 
@@ -99,10 +99,10 @@ def test_machines_by_themselves_are_told_where_the_first_one_is(hosts):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("node1 slots=4\nnode2 slots=4\nnode1 slots=2\n", "hosts:3 names node1 again"),
-        ("node1 slots=4\nnode2\n", "does not set the number of processes of node2"),
+        ("node1 slots=4\nnode2 slots=4\nnode1 slots=2\n", "hosts:3 lists node1 a second time"),
+        ("node1 slots=4\nnode2\n", "does not set the number of processes on node2"),
         ("node1 slots=four\n", "hosts:1 is not a machine"),
-        ("# nobody\n", "names no machine"),
+        ("# nobody\n", "lists no machine"),
     ],
 )
 def test_hostfiles_that_deepspeed_would_misread(tmp_path, text, said):

@@ -96,7 +96,7 @@ def test_deepspeed_on_one_machine_and_machine_by_machine_is_started_as_anything_
 def test_what_deepspeeds_launcher_is_refused(hosts):
     with pytest.raises(SettingError, match="deepspeed_hostfile"):
         plan(use_deepspeed=True, num_machines=2, deepspeed_multinode_launcher="pdsh")
-    with pytest.raises(Conflict, match="names 2 machine"):
+    with pytest.raises(Conflict, match="lists 2 machine"):
         plan(use_deepspeed=True, num_machines=3, deepspeed_hostfile=hosts)
     both = {"deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"}
     with pytest.raises(Conflict, match="inclusion"):
@@ -128,7 +128,7 @@ def test_command_line_of_hydra_mpi(hosts):
 
 def test_as_many_processes_as_the_hostfile_says(hosts):
     assert plan(mpirun_hostfile=hosts).argv[4:7] == ("ppr:4:node", "-n", "8")
-    with pytest.raises(Conflict, match="names 2 machine"):
+    with pytest.raises(Conflict, match="lists 2 machine"):
         plan(mpirun_hostfile=hosts, num_machines=3)
 
 
@@ -177,9 +177,9 @@ def test_read_hostfile(tmp_path, text, expected):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "names no machine"),
+        ("", "lists no machine"),
         ("a\nb c d\n", "hosts:2 is not a machine"),
-        ("a\na\n", "hosts:2 names a again"),
+        ("a\na\n", "hosts:2 lists a a second time"),
         ("a slots=x", ":1"),
     ],
 )
@@ -214,9 +214,9 @@ def test_command_line_for_a_tpu_pod():
     assert made.argv[:3] == ("python", "-m", "torch_xla.distributed.xla_dist")
     assert made.argv[3 : 4 + len(words.split())] == (*words.split(), "launch")
     assert made.argv[-3:] == ("--module", "pkg", "-v")
-    with pytest.raises(SettingError, match="has no name"):
+    with pytest.raises(SettingError, match="name of the TPU is missing"):
         plan(tpu=True, tpu_use_cluster=True)
-    with pytest.raises(SettingError, match="needs a value"):
+    with pytest.raises(SettingError, match="no value"):
         plan(**pod, tpu_env=("X",))
 
 
@@ -267,7 +267,7 @@ def test_describe_job_for_sagemaker(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["lr"], ["--lr"], ["--fast", "--lr", "1"]])
 def test_arguments_that_sagemaker_cannot_hand_over(arguments):
-    with pytest.raises(SettingError, match="write --name value"):
+    with pytest.raises(SettingError, match="Write --name value"):
         hyperparameters(arguments)
 
 

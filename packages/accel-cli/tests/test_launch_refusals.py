@@ -21,8 +21,8 @@ def refused(finished):
     [
         (["--mixed_precision", "bf17", "job.py"], "Did you mean 'bf16'?"),
         (["missing.py"], "Cannot start the script missing.py."),
-        (["train"], "give -m to run a module"),
-        (["folder"], "It is a folder without a __main__.py."),
+        (["train"], "add -m to run a module"),
+        (["folder"], "It is a folder without the file __main__.py."),
         (["--num_processes", "0", "job.py"], "an integer of at least 1"),
         (["--num_processes", "many", "job.py"], "Cannot use num_processes='many' (--num_processes)."),
         (["--num-processes", "", "job.py"], "num_processes=''"),
@@ -36,13 +36,13 @@ def refused(finished):
         (["--backend", "dpp", "job.py"], "Did you mean 'ddp'?"),
         (
             ["--machine_rank", "2", "--num_machines", "2", "--main_process_ip", "h", "job.py"],
-            "the ranks go from 0 to 1",
+            "the rank must be from 0 to 1",
         ),
-        (["--num_machines", "2", "job.py"], "Give --main_process_ip"),
+        (["--num_machines", "2", "job.py"], "Set --main_process_ip"),
         (["--launcher", "local", "--max_restarts", "2", "job.py"], "max_restarts=2 (--max_restarts)"),
         (["-m", "no_such_module.train"], "There is no module 'no_such_module'."),
-        (["-m", "job.py"], "Leave out -m, or write job."),
-        (["-m", "./job.py"], "The name is not that of a module."),
+        (["-m", "job.py"], "Remove -m, or write job."),
+        (["-m", "./job.py"], "This is not a module name."),
         (["--no_python", "no-such-program"], "no such executable file"),
         (["--no_python", "-m", "x"], "--module and --no_python"),
         (["--config_file", "none.yaml", "job.py"], "There is no such file."),
@@ -252,14 +252,14 @@ def test_launch_runs_packages_and_modules_by_name(accel, script, module):
 def test_a_script_that_does_not_exist_is_found_by_the_doctor(accel, named):
     finished = accel("doctor", "--json", "--", *named.split())
     (found,) = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "script"]
-    assert (finished.returncode, found["verdict"]) == (1, "trouble")
+    assert (finished.returncode, found["verdict"]) == (1, "error")
     assert "There is no such file" in found["told"]
 
 
 def test_a_requirement_that_is_missing_is_found_by_the_doctor(accel, script, comet):
     finished = accel("doctor", "--json", "--", "--backend", "comet", script(""), env=comet)
     findings = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
-    assert (finished.returncode, findings["script"]["verdict"]) == (1, "fine")
+    assert (finished.returncode, findings["script"]["verdict"]) == (1, "ok")
     assert "(--backend). The package 'no_such_engine' is not installed." in findings["backend"]["told"]
 
 

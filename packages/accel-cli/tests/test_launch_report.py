@@ -22,7 +22,7 @@ def test_exit_codes_as_a_shell_shows_them():
 
 
 def test_meaning_of_signals():
-    assert meaning(9).startswith("signal 9 (SIGKILL): likely the machine ran out of memory")
+    assert meaning(9).startswith("signal 9 (SIGKILL): probably the machine ran out of memory")
     assert meaning(signal.SIGUSR1) == f"signal {int(signal.SIGUSR1)} (SIGUSR1)"
     assert meaning(63) == "signal 63"
 
@@ -53,7 +53,9 @@ def test_a_process_that_waited_in_vain_is_not_the_cause(capsys):
     assert first_failure([waited(0, [1], 5.0), left]) is left
     report([waited(0, [5], 5.0), waited(1, [5], 6.0)], 8)
     said = capsys.readouterr().err
-    assert said.startswith("accel launch: Process 0 of 8 waited in vain for process 5 and ended with exit code 1.\n")
+    assert said.startswith(
+        "accel launch: Process 0 of 8 waited without success for process 5 and ended with exit code 1.\n"
+    )
     report([waited(0, list(range(1, 20)), 5.0)], 20)
     assert "for process 1, 2, 3, 4, 5, 6, 7, 8 and others and" in capsys.readouterr().err
     assert waited(0, "all", 5.0).missed == []

@@ -99,7 +99,7 @@ def test_samples_of_a_process_that_recorded_nothing():
     assert cause.fingerprint.samples == ("8", "9")
     policy = RestartPolicy("auto", 20)
     policy.decide(cause_of(Failure(1, -11)))
-    assert policy.decide(cause).reason == "the same failure came again without progress; samples at hand: 8, 9"
+    assert policy.decide(cause).reason == "the same failure occurred again without progress; samples in use: 8, 9"
 
 
 def test_where_nobody_is_known_to_be_missed_no_process_is_the_cause():
@@ -216,14 +216,16 @@ def test_an_error_that_comes_again_ends_the_run(accel, script, tmp_path):
     finished = accel(*AUTO, script(body), tmp_path)
     assert finished.returncode == 1
     assert finished.stderr.count("ValueError: wrong\n") == 2
-    assert finished.stderr.endswith("accel launch: Not started again: the same failure came again without progress.\n")
+    assert finished.stderr.endswith(
+        "accel launch: Not started again: the same failure occurred again without progress.\n"
+    )
 
 
 def test_an_import_that_fails_ends_the_run_at_once(accel, script):
     finished = accel(*AUTO, script("import no_such_module"))
     assert finished.returncode == 1
     assert finished.stderr.count(" failed first and ended with exit code 1.\n") == 1
-    assert "Not started again: cannot start: the program or its settings have to change first." in finished.stderr
+    assert "Not started again: cannot start: the program or its settings must be corrected first." in finished.stderr
 
 
 def test_without_a_policy_nothing_is_said_or_repeated(accel, script):

@@ -72,7 +72,7 @@ def test_a_job_whose_tasks_are_processes(plan):
     made = plan("--launcher=slurm", "--nnodes=2", "--num_processes=8", "--slurm_tasks=process", "--slurm_signal=0")
     assert "#SBATCH --ntasks-per-node=4" in made.details.script
     assert "--signal" not in made.details.script.replace("--slurm_signal", "")
-    with pytest.raises(SettingError, match="Give --num_processes"):
+    with pytest.raises(SettingError, match="Set --num_processes"):
         plan("--launcher=slurm", "--nnodes=2", "--slurm_tasks=process")
 
 

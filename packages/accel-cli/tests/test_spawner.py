@@ -44,7 +44,7 @@ def test_one_process_gets_no_rank_variables(accel, script):
     finished = accel("launch", script(PLACE), env={"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     place = json.loads(finished.stdout)
     assert set(place.values()) == {None}
-    assert "$WORLD_SIZE=4 is not passed on" in finished.stderr
+    assert "$WORLD_SIZE=4 is ignored" in finished.stderr
 
 
 def test_two_processes_are_told_their_places(accel, script):
@@ -89,7 +89,7 @@ def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, sc
     assert (finished.returncode, finished.stdout) == (2, "")
     assert f"Cannot use main_process_port={taken} (--main_process_port)." in finished.stderr
     assert f"(pid {os.getpid()})" in finished.stderr
-    assert "0 to have a free one chosen" in finished.stderr
+    assert "0 to select a free one" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
@@ -185,7 +185,7 @@ def test_quiet_leaves_only_the_traceback(accel, script):
 def test_a_death_by_signal_is_explained(accel, script, count):
     finished = accel("launch", "--num_processes", count, script("import os; os.kill(os.getpid(), 9)"))
     assert finished.returncode == 137
-    assert "killed by signal 9 (SIGKILL): likely the machine ran out of memory" in finished.stderr
+    assert "killed by signal 9 (SIGKILL): probably the machine ran out of memory" in finished.stderr
 
 
 def test_the_others_are_ended_when_one_fails(accel, script, gone):
@@ -441,4 +441,4 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_told_and_does_not_end_the
     (tmp_path / "file").write_text("")
     done = accel("launch", "--cpu", "--project_dir", tmp_path / "file", script("print('done')"))
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr.startswith("accel launch: Cannot write into the folder of the run:")
+    assert done.stderr.startswith("accel launch: Cannot write to the run's folder:")

@@ -78,7 +78,7 @@ def test_the_launcher_reads_what_was_written(accel: Accel, old: Path, tmp_path: 
     shown = accel("explain", "--json", "--config_file", old).stdout
     assert '"fsdp_config.fsdp_version"' in shown
     assert accel("to-fsdp2", "--config_file", old, "--overwrite").stdout.startswith(
-        f"{old} is for FSDP version 2 already"
+        f"{old} is already for FSDP version 2"
     )
 
 
@@ -139,8 +139,8 @@ def test_what_cannot_be_converted_is_refused(config: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "No file to write was named"),
-        (["--output_file", "there.yaml"], "is there already"),
+        ([], "No output file is specified"),
+        (["--output_file", "there.yaml"], "already exists"),
     ],
 )
 def test_no_file_is_overwritten_without_being_told_to(

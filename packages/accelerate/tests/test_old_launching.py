@@ -334,10 +334,10 @@ def test_files_that_the_conversion_refuses(tmp_path):
         to_fsdp2.to_fsdp2_command(parse(["--config_file", str(config)]))
     config.write_text("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
     there.write_text("")
-    with pytest.raises(ValueError, match="No file to write"):
+    with pytest.raises(ValueError, match="No output file"):
         to_fsdp2.to_fsdp2_command(parse(["--config_file", str(config)]))
     words = ["--config_file", str(config), "--output-file", str(there)]
-    with pytest.raises(FileExistsError, match="there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         to_fsdp2.to_fsdp2_command(parse(words))
     to_fsdp2.to_fsdp2_command(parse([*words, "--overwrite"]))
     converted = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}

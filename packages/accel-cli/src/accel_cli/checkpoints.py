@@ -1,4 +1,4 @@
-"""Checkpoints in a folder or on a store as rows and lines, without torch."""
+"""Lists and describes checkpoints in a folder or on a store as table rows and text lines, without torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def checkpoint_table(folder: Path, *, hashes: bool = False) -> list[dict[str, Any]]:
-    """One row for each checkpoint in a folder, oldest first, and for each that was not completed.
+    """One row for each checkpoint in a folder, oldest first, and for each incomplete one.
 
     Args:
         folder: a checkpoint, a folder of them, or the project above it.
-        hashes: read every byte; sizes alone are compared otherwise.
+        hashes: read every byte; otherwise only sizes are compared.
     """
     if _is_checkpoint(folder):
         return [_row(folder, hashes)]
@@ -61,7 +61,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _place(folder: Path) -> Path:
-    """Where the checkpoints of a project are; what runs that died had moved aside there is put back."""
+    """The folder with a project's checkpoints; checkpoints that a dead run had moved aside there are restored."""
     place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     for name in missing(place):
         located(place / name)
@@ -84,7 +84,7 @@ def _row(path: Path, hashes: bool) -> dict[str, Any]:
 
 
 def _half(path: Path) -> dict[str, Any]:
-    state = "incomplete: its process is gone" if is_stale(path) else "incomplete: being written"
+    state = "incomplete: its process has ended" if is_stale(path) else "incomplete: in progress"
     written = path.stat().st_mtime
     row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": written}
     return {**row, "state": state, "damage": []}
@@ -108,7 +108,7 @@ def _size(path: Path) -> int:
 
 
 def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of `table` for people."""
+    """Rows of `table` as text."""
     if not rows:
         return []
     cells = [
@@ -125,14 +125,14 @@ def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
-    """One row for each checkpoint of a store, oldest first, and for each that was not completed.
+    """One row for each checkpoint of a store, oldest first, and for each incomplete one.
 
     Args:
-        url: of a store, or of a checkpoint in it.
-        hashes: read every byte; sizes alone are compared otherwise.
+        url: URL of a store, or of a checkpoint in it.
+        hashes: read every byte; otherwise only sizes are compared.
 
     Raises:
-        CheckpointError: the store does not answer or refuses.
+        CheckpointError: the store does not answer, or refuses the request.
     """
     remote, committed, halves = _on_store(url)
     rows = []
@@ -155,7 +155,7 @@ def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
 
 
 def _on_store(url: str) -> tuple[RemoteCheckpoints, list[RemoteCheckpoint], dict[str, int]]:
-    """The checkpoints below a URL, or the one that it names."""
+    """The checkpoints below a URL, or the checkpoint at that URL."""
     remote = RemoteCheckpoints.at(url)
     committed, halves = remote.scan()
     if committed or halves or url.rstrip("/").count("/") < 3:
@@ -184,9 +184,9 @@ def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
 
 
 def remote_prune(url: str, keep: int, *, dry_run: bool = False) -> list[str]:
-    """Remove the oldest checkpoints of a store until `keep` are left; the names of what goes.
+    """Remove the oldest checkpoints of a store until `keep` are left, and return the names of the removed ones.
 
-    What nobody committed stays: another process may be writing it.
+    Uncommitted checkpoints are not removed: another process may be writing them.
     """
     remote = RemoteCheckpoints.at(url)
     gone = remote.surplus(keep)
@@ -196,14 +196,15 @@ def remote_prune(url: str, keep: int, *, dry_run: bool = False) -> list[str]:
 
 
 def copy(source: str, target: str) -> str:
-    """Copy a checkpoint between folders and stores, and say where it is then.
+    """Copy a checkpoint between folders and stores, and return its new path or URL.
 
     Args:
         source: a folder, or the URL of a checkpoint.
         target: the new folder, or the URL of the new checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, the store or the disk refuses, or the target is there already.
+        CheckpointError: the checkpoint is damaged, the store or the disk refuses the copy, or the target already
+            exists.
     """
     destination, name = None, ""
     if is_url(target):
@@ -211,7 +212,7 @@ def copy(source: str, target: str) -> str:
         destination = RemoteCheckpoints.at(store)
     taken = Path(target).exists() if destination is None else bool(destination.committed(name))
     if taken:
-        obstacle = "A file or folder of that name exists already."
+        obstacle = "A file or folder with that name already exists."
         raise CheckpointError(f"Cannot copy {source} to {target}.", obstacle, "Choose another name.")
     with tempfile.TemporaryDirectory() as folder:
         local = Path(source)
@@ -230,18 +231,18 @@ def _complete(folder: Path) -> Path:
     verdict = verify(folder, hashes=True)
     if not verdict.good:
         obstacle = " ".join(verdict.damage) or f"It has no {MANIFEST_NAME}, so it may be incomplete."
-        raise CheckpointError(f"Cannot copy the checkpoint {folder}.", obstacle, "Copy another one.")
+        raise CheckpointError(f"Cannot copy the checkpoint {folder}.", obstacle, "Copy another checkpoint.")
     return folder
 
 
 def describe_remote(url: str) -> dict[str, Any]:
-    """What `describe` says of a folder, of a checkpoint on a store."""
+    """Describe a checkpoint on a store, as `describe` does for a folder."""
     remote, found = remote_checkpoint(url)
     return _described(url, found.manifest, remote.verify(found))
 
 
 def shown_size(size: float) -> str:
-    """Bytes with a unit.
+    """A number of bytes with a unit.
 
     Example:
         >>> shown_size(1_234_000)
@@ -255,7 +256,7 @@ def shown_size(size: float) -> str:
 
 
 def shown_age(written: float) -> str:
-    """How long ago, in the largest unit that fits."""
+    """An age in seconds as text, in the largest unit that fits."""
     seconds = max(time.time() - written, 0.0)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -264,7 +265,7 @@ def shown_age(written: float) -> str:
 
 
 def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
-    """Remove the oldest checkpoints until `keep` are left, and what dead processes left; the names of what goes."""
+    """Remove the oldest checkpoints until `keep` are left, and leftovers of dead processes; return their names."""
     place = _place(folder)
     dead = [entry for entry in unfinished(place) if is_stale(entry)]
     if dry_run:
@@ -274,7 +275,7 @@ def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """Everything the manifest of one checkpoint says, and how the folder compares with it.
+    """Everything in a checkpoint's manifest, and how the folder differs from it.
 
     Raises:
         SettingError: the folder is not a checkpoint of accel.
@@ -284,8 +285,8 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     if manifest is None:
         raise SettingError(
             f"Cannot describe the checkpoint {folder}.",
-            f"It has no {MANIFEST_NAME}, so it is not a checkpoint of accel, or it is a folder of several.",
-            "Name one checkpoint; `accel checkpoint list` shows them.",
+            f"It has no {MANIFEST_NAME}, so it is not a checkpoint of accel, or it contains several.",
+            "Give the path of one checkpoint; `accel checkpoint list` shows the checkpoints.",
         )
     return _described(str(folder), manifest, verify(folder))
 
@@ -303,7 +304,7 @@ def _described(place: str, manifest: CheckpointManifest, verdict: Verdict) -> di
 
 
 def described_lines(found: Mapping[str, Any]) -> list[str]:
-    """What `describe` found, for people."""
+    """The result of `describe` as text."""
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
     lines = [f"{found['path']}: {found['state']}", f"written {written}, {shown_age(found['written'])} ago"]
     lines += [f"{name}: {value}" for name, value in sorted(found["facts"].items()) if value not in (None, [])]

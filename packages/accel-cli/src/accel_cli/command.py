@@ -1,7 +1,7 @@
-"""What a command of `accel` is, and which ones there are, answered without loading any of them.
+"""The commands of `accel`: their interface, and a list that needs no command to be loaded.
 
-Built-in commands are rows of a table. Others enter through the entry-point group `accel.commands`, whose targets are
-objects with the members of `Command`.
+Built-in commands are rows of a table. Other packages add commands through the entry-point group `accel.commands`. Each
+target is an object with the members of `Command`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ("BUILT_IN", "CONVERSIONS", "GROUP", "Command", "described", "find_com
 
 GROUP: Final = "accel.commands"
 CONVERSIONS: Final = "accel.conversions"
-"""Group of conversions of config files, each of which is a command."""
+"""Entry-point group of converters for config files; each becomes a command."""
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
@@ -39,7 +39,7 @@ BUILT_IN: Final = (
 class Command(Protocol):
     """One command of `accel`.
 
-    One with many options may also have `manual(prog) -> str`, its help text written without building a parser.
+    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser.
     """
 
     @property
@@ -54,7 +54,7 @@ class Command(Protocol):
 
 
 def spelled(flag: str) -> tuple[str, ...]:
-    """A flag with underscores, and the same with dashes where that differs.
+    """The spellings of a flag: with underscores and, if different, with dashes.
 
     Example:
         >>> spelled("--num_processes")
@@ -64,7 +64,7 @@ def spelled(flag: str) -> tuple[str, ...]:
 
 
 def offers() -> dict[str, tuple[Extension, str]]:
-    """Every command by name: where it is found, and its line of help; a built-in is never replaced."""
+    """Every command by name: its entry point and its line of help; a built-in command is never replaced."""
     found = {name: (Extension(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
     for extension in (*extensions(GROUP), *extensions(CONVERSIONS)):
         found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
@@ -72,16 +72,16 @@ def offers() -> dict[str, tuple[Extension, str]]:
 
 
 def described(name: str) -> str:
-    """What the list of commands says of one: its line of help, and the package where that is another one.
+    """The line for a command in the list of commands: its help and, if it is another package's, the package's name.
 
-    No command is loaded: one of another package is described by the text that its class assigns to `help`.
+    No command is loaded: for a command of another package, the text that its class assigns to `help` is read.
     """
     extension, said = offers()[name]
     return said if extension.origin == "accel-cli" else f"{_help_in_source(extension.target)} {said}".lstrip()
 
 
 def _help_in_source(target: str) -> str:
-    """The text of `help` in the class of "module:object", or nothing where the source does not spell it out."""
+    """The text of `help` in the class of "module:object", or an empty text if it is not a literal in the source."""
     import ast
 
     module, _, name = target.partition(":")
@@ -109,7 +109,7 @@ def _help_in_source(target: str) -> str:
 
 
 def _source_of(module: str) -> str:
-    """File of a module, found without importing its packages."""
+    """Find the file of a module without importing its packages."""
     from importlib.machinery import PathFinder
 
     names, folders, found = module.split("."), None, None
@@ -125,8 +125,8 @@ def find_command(name: str) -> Command:
     """Load a command.
 
     Raises:
-        SettingError: there is no command of that name.
-        PluginError: several distributions offer it, or it could not be loaded.
+        SettingError: there is no command with that name.
+        PluginError: several distributions provide it, or it could not be loaded.
     """
     known = offers()
     if name not in known:
@@ -136,7 +136,7 @@ def find_command(name: str) -> Command:
     if len(rivals) > 1:
         raise PluginError(
             f"Cannot load the command `accel {name}`.",
-            f"Several packages offer it: {', '.join(rival.origin for rival in rivals)}.",
+            f"Several packages provide it: {', '.join(rival.origin for rival in rivals)}.",
             "Uninstall all but one of them.",
         )
     try:

@@ -1,6 +1,6 @@
-"""Installed distributions: versions, from the names of their metadata folders, and what they require.
+"""Installed distributions: versions, read from the names of their metadata folders, and requirements.
 
-`importlib.metadata` would read and parse all of their metadata, which takes longer than a command that lists them.
+`importlib.metadata` would read and parse all metadata, which takes longer than the rest of a command that lists them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ("installed", "requirements", "versions")
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Version of each distribution that is installed, in the order of `names`.
+    """Versions of the installed distributions among `names`, in this order.
 
     Example:
         >>> "pyyaml" in versions(["pyyaml", "no-such-distribution"])
@@ -35,7 +35,7 @@ def installed() -> dict[str, str]:
 
 
 def requirements(distribution: str) -> list[str]:
-    """Names of what an installed distribution requires, or takes as an extra.
+    """Names of the requirements of an installed distribution, including its extras.
 
     Example:
         >>> "torch" in requirements("accel-cli")

@@ -1,6 +1,6 @@
-"""ConfigEntry of the console script `accel`: finds the command, runs it, and turns typed errors into messages.
+"""The console script `accel`: finds the command, runs it, and prints typed errors as messages.
 
-Nothing here imports torch or a command that was not asked for, so `accel --help` answers at once.
+This module imports neither torch nor commands that do not run, so that `accel --help` is fast.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ("console", "main")
 _TRACEBACK_VARIABLE = "ACCELERATE_DEBUG_MODE"
 _COMPLETION_VARIABLE = "_ARGCOMPLETE"
 _ALLOCATIONS = 100_000
-"""New objects after which garbage is collected; a command with all settings makes fewer until it runs."""
+"""Number of new objects that starts a garbage collection; loading all settings of a command creates fewer."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
-    """Run the command line and return its exit code: 2 when the command fails with an error of these packages.
+    """Run the command line and return its exit code: 2 if the command fails with an `AccelError`.
 
     Args:
-        argv: the arguments after the program's name; those of this process by default.
-        prog: the name under which the program shows itself.
+        argv: the arguments after the program's name; by default those of this process.
+        prog: name of the program in messages.
 
     Example:
         >>> main(["launch", "--num_processes", "2", "train.py"])  # doctest: +SKIP
@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
             raise
         from accel_state.untrusted import printable
 
-        # It may quote a file or another machine, and must not control the terminal.
+        # The message may quote a file or another machine, and must not contain control characters.
         print(printable(f"{prog}: {error}", keep="\n\t"), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of our output has gone; the interpreter would complain again when it flushes at the end.
+        # The reader of the output has closed it; the interpreter would fail again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         full = LaunchError(
             f"Cannot write {error.filename or 'the output'}.",
             f"The disk is full: {error}.",
-            "Make room, or write elsewhere; TMPDIR names the folder of temporary files.",
+            "Free disk space, or write to another folder; TMPDIR selects the folder for temporary files.",
         )
         print(f"{prog}: {full}", file=sys.stderr)
-        # What is left in the buffer would be written, and fail, again at the end.
+        # Otherwise the interpreter would write the rest of the buffer at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except KeyboardInterrupt:
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open the standard streams that are closed, for nothing to read or write.
+    """Open standard streams that are closed on the null device.
 
-    The next file or socket would have the number of a closed one, and the processes of a run would write there.
+    Otherwise the next file or socket would get the number of a closed stream, and the processes would write there.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -82,12 +82,12 @@ def _open_closed_streams() -> None:
 
 
 def console() -> NoReturn:
-    """What the console script runs: `main`, and then the shortest way out.
+    """Run `main`, and exit as fast as possible.
 
-    Taking apart what was imported takes longer than many commands do, so the process leaves without it where nobody
-    asked to be called at the end.
+    Freeing all imported modules takes longer than many commands, so the process skips it if no exit handler is
+    registered.
     """
-    # Collections while a command is imported find nothing, and take a tenth of its time.
+    # Garbage collections during the imports find nothing, and take a tenth of the time.
     gc.set_threshold(_ALLOCATIONS)
     code = main()
     sys.stderr.flush()
@@ -124,7 +124,7 @@ def _call(command: Command, prog: str, manual: Callable[[str], str] | None, argu
     try:
         parsed = parser.parse_args(arguments)
     except SystemExit as leaving:
-        # The only way that is left: --help has been printed.
+        # argparse exits only after it has printed the help text.
         return int(leaving.code or 0)
     return command.run(parsed)
 
@@ -133,8 +133,8 @@ def _help(prog: str) -> str:
     from accel_cli.terminal import render
 
     rows = [(name, described(name)) for name in offers()]
-    end = f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version."
-    about = "Start and prepare PyTorch programs on many processes."
+    end = f"`{prog} <command> --help` shows the options of a command; `{prog} --version` shows the version."
+    about = "Launch PyTorch training on many processes, and inspect settings, runs and checkpoints."
     return render(f"{prog} <command> [arguments]", about, {"commands": rows}, end)
 
 

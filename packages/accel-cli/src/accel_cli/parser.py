@@ -14,12 +14,12 @@ __all__ = ("Parser",)
 
 
 class Parser(ArgumentParser):
-    """A parser that raises `SettingError` and understands no abbreviations.
+    """A parser that raises `SettingError` and does not accept abbreviations.
 
     Args:
-        prog: what the command is called.
+        prog: name of the command.
         about: one sentence on what it does.
-        manual: writes the help text instead of argparse; it receives `prog`.
+        manual: returns the help text, in place of argparse; it receives `prog`.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Parser(ArgumentParser):
         self._declared: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
 
     def declare(self, *names: str, **options: Any) -> None:
-        """Add an option as `add_argument` does, once it is on the command line: argparse takes long for each."""
+        """Declare an option, which is added only if the command line contains it: `add_argument` is slow."""
         self._declared.update(dict.fromkeys(names, (names, options)))
 
     def add_declared(self, words: Sequence[str] | None = None) -> None:
-        """Add the declared options that a command line may have; by default all."""
+        """Add the declared options that a command line contains; by default all of them."""
         for word in list(self._declared) if words is None else words:
             flag = word.partition("=")[0] if word.startswith("--") else word[:2]
             if flag in self._declared:
@@ -46,7 +46,7 @@ class Parser(ArgumentParser):
                 self.add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As that of argparse, with the declared options."""
+        """Parse as argparse does, with the declared options."""
         words = sys.argv[1:] if args is None else list(args)
         self.add_declared(words)
         return super().parse_known_args(words, namespace)
@@ -64,7 +64,7 @@ class Parser(ArgumentParser):
         raise SettingError(f"Cannot run `{self.prog}`.", f"{_sentence(message)}.", self._remedy(message))
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
-        """The value of an option or argument; `--` after an equals sign is a value, which argparse drops."""
+        """The value of an option or argument; argparse drops `--` after an equals sign, which is a value here."""
         if action.option_strings and action.nargs in (None, OPTIONAL) and arg_strings == ["--"]:
             value = self._get_value(action, "--")
             self._check_value(action, value)
@@ -75,16 +75,17 @@ class Parser(ArgumentParser):
         from accel_state.settings.schema import closest
 
         known = (*self._option_string_actions, *self._declared)
+        command = f"`{self.prog} {'--help-all' if '--help-all' in known else '--help'}`"
         for word in message.split():
             flag = word.partition("=")[0]
             near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
             if near is not None and near != flag:
-                return f"Did you mean {near}? `{self.prog} --help` lists all options."
-        return f"`{self.prog} --help` lists its options."
+                return f"Did you mean {near}? {command} lists all options."
+        return f"{command} lists all options."
 
 
 def _formatter(prog: str) -> HelpFormatter:
-    # Each option that is declared makes one, and without a width it imports a library to ask for it.
+    # Each declared option creates a formatter, which imports a library to get the width if it is not passed.
     return HelpFormatter(prog, width=width())
 
 

@@ -1,7 +1,7 @@
-"""Texts for a terminal: tables, and help texts written from data, quicker than a parser that only describes itself.
+"""Texts for a terminal: tables, and help texts that are rendered from data, which is faster than building a parser.
 
-Tables are drawn with the library rich in a terminal where it is installed, and as plain columns elsewhere; `NO_COLOR`
-and a terminal without colours are respected by rich.
+In a terminal, tables are drawn with rich if it is installed, otherwise as plain columns. `NO_COLOR` and terminals
+without colours are respected.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _WIDEST: Final = 120
 
 
 def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str = "") -> str:
-    """A help text.
+    """Render a help text.
 
     Args:
-        usage: how the command is called.
+        usage: the command line.
         about: one sentence on what it does.
-        sections: rows of a name and what it means, by heading.
+        sections: rows (name, meaning), by heading.
         end: a closing sentence.
     """
     from textwrap import wrap
@@ -48,7 +48,7 @@ def _row(name: str, meaning: str, columns: int) -> list[str]:
 
 
 def width() -> int:
-    """Columns of a help text in this terminal."""
+    """Number of columns for a help text in this terminal."""
     try:
         columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
     except (OSError, ValueError):
@@ -67,22 +67,22 @@ _GAP: Final = "  "
 
 
 _COLOURS: Final = {
-    **dict.fromkeys(("good", "complete", "default", "available", "fine", "running", "finished", "yes"), "green"),
-    **dict.fromkeys(("worry", "incomplete", "unknown", "?", "no"), "yellow"),
-    **dict.fromkeys(("damaged", "cannot", "unusable", "trouble", "broken", "failed"), "red"),
+    **dict.fromkeys(("good", "complete", "default", "available", "ok", "running", "finished", "yes"), "green"),
+    **dict.fromkeys(("warning", "incomplete", "unknown", "?", "no"), "yellow"),
+    **dict.fromkeys(("damaged", "cannot", "unusable", "error", "broken", "failed"), "red"),
 }
 _CODES: Final = {"green": "32", "yellow": "33", "red": "31"}
 
 
 def coloured(text: str) -> str:
-    """A status in its colour, where the terminal has colours; otherwise the text as it is."""
+    """A status in its colour if the terminal supports colours; otherwise the plain text."""
     code = _CODES.get(_colour(text))
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     return f"\x1b[{code}m{text}\x1b[0m" if code is not None and wanted else text
 
 
 def in_colour(text: str, colour: str) -> str:
-    """A text in a colour such as "#4269d0", where rich is installed and a terminal has colours; otherwise as it is."""
+    """A text in a colour such as "#4269d0", if rich is installed and the terminal supports colours."""
     from accel_state.settings.installed import importable
 
     if not (text and sys.stdout.isatty() and importable("rich")):
@@ -102,10 +102,10 @@ def _colour(text: str) -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str = "") -> list[str]:
-    """Lines of a table with a heading; nothing is cut, and only a terminal's width wraps anything.
+    """Lines of a table with a heading; cells are never cut, and wrap only at the width of a terminal.
 
-    Characters that control a terminal are escaped: cells may come from files of others. The column whose heading is
-    `status` has colours where the terminal has them.
+    Characters that control a terminal are escaped: cells may come from other users' files. The column with the heading
+    `status` has colours if the terminal supports them.
 
     Example:
         >>> columns(["name", "value"], [["cpu", True], ["port", 29500]])

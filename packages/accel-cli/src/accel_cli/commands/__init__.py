@@ -1,1 +1,1 @@
-"""Commands of `accel`, one module each; loaded when asked for."""
+"""Commands of `accel`, one module each, which is loaded when the command runs."""

@@ -1,6 +1,6 @@
-"""`accel backends`: which backends are installed, where they come from, and whether they can be used here.
+"""`accel backends`: lists the installed backends, their packages, and whether they work on this machine.
 
-Everything but the probe is found without importing torch.
+Only the probe imports torch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ HEAD: Final = ("name", "version", "package", "tier", "here")
 
 _PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "probe.py")
 _TIMEOUT: Final = 120.0
-_BUSY: Final = "It gave no answer within {:.0f} s."
+_BUSY: Final = "The probe did not answer within {:.0f} s."
 
 
 class Row(NamedTuple):
-    """One backend that some package offers.
+    """One backend that an installed package provides.
 
     Args:
-        name: what users choose it by.
-        package, version: the distribution that offers it.
-        tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
-        priority: of the backends whose circumstances are present, the one with the highest is taken.
+        name: the name by which users select it.
+        package, version: the distribution that provides it.
+        tier: 1 is tested with real runs on a CPU, 2 is tested if a GPU is available, 3 has contract tests only; None is
+            unknown.
+        priority: of the backends that match a run, the one with the highest priority is selected.
         state: "default" for the backend of a single process without options, "available" for others that can run,
             "unusable" with an obstacle, "unknown" without a probe.
-        obstacle: what stands in the way of using it; empty when nothing does.
-        failure: the traceback of what failed; empty when nothing did.
+        obstacle: the reason why it cannot be used; empty if there is none.
+        failure: the traceback of an error; empty if there is none.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Row(NamedTuple):
 
 
 def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
-    """Every offered backend, in order of name; `answers` are those of `ask`."""
+    """Every installed backend, sorted by name; `answers` is the result of `ask`."""
     answered = answers or {}
     listed = [_row(found, answered.get(found.name, {})) for found in backends()]
     present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
@@ -83,7 +84,7 @@ def _row(found: OfferedBackend, answer: Mapping[str, Any]) -> Row:
 
 
 def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """What the backends answer in a process of its own, and why they could not be asked; empty when they could."""
+    """Ask the backends in a separate process; return their answers, and the reason if that failed, else ""."""
     alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
     command = [sys.executable, _PROBE, "backends"]
     try:
@@ -103,12 +104,12 @@ def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     try:
         found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return {}, f"They answered {answer.stdout[-200:]!r}."
+        return {}, f"The probe printed {answer.stdout[-200:]!r}."
     return found, ""
 
 
 def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Cells under `HEAD`."""
+    """The cells of a row, in the order of `HEAD`."""
     return [
         (
             row.name,
@@ -134,17 +135,20 @@ _END: Final = (
 class Backends:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "list the installed backends, their packages, and whether they can be used here"
+    help = "list the installed backends, their packages, and whether they work here"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """How to show them."""
+        """Declare the output options."""
         parser.add_argument("--json", action="store_true", help="Print JSON.")
         parser.add_argument(
-            "--no_probe", "--no-probe", action="store_true", help="Do not check whether they work; this needs no torch."
+            "--no_probe",
+            "--no-probe",
+            action="store_true",
+            help="Do not check whether the backends work; does not need torch.",
         )
 
     def run(self, arguments: Namespace) -> int:
-        """Print the table, and the traceback of each that failed."""
+        """Print the table, and the traceback of each backend that failed."""
 
         answers, obstacle = ({}, "") if arguments.no_probe else ask(os.environ)
         listed = rows(answers)

@@ -1,4 +1,4 @@
-"""`accel checkpoint`: lists, verifies, copies and prunes the checkpoints of a folder or a store."""
+"""`accel checkpoint`: lists, verifies, prunes, describes and copies the checkpoints of a folder or a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckpointCommand:
     help = "list, verify, prune, describe and copy checkpoints, in folders and on stores"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """What to do, where, and how it is shown."""
+        """Declare the action, the paths and the output options."""
         parser.add_argument(
             "action",
             choices=("list", "verify", "prune", "info", "copy"),
@@ -34,15 +34,15 @@ class CheckpointCommand:
             metavar="PATH",
             help="A checkpoint, a folder of checkpoints, or the project folder; or a URL such as s3://bucket/run.",
         )
-        parser.add_argument("target", metavar="TARGET", nargs="?", help="New folder or URL (copy).")
-        parser.add_argument("--keep", type=int, metavar="N", help="Number of checkpoints to keep (prune).")
+        parser.add_argument("target", metavar="TARGET", nargs="?", help="Folder or URL of the copy (copy).")
+        parser.add_argument("--keep", type=int, metavar="N", help="Number of checkpoints to keep, at least 1 (prune).")
         parser.add_argument(
-            *spelled("--dry_run"), action="store_true", help="Print what prune would remove, without removing it."
+            *spelled("--dry_run"), action="store_true", help="Print what prune would remove, and remove nothing."
         )
         parser.add_argument("--json", action="store_true", help="Print JSON.")
 
     def run(self, arguments: Namespace) -> int:
-        """Do what the action says."""
+        """Run the action and return the exit code."""
         from accel_cli import checkpoints
         from accel_plugins.checkpoint.store import is_url
 
@@ -61,7 +61,7 @@ class CheckpointCommand:
             raise CheckpointError(
                 f"Cannot run `accel checkpoint {arguments.action} {place}`.",
                 f"A file or folder cannot be read: {error}.",
-                "Check that this user may read it, and that no other program removes it.",
+                "Check that this user may read it, and that no other program is removing it.",
             ) from error
         if arguments.json:
             import json
@@ -80,7 +80,7 @@ class CheckpointCommand:
             raise SettingError(
                 f"Cannot run `accel checkpoint {arguments.action} {arguments.path}`.",
                 "There is no such folder.",
-                "Name a checkpoint, a folder of them, or the project above it.",
+                "Give the path of a checkpoint, of a folder of checkpoints, or of the project folder.",
             )
         return folder
 
@@ -97,7 +97,7 @@ def _list_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
 
 
 def _listed(checkpoints: Any, place: Path | str, rows: Any) -> Answer:
-    return 0, rows, checkpoints.as_lines(rows) or [f"There is no checkpoint in {place}."]
+    return 0, rows, checkpoints.as_lines(rows) or [f"There are no checkpoints in {place}."]
 
 
 def _verify(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
@@ -125,8 +125,10 @@ def _pruned(prune: Any, place: Path | str, arguments: Namespace) -> Answer:
     if arguments.keep is None or arguments.keep < 1:
         raise SettingError(
             f"Cannot prune the checkpoints in {place}.",
-            "The number of checkpoints to keep is missing." if arguments.keep is None else "At least one has to stay.",
-            "Give --keep N, with N from 1 on.",
+            "The number of checkpoints to keep is missing."
+            if arguments.keep is None
+            else "At least one checkpoint must remain.",
+            "Set --keep to 1 or more.",
         )
     gone = prune(place, arguments.keep, dry_run=arguments.dry_run)
     said = "Would remove" if arguments.dry_run else "Removed"

@@ -1,6 +1,7 @@
-"""`accel completion`: the lines that teach a shell to complete `accel` with the Tab key, and the answers to that key.
+"""`accel completion`: prints a script with which a shell completes `accel` at the Tab key, and computes completions.
 
-The library argcomplete speaks with the shell. It starts `accel` again with a variable set, and only then `answer` runs.
+The library argcomplete communicates with the shell. It starts `accel` again with a variable set; only then does
+`answer` run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def answer(prog: str) -> None:
 
 
 def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
-    """A parser that knows all commands by name and one of them with its arguments."""
+    """A parser with the names of all commands, and the arguments of one of them."""
     parser = Parser(prog)
     commands = parser.add_subparsers()
     for name in offers():
@@ -45,13 +46,13 @@ def _add_arguments(name: str, parser: Parser) -> None:
     try:
         find_command(name).add_arguments(parser)
     except AccelError:
-        # A command that cannot be loaded says so when it is run.
+        # A command that cannot be loaded raises its error when it is run.
         return
     parser.add_declared()
     for action in parser._actions:
         choices = _choices(action.dest)
         if choices:
-            # Not as argparse's own choices: those would take the refusal of a wrong value out of the setting's hands.
+            # These are not argparse's own choices, because the setting itself reports a wrong value.
             action.completer = lambda found=choices, **_: found  # type: ignore[attr-defined]
 
 
@@ -83,12 +84,12 @@ class Completion:
     help = "print a completion script for a shell"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Which shell."""
-        parser.epilog = 'For bash, put this into ~/.bashrc: eval "$(accel completion bash)"'
-        parser.add_argument("shell", choices=SHELLS, help="The shell.")
+        """Declare the shell."""
+        parser.epilog = 'For bash, add this line to ~/.bashrc: eval "$(accel completion bash)"'
+        parser.add_argument("shell", choices=SHELLS, help="Shell to print the script for.")
 
     def run(self, arguments: Namespace) -> int:
-        """Print the lines."""
+        """Print the script."""
 
         REQUIREMENT.demand(f"Cannot complete commands in {arguments.shell}.")
         from argcomplete.shell_integration import shellcode

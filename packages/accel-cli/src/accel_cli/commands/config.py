@@ -11,6 +11,7 @@ from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable
 
 __all__ = ("COMMAND", "Config")
 
@@ -21,30 +22,35 @@ class Config:
     help = "write a config file, with or without questions, or show one"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """The path of the file, and the two ways without questions."""
+        """Declare the path of the file, and the actions without questions."""
         from argparse import SUPPRESS
 
         from accel_state.settings.run import RunSettings
         from accel_state.settings.schema import settings_of
 
         def add_place(to: ArgumentParser, default: str | None) -> None:
-            where = "Config file; by default the user's own."
+            where = "Config file; by default accelerate/default_config.yaml in $HF_HOME (~/.cache/huggingface)."
             to.add_argument(*spelled("--config_file"), default=default, metavar="PATH", help=where)
 
         add_place(parser, None)
         parser.set_defaults(action=_ask)
-        ways = parser.add_subparsers(title="without questions", metavar="{default,update,show}")
-        default = ways.add_parser("default", help="write a default file for this machine")
-        add_place(default, SUPPRESS)
+        ways = parser.add_subparsers(title="actions without questions", metavar="{default,update,show}")
+
+        def add_action(name: str, about: str, action: Callable[[str, Namespace], str]) -> ArgumentParser:
+            added = ways.add_parser(name, help=about, description=f"{about[:1].upper()}{about[1:]}.")
+            add_place(added, SUPPRESS)
+            added.set_defaults(action=action)
+            return added
+
         precision = settings_of(RunSettings)["mixed_precision"]
-        default.add_argument(*spelled("--mixed_precision"), default=precision.default, help=precision.help)
-        default.set_defaults(action=_write_default)
-        update = ways.add_parser("update", help="rewrite a file in the current format")
-        add_place(update, SUPPRESS)
-        update.set_defaults(action=_update)
-        show = ways.add_parser("show", help="show the settings of a file and their readers")
-        add_place(show, SUPPRESS)
-        show.set_defaults(action=_show)
+        add_action("default", "write a default file for this machine", _write_default).add_argument(
+            *spelled("--mixed_precision"),
+            default=precision.default,
+            metavar=f"{{{','.join(precision.type.choices)}}}",
+            help=f"{precision.help.removesuffix('.')} (default: {precision.default}).",
+        )
+        add_action("update", "rewrite a file in the current format", _update)
+        add_action("show", "show the entries of a file, and whether an installed package reads each", _show)
 
     def run(self, arguments: Namespace) -> int:
         """Write or show the file."""
@@ -64,7 +70,7 @@ def _ask(path: str, arguments: Namespace) -> str:
     offered = {backend.name: backend.settings for backend in backends() if backend.manifest is not None}
     answers = reviewed(prompter(), ASKED, offered)
     write_config(path, answers)
-    return f"Written to {path}."
+    return f"Config file written to {path}."
 
 
 def _write_default(path: str, arguments: Namespace) -> str:
@@ -77,10 +83,10 @@ def _write_default(path: str, arguments: Namespace) -> str:
     if os.path.exists(path):
         asked = f"Cannot write the default config file {path}."
         raise SettingError(
-            asked, "The file exists already.", "Remove it, give another --config_file, or run `accel config update`."
+            asked, "The file already exists.", "Remove it, give another --config_file, or run `accel config update`."
         )
     write_config(path, usual_config(best_devices(), precision))
-    return f"Written to {path}."
+    return f"Config file written to {path}."
 
 
 def _update(path: str, arguments: Namespace) -> str:
@@ -89,11 +95,11 @@ def _update(path: str, arguments: Namespace) -> str:
 
     del arguments
     write_config(path, modernised(path, launch_classes()))
-    return f"Updated {path}."
+    return f"Config file {path} updated."
 
 
 def _show(path: str, arguments: Namespace) -> str:
-    """Each entry of a file with its line, and whether anything that is installed reads it."""
+    """Each entry of a file with its line, and whether an installed package reads it."""
     from accel_cli.config.file import modern, read_config, read_document
     from accel_cli.launch.options import launch_classes
     from accel_cli.terminal import columns

@@ -1,4 +1,4 @@
-"""Commands that convert a config file; packages offer what converts in the entry-point group `accel.conversions`."""
+"""Commands that convert a config file; packages provide converters in the entry-point group `accel.conversions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ("Convert", "Converter", "current_key", "target_of")
 
 
 class Converted(Protocol):
-    """A converted config file: all its tables, or None when nothing has to change, and what a user should know."""
+    """A converted config file: its tables, or None if nothing has to change, and notes for the user."""
 
     @property
     def values(self) -> dict[str, Any] | None:
@@ -27,40 +27,40 @@ class Converted(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence each."""
+        """Notes for the user, one sentence each."""
 
 
 class Converter(Protocol):
-    """What an entry point of the group leads to; imports no torch."""
+    """The interface of an entry point of the group; it must not import torch."""
 
     @property
     def help(self) -> str:
-        """One line that says what it does."""
+        """One line that says what the command does."""
 
     @property
     def result(self) -> str:
-        """What the file is for afterwards, for messages."""
+        """What the converted file is for; used in messages."""
 
     def convert(self, config: Mapping[str, Any], key_of: Callable[[str], str]) -> Converted:
-        """The tables of a file; `key_of` gives a key as files spell it today.
+        """Convert the tables of a file; `key_of` returns the current spelling of a key.
 
         Raises:
-            SettingError: the file is for something else.
+            SettingError: the file is not of the kind that this converter reads.
         """
 
 
 def current_key(key: str) -> str:
-    """A key of a table with its prefix; one that nobody knows as it is."""
+    """A key of a table with its prefix; an unknown key is returned unchanged."""
     found = with_prefix(key)
     return found if is_known(found) else key
 
 
 class Convert:
-    """One of these commands; see `accel_cli.command.Command`.
+    """A command that converts a config file; see `accel_cli.command.Command`.
 
     Args:
-        name: its name.
-        converter: what converts.
+        name: name of the command.
+        converter: converts the file.
     """
 
     def __init__(self, name: str, converter: Converter) -> None:
@@ -72,7 +72,7 @@ class Convert:
         return self._converter.help
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Which file, and where the converted one goes."""
+        """Declare the input file and the output file."""
         parser.add_argument(*spelled("--config_file"), required=True, metavar="PATH", help="File to convert.")
         parser.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
         parser.add_argument(
@@ -86,7 +86,7 @@ class Convert:
         target = target_of(arguments, self._converter.result)
         converted = self._converter.convert(read_tables(arguments.config_file), current_key)
         if converted.values is None:
-            print(f"{arguments.config_file} is for {self._converter.result} already; nothing was written.")
+            print(f"{arguments.config_file} is already for {self._converter.result}; nothing was written.")
             return 0
         for note in converted.notes:
             print(f"accel {self._name}: {note}", file=sys.stderr)
@@ -96,16 +96,16 @@ class Convert:
 
 
 def target_of(arguments: Namespace, result: str) -> str:
-    """The file to write.
+    """Determine the file to write.
 
     Args:
-        arguments: names of the files, and whether one may be replaced.
-        result: what the file is for afterwards.
+        arguments: the parsed command line.
+        result: what the converted file is for.
 
     Raises:
-        NotFound: the file to convert is not there.
-        AlreadyExists: writing would lose a file that nobody said may be lost.
-        SettingError: no file to write is named.
+        NotFound: the file to convert does not exist.
+        AlreadyExists: the output file exists, and `--overwrite` is not set.
+        SettingError: no output file is specified.
     """
     asked = f"Cannot convert {arguments.config_file} to {result}."
     if not Path(arguments.config_file).exists():
@@ -114,5 +114,9 @@ def target_of(arguments: Namespace, result: str) -> str:
     if arguments.overwrite or (arguments.output_file and not Path(target).exists()):
         return target
     if arguments.output_file:
-        raise AlreadyExists(asked, f"{target} is there already.", "Give another --output_file, or --overwrite.")
-    raise SettingError(asked, "No file to write was named.", "Give --output_file, or --overwrite to replace it.")
+        raise AlreadyExists(
+            asked, f"{target} already exists.", "Give another --output_file, or --overwrite to replace it."
+        )
+    raise SettingError(
+        asked, "No output file is specified.", "Give --output_file, or --overwrite to replace the file itself."
+    )

@@ -1,4 +1,4 @@
-"""`accel doctor`: what would go wrong in a run on this machine, or between the machines of a run."""
+"""`accel doctor`: finds problems on this machine, or between the machines of a run, before the run starts."""
 
 from __future__ import annotations
 
@@ -26,27 +26,37 @@ class Doctor:
     help = "find problems of a run before it starts"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Whether to look at this machine or at all of them, and the arguments of the launch that is meant."""
+        """Declare the options, and the arguments of the launch to check."""
         parser.usage = f"{parser.prog} [--nodes] [options] [-- launch arguments]"
         parser.add_argument(
-            "--nodes", action="store_true", help="Check the links to the other machines; run it on each of them."
+            "--nodes",
+            action="store_true",
+            help="Check the connections between all machines; run the command on each of them.",
         )
         parser.add_argument(
-            "--timeout", type=float, default=60.0, metavar="N", help="Seconds to wait for the other machines."
+            "--timeout",
+            type=float,
+            default=60.0,
+            metavar="N",
+            help="Seconds to wait for the other machines (default: 60).",
         )
-        parser.add_argument(*spelled("--shared_folder"), metavar="PATH", help="Folder that all machines must share.")
+        parser.add_argument(
+            *spelled("--shared_folder"),
+            metavar="PATH",
+            help="Folder that all machines should share; checks that they do.",
+        )
         parser.add_argument("--json", action="store_true", help="Print JSON.")
         parser.add_argument("launch", nargs="...", help="Arguments of `accel launch`, after --.")
 
     def run(self, arguments: Namespace) -> int:
-        """Print the findings; the exit code is 1 when a run would not work."""
+        """Print the findings; the exit code is 1 if a run would not work."""
         from accel_cli.launch.request import request_of
 
         if not 0 <= arguments.timeout <= _LONGEST_WAIT:
             raise SettingError(
                 f"Cannot wait {arguments.timeout} seconds for the other machines.",
                 f"The value must be from 0 to {_LONGEST_WAIT}.",
-                "Give another --timeout.",
+                f"Set --timeout to a number from 0 to {_LONGEST_WAIT}.",
             )
         request = request_of(arguments.launch[arguments.launch[:1] == ["--"] :], os.environ)
         findings = _nodes(request, arguments) if arguments.nodes else _here(request)

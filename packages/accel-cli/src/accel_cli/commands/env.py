@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ("COMMAND", "Env")
 
 _OURS: Final = "accel"
-"""What the names of the distributions of this project and of its plugins begin with."""
+"""Prefixes of the names of this project's distributions and of its plugins."""
 
 _CLIENTS: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
 _VARIABLES: Final = (
@@ -51,15 +51,17 @@ class Env:
     help = "show versions and settings for a bug report"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Which config file to show, and how."""
+        """Declare the config file to show, and the output options."""
         parser.add_argument(
-            *spelled("--config_file"), metavar="PATH", help="Config file to show; by default the user's own."
+            *spelled("--config_file"),
+            metavar="PATH",
+            help="Config file to show; by default the one that `accel config` writes.",
         )
-        parser.add_argument("--light", action="store_true", help="Show only what needs no torch.")
+        parser.add_argument("--light", action="store_true", help="Show only what does not need torch.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object.")
 
     def run(self, arguments: Namespace) -> int:
-        """Print what was found."""
+        """Print the report."""
         found = describe(os.environ, arguments.config_file, light=arguments.light)
         if arguments.json:
             import json
@@ -71,10 +73,10 @@ class Env:
 
 
 def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -> dict[str, Any]:
-    """Everything that a bug report needs, by heading.
+    """Collect everything that a bug report needs, by heading.
 
     Raises:
-        SettingError: a config file was named and there is none.
+        SettingError: the given config file does not exist.
     """
     found: dict[str, Any] = {
         "system": _system(),
@@ -89,7 +91,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
 
 
 def _packages() -> list[str]:
-    """The packages of this project and of its plugins, then what these require or take as extras, then clients."""
+    """The packages of this project and of its plugins, then their requirements and extras, then clients."""
     own = sorted(name for name in installed() if name.startswith(_OURS))
     needed = {name for one in own for name in requirements(one)}
     return list(dict.fromkeys((*own, *sorted(needed, key=str.lower), *_CLIENTS)))
@@ -116,7 +118,7 @@ def _devices() -> dict[str, Any]:
     try:
         answer = ask_torch("Cannot list the devices of this machine.")
     except AccelError as error:
-        return {"not known": error.obstacle}
+        return {"unknown": error.obstacle}
     broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
     return {"torch": answer["torch"], **answer["families"], **broken}
 
@@ -143,7 +145,7 @@ def _concerns_us(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _of_extensions() -> tuple[str, ...]:
-    """What variables of backends and launchers begin with: their names, without a version; no setting is loaded."""
+    """Prefixes of the variables of backends and launchers: their names without a version; no setting is loaded."""
     offered = (*extensions("accel.backends"), *extensions("accel.launchers"))
     return tuple({extension.name.rstrip("0123456789").upper() for extension in offered})
 

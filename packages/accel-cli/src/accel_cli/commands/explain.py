@@ -1,4 +1,4 @@
-"""`accel explain`: what the settings of a launch are, and where each comes from."""
+"""`accel explain`: shows the settings of a launch and the source of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = (
 
 
 def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
-    """Every setting as plain data, for programs."""
+    """Every setting as plain data, for JSON output."""
     return [
         {
             "setting": name,
@@ -43,7 +43,7 @@ def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
 
 
 def settings_table(settings: ResolvedSettings, everything: bool = True) -> list[str]:
-    """Every setting as a line of a table, or those that somebody gave."""
+    """Every setting as a line of a table, or only the settings that the user gave."""
     rows = [
         (
             name,
@@ -58,7 +58,7 @@ def settings_table(settings: ResolvedSettings, everything: bool = True) -> list[
 
 
 def difference(one: ResolvedSettings, other: ResolvedSettings) -> list[dict[str, Any]]:
-    """Settings whose values differ, with both values and origins."""
+    """Settings with different values, with both values and origins."""
     return [
         {
             "setting": name,
@@ -70,13 +70,13 @@ def difference(one: ResolvedSettings, other: ResolvedSettings) -> list[dict[str,
 
 
 def difference_table(one: ResolvedSettings, other: ResolvedSettings, names: tuple[str, str]) -> list[str]:
-    """Settings whose values differ as lines of a table; `names` are those of the two columns."""
+    """Settings with different values as lines of a table; `names` are the names of the two columns."""
     rows = [(name, *(_with_origin(side[name]) for side in (one, other))) for name in _differing(one, other)]
     return columns(("setting", *names), rows) if rows else ["There is no difference."]
 
 
 def shown(effect: ResolvedSetting, value: Any) -> str:
-    """A value as in a file or on a command line; `-` for no value."""
+    """A value as a file or a command line spells it; `-` for no value."""
     return "-" if value in (None, ()) else effect.setting.type.format(value)
 
 
@@ -94,10 +94,14 @@ class Explain:
     help = "show the settings of a launch, the source of each, and the launcher"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """A config file, another one to compare with, and the arguments of a launch."""
+        """Declare the config files to show and to compare, and the arguments of the launch."""
         parser.usage = f"{parser.prog} [--all] [--config_file PATH] [--diff PATH] [--json] [-- launch arguments]"
-        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
-        parser.add_argument("--diff", metavar="PATH", help="Config file to compare with; shows only what differs.")
+        parser.add_argument(
+            *spelled("--config_file"),
+            metavar="PATH",
+            help="Config file; by default the one that `accel config` writes.",
+        )
+        parser.add_argument("--diff", metavar="PATH", help="Config file to compare with; only differences are shown.")
         parser.add_argument("--all", action="store_true", help="Include settings with default values.")
         parser.add_argument("--json", action="store_true", help="Print all settings as JSON.")
         parser.add_argument("launch", nargs="...", help="Arguments of `accel launch`, after --.")
@@ -127,9 +131,9 @@ class Explain:
 
 
 def choices(request: Request) -> list[str]:
-    """What starts the processes and what trains the model, each with the reason."""
+    """The launcher and the backend of the run, each with the reason for its selection."""
     launcher, backend = request.launcher, request.settings["backend"]
-    chosen, reason = "chosen by each process at its start", "`accel backends` lists them"
+    chosen, reason = "selected by each process when it starts", "`accel backends` lists them"
     if backend.value is not None:
         chosen, reason = backend.value, backend.origin
     elif request.backend is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "Launch", "launch_request", "this_machine")
 
-# What starts processes is imported where it is needed: a help text and an error answer without it.
+# Code that starts processes is imported where it is needed, so that help texts and errors appear quickly.
 
 
 class Launch:
@@ -24,13 +24,13 @@ class Launch:
     help = "start a script on one or many processes"
 
     def manual(self, prog: str) -> str:
-        """The help text."""
+        """Return the help text."""
         from accel_cli.launch.manual import launch_manual
 
         return launch_manual(prog)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Flags grown from the settings of the launcher and the backends, then the script and what is its own."""
+        """Declare the flags of the settings of the launchers and backends, then the script and its arguments."""
         from accel_cli.launch.options import add_launch_arguments
 
         add_launch_arguments(parser)
@@ -48,7 +48,7 @@ class Launch:
         return _become(plan) if plan.replaces and os.name == "posix" else launcher.run(plan)
 
     def _planned(self, arguments: Namespace) -> tuple[Launcher, LaunchPlan]:
-        """What is going to be started, and by what."""
+        """The request, the plan and the launcher of a launch."""
         from accel_cli.launch.check import check_axes, check_elastic, check_here, check_launch, check_launchers
         from accel_cli.launch.launchers import load_launcher
         from accel_cli.launch.request import notes, read_request, script_of
@@ -77,7 +77,7 @@ class Launch:
 
 
 def launch_request(request: Request, script: Script) -> LaunchRequest:
-    """What the launcher plans from."""
+    """The input of the launcher's `plan`."""
     from accel_cli.launch.launcher import LaunchRequest
     from accel_cli.launch.options import carried_classes, launch_options
 
@@ -94,7 +94,7 @@ def launch_request(request: Request, script: Script) -> LaunchRequest:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """What a plan has to know about the machine this process runs on."""
+    """The facts about this machine that a plan needs."""
     from accel_cli.launch.devices import count_devices
     from accel_cli.launch.launcher import Machine
 
@@ -107,11 +107,11 @@ def _lost_place(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
     size = environ.get("WORLD_SIZE", "")
     if not plan.removed or size in ("", "1") or size == str(plan.processes):
         return []
-    return [f"$WORLD_SIZE={size} is not passed on: this launch is a run of {plan.processes} process(es) by itself."]
+    return [f"$WORLD_SIZE={size} is ignored: this launch is a separate run with {plan.processes} process(es)."]
 
 
 def _become(plan: LaunchPlan) -> int:
-    """Let the process that looks after the others take this one's place: signals and exit codes need no relay."""
+    """Replace this process by the one that supervises the others, so that signals and exit codes need no relay."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(plan.argv[0], plan.argv, {**plan.inherited, **plan.environment})

@@ -1,6 +1,6 @@
-"""`accel test`: train a little as a config file says, and check what comes out.
+"""`accel test`: runs a short training with the settings of a config file, and checks its results.
 
-The script belongs to the package with the Accelerator, and is found through the entry-point group `accel.scripts`.
+The script is part of the package with the Accelerator, and is found through the entry-point group `accel.scripts`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ class Test:
     help = "test processes, collectives, loaders and training on this machine"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """A config file, and further arguments of the launch."""
+        """Declare the config file, and further arguments of the launch."""
         parser.usage = f"{parser.prog} [--config_file PATH] [-- launch arguments]"
-        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
+        parser.add_argument(
+            *spelled("--config_file"),
+            metavar="PATH",
+            help="Config file; by default the one that `accel config` writes.",
+        )
         parser.add_argument("launch", nargs="...", help="Further arguments of `accel launch`, after --.")
 
     def run(self, arguments: Namespace) -> int:
         """Launch the script and return its exit code.
 
         Raises:
-            Missing: no installed package has the script.
+            Missing: no installed package provides the script.
         """
         from accel_cli.commands.launch import COMMAND as LAUNCH
         from accel_cli.parser import Parser
@@ -45,7 +49,7 @@ class Test:
         LAUNCH.add_arguments(parser)
         code = LAUNCH.run(parser.parse_args(words))
         if code != 0:
-            print("accel test: the checks did not pass; the lines above say where they ended.", file=sys.stderr)
+            print("accel test: the checks failed; the lines above show the first failure.", file=sys.stderr)
         return code
 
 

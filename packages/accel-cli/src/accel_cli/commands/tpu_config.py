@@ -25,20 +25,30 @@ class TPUConfig:
     help = "run commands on every machine of a TPU pod"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Which pod, and what to run; what is not given comes from the config file."""
+        """Declare the pod and the commands; missing values are read from the config file."""
         add = parser.add_argument
-        add(*spelled("--config_file"), metavar="PATH", help="Config file; by default the user's own.")
-        add(*spelled("--tpu_name"), metavar="TEXT", help="Name of the TPU.")
-        add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone of the TPU.")
+        add(
+            *spelled("--config_file"),
+            metavar="PATH",
+            help="Config file; by default the one that `accel config` writes.",
+        )
+        add(*spelled("--tpu_name"), metavar="TEXT", help="Name of the TPU; by default tpu_name of the config file.")
+        add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone of the TPU; by default tpu_zone of the config file.")
         add(*spelled("--use_alpha"), action="store_true", help="Use `gcloud alpha`.")
         add(*spelled("--command_file"), metavar="PATH", help="File with one command per line.")
-        add("--command", action="append", nargs="+", metavar="TEXT", help="Commands; may be repeated.")
-        add(*spelled("--install_accelerate"), action="store_true", help="Install this library on the machines first.")
+        add(
+            "--command",
+            action="append",
+            nargs="+",
+            metavar="TEXT",
+            help="Commands to run on each machine; may be repeated.",
+        )
+        add(*spelled("--install_accelerate"), action="store_true", help="Install accelerate on the machines first.")
         add(
             *spelled("--accelerate_version"),
             default="latest",
             metavar="TEXT",
-            help="Version to install: a number, latest or dev.",
+            help="Version to install: a version number, latest or dev.",
         )
         add("--debug", action="store_true", help="Print the commands without running them.")
 
@@ -60,7 +70,7 @@ def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str,
 
     Raises:
         SettingError: the TPU, its zone or the commands are missing.
-        NotFound: the config file or the file with commands is not there.
+        NotFound: the config file or the file with commands does not exist.
     """
     from accel_cli.launch.request import request_of
     from accel_cli.launch.tpu import TPUSettings
@@ -88,8 +98,8 @@ def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alp
         said for given, said in ((name, "--tpu_name"), (zone, "--tpu_zone"), (commands, "--command")) if not given
     ]
     if missing:
-        obstacle = f"{', '.join(missing)} is neither given nor in the config file."
-        raise SettingError(_ASKED, obstacle, f"Give {' and '.join(missing)}.")
+        obstacle = f"Missing {', '.join(missing)}: not on the command line, and not in the config file."
+        raise SettingError(_ASKED, obstacle, f"Set {' and '.join(missing)}.")
     return (
         "gcloud",
         *(("alpha",) if alpha else ()),
@@ -105,9 +115,11 @@ def _lines(path: str | None) -> list[str]:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
     except FileNotFoundError:
-        raise NotFound(_ASKED, f"{path} is not there.", "Check the path.") from None
+        raise NotFound(_ASKED, f"There is no file {path}.", "Check the path.") from None
     except (OSError, ValueError) as error:
-        raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a file with a command a line.") from None
+        raise SettingError(
+            _ASKED, f"{path} cannot be read: {error}.", "Give a text file with one command per line."
+        ) from None
 
 
 def _install(package: str, version: str) -> str:
@@ -127,7 +139,7 @@ def call(argv: Sequence[str]) -> int:
         return subprocess.call(argv)
     except FileNotFoundError:
         remedy = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
-        raise Missing(_ASKED, "The program gcloud is not on the path.", remedy) from None
+        raise Missing(_ASKED, "The program `gcloud` is not on the path.", remedy) from None
 
 
 COMMAND: Final = TPUConfig()

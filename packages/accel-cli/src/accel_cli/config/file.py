@@ -1,8 +1,8 @@
-"""Config files: where the user's own one is, their entries with line numbers, and their values as those of settings.
+"""Config files: the path of the user's default file, entries with line numbers, and the values of settings.
 
-Scalars keep their text: the setting that an entry belongs to knows how to read it, so that `mixed_precision: no` means
-the word and not a bool. Files as `accel config` writes them are read without the YAML library, which takes longer to
-load than all else that `accel explain` does.
+Scalars are read as text, which the setting of the entry then parses: `mixed_precision: no` means the word and not a
+bool. Files in the form that `accel config` writes are read without the YAML library, because importing it takes longer
+than everything else in `accel explain`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ConfigEntry(NamedTuple):
 
 
 def plain_entries(text: str) -> tuple[ConfigEntry, ...] | None:
-    """Entries of a file, or None where it holds anything that is not plain, a mistake included."""
+    """Entries of a file, or None if it contains anything but plain entries, such as an error."""
     entries: list[ConfigEntry] = []
     seen: set[str] = set()
     table: ConfigEntry | None = None
@@ -183,7 +183,7 @@ _USUAL: Final = {
 
 
 def with_prefix(key: str) -> str:
-    """A key in its full form.
+    """The full form of a key.
 
     Example:
         >>> with_prefix("fsdp_config.version")
@@ -195,23 +195,23 @@ def with_prefix(key: str) -> str:
 
 
 def is_known(key: str) -> bool:
-    """Whether files of Accelerate may hold a key; any key below `additional_args` is allowed."""
+    """Whether a key may occur in files of Accelerate; any key below `additional_args` is allowed."""
     return key in KNOWN or key.startswith("additional_args.")
 
 
 def says_nothing(key: str, value: object) -> bool:
-    """Whether an entry only repeats what holds anyway, so that nobody misses it."""
+    """Whether an entry only repeats a default, so that it can be removed."""
     return value in (None, []) or str(value) in _USUAL.get(key, ())
 
 
-# The YAML library takes time for each bracket by the depth at which it stands, and 10 µs for each character of others.
+# The YAML library's time for a bracket grows with its depth; every other character takes 10 µs.
 _DEEPEST: Final = 20
 _LARGEST: Final = 100_000
 _NULL: Final = "tag:yaml.org,2002:null"
 
 
 def read_document(path: str) -> tuple[ConfigEntry, ...]:
-    """Entries of a config file in the order in which they stand.
+    """Entries of a config file, in the order of their lines.
 
     Raises:
         NotFound: there is no such file.
@@ -225,19 +225,19 @@ def read_document(path: str) -> tuple[ConfigEntry, ...]:
         remedy = "Check the path, or write a file with `accel config`."
         raise NotFound(asked, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        remedy = f"Give a text file of at most {_LARGEST} bytes."
+        remedy = f"Give a readable text file of at most {_LARGEST} bytes."
         raise SettingError(asked, f"It cannot be read: {error}.", remedy) from None
     if _depth(text) > _DEEPEST:
-        raise SettingError(asked, f"{path} is nested too deeply.", "Write a flatter file.")
+        raise SettingError(asked, f"{path} has too many nested levels.", "Reduce the nesting.")
     entries = None if path.endswith(".json") else plain_entries(text)
     return tuple(_from_library(text, asked, path)) if entries is None else entries
 
 
 def read_tables(path: str) -> dict[str, Any]:
-    """A config file as nested tables of the values that YAML makes of its scalars.
+    """Read a config file as nested tables, with scalars parsed as YAML defines.
 
     Raises:
-        SettingError: as `read_document`, or a scalar is not what its form or tag says, such as a 31st of February.
+        SettingError: as `read_document`, or a scalar is invalid, such as the date 31 February.
     """
     import yaml
 
@@ -247,7 +247,7 @@ def read_tables(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
         asked = f"Cannot read the config file {path}."
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError(asked, f"A value cannot be parsed: {reason}.", "Quote that value.") from None
+        raise SettingError(asked, f"A value cannot be parsed: {reason}.", "Put that value in quotes.") from None
     return found
 
 
@@ -260,13 +260,13 @@ def _from_library(text: str, asked: str, path: str) -> Iterator[ConfigEntry]:
     if root is None or root.tag == _NULL:
         return
     if root.id != "mapping":
-        obstacle = f"{path}:{root.start_mark.line + 1} does not begin with `key: value`."
-        raise SettingError(asked, obstacle, "Write one `key: value` a line.")
+        obstacle = f"{path}:{root.start_mark.line + 1} is not a `key: value` entry."
+        raise SettingError(asked, obstacle, "Write one `key: value` per line.")
     yield from _entries(root, "", asked, path)
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest, those inside texts counted as well."""
+    """Depth of nested brackets; brackets inside strings count as well."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
@@ -294,7 +294,7 @@ def _check_json(text: str, asked: str, path: str) -> None:
 
 
 def _compose(text: str, asked: str, path: str) -> Any:
-    """The tree of nodes, or None for an empty file."""
+    """The tree of YAML nodes, or None for an empty file."""
     import yaml
 
     try:
@@ -305,14 +305,14 @@ def _compose(text: str, asked: str, path: str) -> Any:
             return yaml.compose(text, Loader=yaml.SafeLoader)
         line = "?" if alias.start_mark is None else alias.start_mark.line + 1
         obstacle = f"{path}:{line} uses the alias *{alias.anchor}."
-        raise SettingError(asked, obstacle, "Write the values out.")
+        raise SettingError(asked, obstacle, "Write the values in full instead.")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SettingError(asked, f"{where}: it is not valid YAML: {problem}.", "Correct that line.") from None
     except RecursionError:
-        raise SettingError(asked, f"{path} is nested too deeply.", "Write a flatter file.") from None
+        raise SettingError(asked, f"{path} has too many nested levels.", "Reduce the nesting.") from None
 
 
 def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigEntry]:
@@ -321,7 +321,7 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigE
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
             raise SettingError(
-                asked, f"{path}:{line} has a key that is not a string.", "Write one `key: value` a line."
+                asked, f"{path}:{line} has a key that is not a string.", "Write one `key: value` per line."
             )
         key = prefix + key_node.value
         first = seen.setdefault(key, (line, value_node))
@@ -336,7 +336,7 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[ConfigE
 def _entry(key: str, node: Any, line: int, asked: str, path: str) -> Iterator[ConfigEntry]:
     if node.id == "mapping" and node.value:
         if key.count(".") >= 8:
-            raise SettingError(asked, f"{path}:{line} is nested too deeply.", "Write a flatter file.")
+            raise SettingError(asked, f"{path}:{line} has too many nested levels.", "Reduce the nesting.")
         yield from _entries(node, key + ".", asked, path)
     elif node.id == "mapping":
         yield ConfigEntry(key, None, line)
@@ -360,7 +360,7 @@ DEFAULT_NAME: Final = "default_config.yaml"
 
 
 def default_path(environ: Mapping[str, str]) -> str:
-    """The file that is read when none is named: in the cache folder of the Hugging Face libraries.
+    """The config file that is read by default, in the cache folder of the Hugging Face libraries.
 
     Example:
         >>> default_path({"HF_HOME": "/data/hf"})
@@ -376,13 +376,13 @@ _ADDITIONAL: Final = "additional_args."
 
 
 class ConfigFile(NamedTuple):
-    """What a config file says.
+    """The content of a config file.
 
     Args:
         path: path of the file.
-        values: values by the label of their setting, with file and line as origin.
-        unread: entries that no installed part reads and that ask for something.
-        additional: entries below `additional_args`, by name; the launcher of SageMaker passes it on.
+        values: values by the label of their setting; the origin is the file and line.
+        unread: entries that no installed package reads and that are not just defaults.
+        additional: entries below `additional_args`, by name, which the SageMaker launcher passes on.
     """
 
     path: str
@@ -396,10 +396,10 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
 
     Args:
         path: the file.
-        classes: settings classes whose keys it may hold.
+        classes: settings classes that define the allowed keys.
 
     Raises:
-        SettingError: the file is not readable or not valid, a key is unknown, or a value is not of its setting's kind.
+        SettingError: the file cannot be read or is not valid, a key is unknown, or a setting cannot parse its value.
     """
     keys = _keys(classes)
     values: dict[str, Given] = {}
@@ -421,7 +421,7 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
 
 
 def _keys(classes: Iterable[type]) -> dict[str, list[Setting]]:
-    """Settings by key; a key that two of them share is read by both."""
+    """Settings by key; two settings may share a key, and both read it."""
     keys: dict[str, list[Setting]] = {}
     for settings_class in classes:
         for known in settings_of(settings_class).values():
@@ -431,7 +431,7 @@ def _keys(classes: Iterable[type]) -> dict[str, list[Setting]]:
 
 
 def modern(entry: ConfigEntry) -> ConfigEntry:
-    """An entry with its key as files have it today."""
+    """An entry with the current spelling of its key."""
     key = with_prefix(entry.key)
     if key == "fp16":
         return entry._replace(key="mixed_precision", value="fp16" if str(entry.value).lower() == "true" else None)
@@ -454,7 +454,7 @@ def _given(known: Setting, entry: ConfigEntry, path: str) -> Given | None:
 
 def _unknown(entry: ConfigEntry, path: str, keys: Iterable[str]) -> SettingError:
     near = closest(entry.key, {*keys, *KNOWN})
-    remedy = f"Did you mean {near!r}?" if near else "Remove the line, or update the package that reads it."
+    remedy = f"Did you mean {near!r}?" if near else "Remove the line, or update the package that defines the key."
     return SettingError(
         f"Cannot read the config file {path}.", f"{path}:{entry.line} has the unknown key {entry.key!r}.", remedy
     )

@@ -1,4 +1,4 @@
-"""What each setting is, where that came from and what it overrode: flag, then environment, then file, then default."""
+"""The value of each setting, its source and what it overrides: flag, then environment, then file, then default."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def _parse(text: str) -> tuple[str, ...]:
 
 
 REPEATED: Final = ValueType("a text, or a list of texts", _parse, lambda texts: JSON.format(list(texts)))
-"""Texts that may hold anything, so no separator divides them."""
+"""A list of texts that may contain any character, so that no separator is possible."""
 
 
 S = TypeVar("S")
 
 
 def label(known: Setting) -> str:
-    """Name of a setting among those of all classes; one of a backend goes by its key in the file, or by its flag."""
+    """Unique name of a setting among all classes; for a backend's setting, its key in the file or its flag."""
     if known.key is not None:
         return known.key if "." in known.key else known.name
     return known.name if known.flag is None else known.flag.removeprefix("--")
 
 
 class ResolvedSetting(NamedTuple):
-    """One setting with everything that was said about it.
+    """One setting with the values from all sources.
 
     Args:
         setting: the definition.
-        candidates: values with their origins, the one that counts first; the default is always the last.
+        candidates: values with their origins, by priority: the first is effective, and the default is always last.
     """
 
     setting: Setting
@@ -50,27 +50,27 @@ class ResolvedSetting(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The value that counts."""
+        """The effective value."""
         return self.candidates[0].value
 
     @property
     def origin(self) -> str:
-        """Where the value came from."""
+        """The source of the effective value."""
         return self.candidates[0].origin
 
     @property
     def given(self) -> bool:
-        """Whether anybody gave a value, even one that equals the default."""
+        """Whether the user gave a value, even one equal to the default."""
         return len(self.candidates) > 1
 
     @property
     def overridden(self) -> tuple[Given, ...]:
-        """What was given elsewhere and does not count."""
+        """Given values that the effective one overrides."""
         return self.candidates[1:-1]
 
 
 class ResolvedSettings(Mapping[str, ResolvedSetting]):
-    """The effect of every setting of some classes, by its label; of two with one label the first is shown."""
+    """The values of every setting of some classes, by label; if two settings share a label, the first is shown."""
 
     def __init__(self, by_class: Mapping[type, Mapping[str, ResolvedSetting]]) -> None:
         self._by_class = by_class
@@ -89,11 +89,11 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         return len(self._effects)
 
     def instance(self, settings_class: type[S]) -> S:
-        """An instance of one of the classes, with the values that count."""
+        """An instance of one of the classes, with the effective values."""
         return settings_class(**{name: effect.value for name, effect in self._by_class[settings_class].items()})
 
     def variables(self, settings_class: type) -> dict[str, str]:
-        """Variables that carry what was given for a class; what is only a default is not passed on as if asked for."""
+        """Variables that pass the given values of a class to the processes; defaults are not passed on."""
         effects = self._by_class[settings_class]
         variables = {
             effect.setting.variable: effect.setting.type.format(effect.value)
@@ -107,7 +107,7 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         return variables
 
     def origins(self, settings_class: type) -> dict[str, str]:
-        """Where the values of a class came from that `variables` carries, by variable."""
+        """The source of each value that `variables` passes on, by variable."""
         return {
             effect.setting.variable: effect.origin
             for effect in self._by_class[settings_class].values()
@@ -122,17 +122,17 @@ def resolve_settings(
     file: Mapping[str, Given],
     cluster: Mapping[str, Given] | None = None,
 ) -> ResolvedSettings:
-    """Put the sources together.
+    """Combine all sources of the settings.
 
     Args:
         classes: settings classes.
         flags: values of the command line by label.
         environ: variables to read.
         file: values of the config file by label.
-        cluster: values that variables of a batch system imply; after the variables that name a setting.
+        cluster: values from the variables of a batch system; variables of a setting have priority over them.
 
     Raises:
-        SettingError: a variable holds something that is not of its setting's kind.
+        SettingError: a setting cannot parse the value of its variable.
     """
 
     def effect(known: Setting) -> ResolvedSetting:

@@ -1,6 +1,6 @@
-"""The wizard of `accel config`: its questions are those that the settings carry, installed backends included.
+"""The wizard of `accel config`: the settings define its questions, including those of installed backends.
 
-In a terminal it shows menus where the library for them is installed, and plain lines elsewhere.
+In a terminal it shows menus if questionary is installed; otherwise it asks in plain lines.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ __all__ = (
 
 
 class Prompter(Protocol):
-    """A way to ask."""
+    """Asks the user a question."""
 
     def choose(self, question: str, options: Sequence[str], default: str) -> str:
         """One of the options."""
 
     def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
-        """A text for which `problem` says None."""
+        """Ask for a text, until `problem` returns None for it."""
 
 
 def prompter() -> Prompter:
-    """The way that this terminal allows."""
+    """The prompter that this terminal supports."""
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return Menus() if in_terminal and importable("questionary") else Lines()
 
 
 class Menus:
-    """Menus of the library questionary."""
+    """Asks with menus of the library questionary."""
 
     def choose(self, question: str, options: Sequence[str], default: str) -> str:
-        """One of the options, chosen with the arrow keys."""
+        """Ask for one of the options, selected with the arrow keys."""
         import questionary
 
         return str(questionary.select(question, choices=list(options), default=default).unsafe_ask())
 
     def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
-        """A text; what is wrong with it is shown while it is typed."""
+        """Ask for a text; an error is shown while the user types."""
         import questionary
 
         def check(text: str) -> bool | str:
@@ -62,23 +62,23 @@ class Menus:
 
 
 class Lines:
-    """One line of standard input for each answer; an empty one takes the default."""
+    """Reads each answer as a line of standard input; an empty line selects the default."""
 
     def choose(self, question: str, options: Sequence[str], default: str) -> str:
-        """One of the options, by its number or its name."""
+        """Ask for one of the options, by its number or its name."""
         print(question)
         for number, option in enumerate(options, start=1):
             print(f"  {number}. {option}")
 
         def problem(text: str) -> str | None:
             known = text in options or (text.isdecimal() and 1 <= int(text) <= len(options))
-            return None if known else f"Give a number from 1 to {len(options)}, or a name."
+            return None if known else f"Enter a number from 1 to {len(options)}, or a name from the list."
 
-        answer = self.ask("Which one?", default, problem)
+        answer = self.ask("Number or name:", default, problem)
         return answer if answer in options else options[int(answer) - 1]
 
     def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
-        """A text."""
+        """Ask for a text."""
         while True:
             try:
                 answer = input(f"{question} [{default}] " if default else f"{question} ").strip() or default
@@ -119,22 +119,22 @@ _SUGGESTIONS: Final = {
     "dynamo_config.dynamo_backend": "NO",
     "dynamo_config.dynamo_mode": "default",
 }
-_REVIEW: Final = "These are your answers. Which one do you want to change?"
-_WRITE: Final = "none, write the file"
+_REVIEW: Final = "Which of your answers do you want to change?"
+_WRITE: Final = "none, write the config file"
 _NEEDED: Final = ("main_process_ip",)
 
 
 def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
-    """Ask, and return the answers by key of the config file.
+    """Ask all questions, and return the answers by key of the config file.
 
     Args:
-        prompter: how to ask.
+        prompter: asks the user.
         classes: settings classes of the launcher.
-        backends: settings class of each installed backend, None for one without settings.
+        backends: settings class of each installed backend; None for a backend without settings.
     """
     answers: dict[str, Any] = {}
     keys = _ask_all(prompter, classes, answers)
-    name = prompter.choose("Which backend should own the run?", [AUTOMATIC, *backends], AUTOMATIC)
+    name = prompter.choose("Which backend do you want to use?", [AUTOMATIC, *backends], AUTOMATIC)
     if name != AUTOMATIC:
         keys["backend"] = name
         chosen = backends[name]
@@ -143,7 +143,7 @@ def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str
 
 
 def reviewed(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
-    """Ask as `questions` does, show all answers, and ask again what the user wants to change, until nothing is left."""
+    """Ask as `questions` does, show all answers, and repeat the questions that the user wants to change."""
     remembered = _Remembering(prompter)
     while True:
         remembered.asked.clear()
@@ -156,11 +156,11 @@ def reviewed(prompter: Prompter, classes: Iterable[type], backends: Mapping[str,
 
 
 class _Remembering:
-    """Asks each question once, and answers it from memory afterwards.
+    """Asks the user each question once, and returns the remembered answer after that.
 
     Attributes:
         known: answers by question.
-        asked: those that this pass needed, in their order.
+        asked: answers that this pass needed, in the order of their questions.
     """
 
     def __init__(self, prompter: Prompter) -> None:
@@ -208,11 +208,11 @@ def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
 
 
 def _problem(known: Setting, text: str) -> str | None:
-    """Why a text is not an answer, or None."""
+    """The reason why a text is not a valid answer, or None."""
     if not text.strip():
-        return "An answer is needed here." if known.name in _NEEDED else None
+        return "This question needs an answer." if known.name in _NEEDED else None
     try:
         known.type.parse(text)
     except ValueError:
-        return f"Give {known.type.name}."
+        return f"Enter {known.type.name}."
     return None

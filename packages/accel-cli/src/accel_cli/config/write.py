@@ -1,4 +1,4 @@
-"""Writing config files: all at once, the usual one for this machine, and an old one in today's form."""
+"""Writes config files: given values, the default file for this machine, and an old file in the current format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = (
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as tables within tables; lists and plain values only.
+    """Convert values by dotted key to nested tables; values are lists and scalars only.
 
     Example:
         >>> nested({"num_processes": 2, "parallelism_config.parallelism_config_tp_size": 2})
@@ -40,7 +40,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(path: str, values: Mapping[str, Any]) -> None:
-    """Write values by dotted key as YAML, or as JSON when the file's name says so.
+    """Write values by dotted key as YAML, or as JSON if the file name ends with .json.
 
     Raises:
         SettingError: the file cannot be written.
@@ -53,11 +53,11 @@ def write_config(path: str, values: Mapping[str, Any]) -> None:
         os.replace(partial, path)
     except OSError as error:
         asked = f"Cannot write the config file {path}."
-        raise SettingError(asked, f"The system refused: {error}.", "Give another --config_file.") from None
+        raise SettingError(asked, f"The system reports: {error}.", "Give another --config_file.") from None
 
 
 def config_text(values: Mapping[str, Any], path: str = "") -> str:
-    """The text of a config file with values by dotted key: YAML, or JSON when the file's name says so."""
+    """The text of a config file with values by dotted key: YAML, or JSON if the file name ends with .json."""
     root = nested(values)
     if path.endswith(".json"):
         import json
@@ -69,11 +69,11 @@ def config_text(values: Mapping[str, Any], path: str = "") -> str:
 
 
 def usual_config(best: Mapping[str, Any], mixed_precision: str) -> dict[str, Any]:
-    """One process for each device of this machine.
+    """The default values: one process for each device of this machine.
 
     Args:
         best: name, number of devices and `distributed_type` of the best device family.
-        mixed_precision: as the setting takes it.
+        mixed_precision: value of the setting `mixed_precision`.
     """
     count = max(int(best["count"]), 1)
     return {
@@ -86,10 +86,10 @@ def usual_config(best: Mapping[str, Any], mixed_precision: str) -> dict[str, Any
 
 
 def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
-    """What a config file says, under today's keys and in today's spelling.
+    """The values of a config file, with current keys and spellings.
 
     Raises:
-        SettingError: the file cannot be used.
+        SettingError: the file is not valid.
     """
     classes = tuple(classes)
     given = read_config(path, classes).values
@@ -105,7 +105,7 @@ def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def _at(root: Any, entry: ConfigEntry) -> Any:
-    """Value of an entry as YAML reads it, which nobody here owns."""
+    """Value of an entry that no settings class defines, as YAML parses it."""
     for part in entry.key.split("."):
         root = root[part] if isinstance(root, dict) and part in root else entry.value
     return root

@@ -1,1 +1,1 @@
-"""Looking at machines before a run: each by itself, and all of them together."""
+"""Checks machines before a run: each one separately, and the connections between them."""

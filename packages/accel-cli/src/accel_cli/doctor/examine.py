@@ -1,4 +1,4 @@
-"""Looking at one machine before a run: what would go wrong later, with what to do about it."""
+"""Checks one machine before a run: finds problems, with a remedy for each."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from accel_state.untrusted import printable
 
 __all__ = ("EXAMINATIONS", "FINE", "TROUBLE", "WORRY", "Finding", "examine", "examine_launch", "lines_of")
 
-FINE: Final = "fine"
-WORRY: Final = "worry"
-TROUBLE: Final = "trouble"
+FINE: Final = "ok"
+WORRY: Final = "warning"
+TROUBLE: Final = "error"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result.
+    """The result of one check.
 
     Args:
-        subject: what was looked at.
-        verdict: `FINE`, `WORRY` (a run may go wrong) or `TROUBLE` (a run will).
-        told: what was seen.
-        remedy: what to do, empty when nothing has to be done.
+        subject: what was checked.
+        verdict: `FINE`, `WORRY` (a run may fail) or `TROUBLE` (a run will fail).
+        told: what the check found.
+        remedy: what to do; empty if there is nothing to do.
     """
 
     subject: str
@@ -45,11 +45,11 @@ class Finding:
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
-    """Findings as people read them, one a line, each with its remedy below."""
+    """Findings as text, one per line, each with its remedy below."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
-        # Another machine may have said it.
+        # The text may come from another machine.
         told, remedy = printable(finding.told), printable(finding.remedy)
         lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {told}")
         if remedy:
@@ -65,7 +65,7 @@ _LEAST_DISK: Final = 2**30
 
 
 def examine(request: Request) -> Iterator[Finding]:
-    """Every examination of this machine, one after the other."""
+    """Run every check of this machine, one after the other."""
     for examination in EXAMINATIONS:
         yield from examination(request)
 
@@ -78,9 +78,9 @@ def _python(request: Request) -> Iterator[Finding]:
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
     try:
-        answer = ask_torch("Cannot examine torch.")
+        answer = ask_torch("Cannot check torch.")
     except AccelError as error:
-        yield Finding("torch", TROUBLE, error.obstacle, "Repair the installation of torch.")
+        yield Finding("torch", TROUBLE, error.obstacle, "Reinstall torch.")
         return
     yield Finding("torch", FINE, answer["torch"])
     counts = ", ".join(f"{count} {name}" for name, count in answer["families"].items())
@@ -99,17 +99,17 @@ def _backends(request: Request) -> Iterator[Finding]:
 
 
 def _added(request: Request) -> Iterator[Finding]:
-    """The examinations that installed distributions offer."""
+    """The checks that other installed packages provide."""
     for extension in extensions("accel.examinations"):
         try:
             yield from extension.load()(request)
         except Exception as error:
-            told = f"The examination of {extension.origin} failed: {error!r}"
+            told = f"The check of {extension.origin} failed: {error!r}"
             yield Finding(extension.name, WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
 
 
 def examine_launch(request: Request) -> Iterator[Finding]:
-    """What the launch that is meant needs on this machine: its script, and what the chosen backend requires."""
+    """Check what the launch needs on this machine: its script, and the requirements of the selected backend."""
     if getattr(request.arguments, "script", None):
         try:
             script = script_of(request.arguments)
@@ -128,12 +128,12 @@ def _told(error: AccelError) -> str:
 
 def _config(request: Request) -> Iterator[Finding]:
     if request.config is None:
-        yield Finding("config file", FINE, "none is used")
+        yield Finding("config file", FINE, "none in use")
         return
     unread = ", ".join(entry.key for entry in request.config.unread)
     if unread:
-        told = f"Nothing that is installed reads {unread} of {request.config.path}."
-        yield Finding("config file", WORRY, told, "Remove those lines, or install what reads them.")
+        told = f"No installed package reads {unread} of {request.config.path}."
+        yield Finding("config file", WORRY, told, "Remove these lines, or install the package that reads them.")
     else:
         yield Finding("config file", FINE, request.config.path)
 
@@ -144,7 +144,7 @@ def _port(request: Request) -> Iterator[Finding]:
         return
     try:
         with Port(wanted.value or None, wanted.origin) as port:
-            yield Finding("port", FINE, f"{port.number} is free" if wanted.value else "a free one can be had")
+            yield Finding("port", FINE, f"{port.number} is free" if wanted.value else "a free port is available")
     except AccelError as error:
         yield Finding("port", TROUBLE, error.obstacle, error.remedy)
 
@@ -157,13 +157,15 @@ def _name(request: Request) -> Iterator[Finding]:
         remedy = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the name of a network interface."
         yield Finding("host name", WORRY, f"{name} has no address: {error}", remedy)
         return
-    yield Finding("host name", FINE, f"{name} is {address}")
+    yield Finding("host name", FINE, f"{name} resolves to {address}")
 
 
 def _shared_memory(request: Request) -> Iterator[Finding]:
     if os.path.isdir(_SHARED_MEMORY):
         free = shutil.disk_usage(_SHARED_MEMORY).free
-        remedy = "Give the container more, as with docker run --shm-size=8g: DataLoader workers need it."
+        remedy = (
+            "Give the container more shared memory, for example docker run --shm-size=8g: DataLoader workers need it."
+        )
         yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
 
 
@@ -173,14 +175,14 @@ def _open_files(request: Request) -> Iterator[Finding]:
     except ImportError:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = "no limit" if limit < 0 else f"at most {limit}"
-    remedy = f"Raise the limit, as with ulimit -n {_LEAST_OPEN_FILES}."
+    told = "no limit" if limit < 0 else f"limit {limit}"
+    remedy = f"Raise the limit, for example ulimit -n {_LEAST_OPEN_FILES}."
     yield _judged("open files", told, 0 <= limit < _LEAST_OPEN_FILES, remedy)
 
 
 def _disk(request: Request) -> Iterator[Finding]:
     free = shutil.disk_usage(os.getcwd()).free
-    remedy = "Make room, or start from another folder: checkpoints go here by default."
+    remedy = "Free disk space, or start from another folder: checkpoints are written here by default."
     yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
 
 
@@ -205,4 +207,4 @@ EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
     _open_files,
     _disk,
 )
-"""What is looked at, in this order."""
+"""The checks, in the order in which they run."""

@@ -1,12 +1,12 @@
-"""The machines of a run meet before it: the main one collects what all say and tells everybody the verdict.
+"""Connects the machines before a run: the main machine collects data from all and sends the findings to all.
 
 Their messages are lines of JSON, in this order:
 
     main machine                              every other machine
-    listens on the port of the run     <--    hello: rank, host, versions, settings, its time, a port of its own
-    who is where, token of the folder  -->    connects to all others, looks into the shared folder
-                                       <--    what it found
-    findings                           -->    the same report everywhere
+    listens on the port of the run     <--    hello: rank, host, versions, settings, its time, its own port
+    all hosts, token of the folder     -->    connects to all others, reads the shared folder
+                                       <--    its findings
+    all findings                       -->    the same report on every machine
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Member:
     """One machine of the run.
 
     Args:
-        rank: which one it says it is.
-        host: its name.
-        versions: version of each package that has to agree.
-        settings: text of each setting that has to agree.
+        rank: the rank that it reports.
+        host: its host name.
+        versions: version of each package that must be the same on all machines.
+        settings: text of each setting that must be the same on all machines.
         clock: seconds by which its clock is ahead of the main machine's.
-        unreachable: ranks of machines it could not connect to, with the reason.
-        shares_folder: whether it sees what the main machine wrote into the shared folder; None without one.
+        unreachable: ranks of machines that it could not connect to, with the reason.
+        shares_folder: whether it sees the file that the main machine wrote into the shared folder; None without one.
     """
 
     rank: int
@@ -76,27 +76,29 @@ class Member:
 
 
 def compare(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
-    """What is wrong between the machines; a single fine finding when nothing is.
+    """Find the problems between the machines; without any, return a single finding with the verdict `FINE`.
 
     Args:
-        members: the machines that came, the main one first.
-        machines: how many should have come.
-        waited: for how many seconds they were waited for.
+        members: the machines that connected, the main one first.
+        machines: the expected number of machines.
+        waited: seconds that the main machine waited for them.
     """
     found = [*_wrong_ranks(members, machines, waited)]
     for member in members:
         found += _differences(members[0], member)
     hosts = {member.rank: member.host for member in members}
-    remedy = "Open the ports between the machines: every process connects to others."
+    remedy = "Open all ports between the machines in the firewall: every process connects to others."
     for member in members:
         for rank, reason in sorted(member.unreachable.items()):
             told = f"{member.host} cannot connect to {hosts.get(rank, f'machine {rank}')}: {reason}."
             found.append(Finding("network", TROUBLE, told, remedy))
     apart = ", ".join(member.host for member in members if member.shares_folder is False)
     if apart:
-        told = f"{apart} do not see what {members[0].host} writes into the shared folder."
+        told = f"The files that {members[0].host} writes into the shared folder are not visible on {apart}."
         found.append(Finding("shared folder", TROUBLE, told, "Mount the same file system at the same path everywhere."))
-    return found or [Finding("machines", FINE, f"all {machines} are there, agree and reach each other")]
+    return found or [
+        Finding("machines", FINE, f"all {machines} machines are connected and have the same versions and settings")
+    ]
 
 
 def _wrong_ranks(members: Sequence[Member], machines: int, waited: float) -> Iterator[Finding]:
@@ -105,21 +107,21 @@ def _wrong_ranks(members: Sequence[Member], machines: int, waited: float) -> Ite
         by_rank.setdefault(member.rank, []).append(member.host)
     for rank, hosts in sorted(by_rank.items()):
         if len(hosts) > 1:
-            told = f"{' and '.join(hosts)} all say that they are machine {rank}."
-            yield Finding("machine ranks", TROUBLE, told, "Give each machine its own --machine_rank.")
+            told = f"{' and '.join(hosts)} all have the rank {rank}."
+            yield Finding("machine ranks", TROUBLE, told, "Set a different --machine_rank on each machine.")
         if rank >= machines:
-            told = f"{hosts[0]} says that it is machine {rank} of {machines}."
-            yield Finding("machine ranks", TROUBLE, told, "Give the same --num_machines everywhere.")
+            told = f"{hosts[0]} has the rank {rank}, but there are {machines} machines, with ranks from 0."
+            yield Finding("machine ranks", TROUBLE, told, "Set the same --num_machines on every machine.")
     remedy = "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
     for rank in sorted(set(range(machines)) - set(by_rank)):
-        yield Finding("machine ranks", TROUBLE, f"Machine {rank} did not come within {waited:.0f} s.", remedy)
+        yield Finding("machine ranks", TROUBLE, f"Machine {rank} did not connect within {waited:.0f} s.", remedy)
 
 
 def _differences(main: Member, member: Member) -> Iterator[Finding]:
-    """What one machine has otherwise than the main one."""
+    """Differences between a machine and the main one."""
     compared = (
-        ("versions", WORRY, main.versions, member.versions, "Install the same version everywhere."),
-        ("settings", TROUBLE, main.settings, member.settings, "Use the same config file and options everywhere."),
+        ("versions", WORRY, main.versions, member.versions, "Install the same version on every machine."),
+        ("settings", TROUBLE, main.settings, member.settings, "Use the same config file and options on every machine."),
     )
     for subject, verdict, one, other, remedy in compared:
         for name in sorted({*one, *other}):
@@ -130,7 +132,7 @@ def _differences(main: Member, member: Member) -> Iterator[Finding]:
     if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
         told = f"The clock of {member.host} differs from that of {main.host} by {member.clock:+.1f} s."
         yield Finding(
-            "clocks", WORRY, told, "Set the clocks by NTP: otherwise times in logs and checkpoints are wrong."
+            "clocks", WORRY, told, "Synchronise the clocks with NTP: otherwise times in logs and checkpoints are wrong."
         )
 
 
@@ -138,7 +140,7 @@ _LONGEST: Final = 2**20
 _DEEPEST: Final = 8
 _BETWEEN_TRIES: Final = 0.2
 _ONE_CONNECTION: Final = 5.0
-# How long machines have for each other once all are there.
+# Time limit for the machines to connect to each other, once all have reported.
 _PATIENCE: Final = 20.0
 
 _NAMES: Final = dict_of(text())
@@ -160,18 +162,18 @@ def send(file: BufferedIOBase, message: Any) -> None:
     """Send a message.
 
     Raises:
-        OSError: the other side has gone.
+        OSError: the other side has closed the connection.
     """
     file.write(json.dumps(message).encode() + b"\n")
     file.flush()
 
 
 def receive(file: BufferedIOBase, shape: Shape) -> Any:
-    """The next message of a shape.
+    """Receive the next message and check its structure.
 
     Raises:
-        OSError: no message came in time, the other side has gone, or its message is too long.
-        ValueError: the message has another shape.
+        OSError: no message arrived in time, the connection was closed, or the message is too long.
+        ValueError: the message has another structure.
     """
     line = file.readline(_LONGEST)
     if not line.endswith(b"\n"):
@@ -180,7 +182,7 @@ def receive(file: BufferedIOBase, shape: Shape) -> Any:
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket on all addresses; port 0 takes a free one.
+    """A listening socket on all addresses; port 0 selects a free one.
 
     Raises:
         OSError: the port cannot be used.
@@ -191,14 +193,14 @@ def listen(port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect, trying again while the other side is not there yet.
+    """Connect, and retry while the other side does not listen yet.
 
     Args:
-        deadline: until when to try, by `time.monotonic()`.
+        deadline: time until which to retry, by `time.monotonic()`.
 
     Raises:
-        OSError: it was not there until the deadline.
-        ValueError: this is not the name of a host.
+        OSError: it did not listen before the deadline.
+        ValueError: this is not a valid host name.
     """
     while True:
         patience = min(deadline - time.monotonic(), _ONE_CONNECTION)
@@ -212,14 +214,14 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how the machines meet.
+    """Where the machines connect, and for how long they wait.
 
     Args:
         host: address of the main machine.
         port: port of the run.
-        machines: how many machines take part.
+        machines: number of machines.
         timeout: seconds to wait for them.
-        folder: a folder that all should share, or None.
+        folder: a folder that all machines should share, or None.
     """
 
     host: str
@@ -230,19 +232,19 @@ class Meeting:
 
 
 def meet(meeting: Meeting, me: Member) -> list[Finding]:
-    """Meet the other machines and return what is wrong between them.
+    """Connect to the other machines, and return the problems between them.
 
     Raises:
-        LaunchError: this machine could not take part: the port is in use, or the main machine was not reached.
+        LaunchError: the port is in use, or the main machine cannot be reached.
     """
     with listen(0) as listener:
-        # A second machine that takes itself for the main one joins as a peer, so that both are named.
+        # A second machine with rank 0 joins as a peer, so that the finding names both.
         part = _serve if me.rank == 0 and is_own_address(meeting.host) else _join
         return part(meeting, me, listener.getsockname()[1])
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """The main machine's side; each connection has a thread, so that one that says nothing keeps no machine waiting."""
+    """The main machine's side; each connection has a thread, so that a silent one does not block the others."""
 
     daemon_threads = True
 
@@ -269,7 +271,7 @@ class _Peer(socketserver.StreamRequestHandler):
         try:
             hello = receive(self.rfile, _HELLO)
         except (OSError, ValueError):
-            # A port scanner is not a machine of the run.
+            # The connection did not come from a machine of the run, but for example from a port scanner.
             return
         said, clock = hello["member"], hello["time"] - time.time()
         self.member = Member(said["rank"], said["host"], said["versions"], said["settings"], clock)
@@ -287,11 +289,11 @@ class _Peer(socketserver.StreamRequestHandler):
                 self.looked.set_exception(error)
 
     def result(self, deadline: float) -> Member:
-        """The machine with what it found when it looked around; one that went away meanwhile is as it was."""
+        """The machine with its findings; unchanged if it has disconnected."""
         try:
             looked = self.looked.result(max(deadline - time.monotonic(), 0.0))
         except (OSError, ValueError, futures.TimeoutError) as error:
-            return replace(self.member, unreachable={0: f"it went away ({error})"})
+            return replace(self.member, unreachable={0: f"it disconnected ({error})"})
         shares = looked.get("shares")
         return replace(
             self.member,
@@ -301,7 +303,7 @@ class _Peer(socketserver.StreamRequestHandler):
 
 
 def _patience(roster: Sequence[Any]) -> float:
-    """Seconds that the machines of a roster have to connect to each other."""
+    """Time limit in seconds for the machines of a roster to connect to each other."""
     return _PATIENCE + _ONE_CONNECTION * (len(roster) + 1)
 
 
@@ -310,7 +312,7 @@ def _serve(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
         server = _Server(meeting.port)
     except OSError as error:
         asked = f"Cannot accept the other machines on port {meeting.port}."
-        raise LaunchError(asked, f"The port cannot be used: {error}.", "Give another --main_process_port.") from None
+        raise LaunchError(asked, f"The port cannot be used: {error}.", "Set another --main_process_port.") from None
     with server, _token(meeting.folder) as token:
         threading.Thread(target=server.serve_forever, args=(_BETWEEN_TRIES / 4,), daemon=True).start()
         peers = _arrivals(server, meeting)
@@ -329,7 +331,7 @@ def _serve(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
 
 
 def _arrivals(server: _Server, meeting: Meeting) -> list[_Peer]:
-    """Those who came before the deadline; everybody is there when as many came as should."""
+    """The machines that connected before the deadline; return early once the expected number has connected."""
     deadline = time.monotonic() + meeting.timeout
     peers: list[_Peer] = []
     with contextlib.suppress(queue.Empty):
@@ -357,7 +359,7 @@ def _join(meeting: Meeting, me: Member, listener: int) -> list[Finding]:
 
 
 def _look_around(me: Member, meeting: Meeting, roster: Sequence[Mapping[str, Any]], token: str) -> Member:
-    """This machine, with whom it cannot reach and whether it shares the folder."""
+    """This machine, with the machines that it cannot reach, and whether it shares the folder."""
     unreachable: dict[int, str] = {}
     for place in roster:
         if place["rank"] == me.rank:
@@ -372,7 +374,7 @@ def _look_around(me: Member, meeting: Meeting, roster: Sequence[Mapping[str, Any
 
 @contextlib.contextmanager
 def _token(folder: str | None) -> Iterator[str]:
-    """Name of a file in the shared folder that only this meeting knows; empty without a folder."""
+    """Unique name of a file in the shared folder; empty without a folder."""
     if folder is None:
         yield ""
         return
@@ -385,7 +387,7 @@ def _token(folder: str | None) -> Iterator[str]:
         yield os.path.basename(file.name)
 
 
-# Settings that differ from machine to machine by their nature.
+# Settings that are different on each machine.
 _PARTICULAR: Final = ("machine_rank", "main_process_ip", "gpu_ids", "device", "log_dir", "num_cpu_threads_per_process")
 
 _COMPARED: Final = ("torch", "accel-state", "accel-ops", "accel-data", "accel-plugins", "accel-cli", "accel-torch")
@@ -395,11 +397,11 @@ _LAUNCH_PATIENCE: Final = 120.0
 
 
 def meet_machines(request: Request, timeout: float, shared_folder: str | None) -> Sequence[Finding]:
-    """Meet the other machines of a launch and return what is wrong between them.
+    """Connect to the other machines of a launch, and return the problems between them.
 
     Raises:
-        SettingError: the launch takes place on one machine.
-        LaunchError: the main machine was not reached, or its port is in use.
+        SettingError: the launch uses only one machine.
+        LaunchError: the main machine cannot be reached, or its port is in use.
     """
     check_launch(request.settings)
     check_own_launcher(request.settings)
@@ -407,8 +409,8 @@ def meet_machines(request: Request, timeout: float, shared_folder: str | None) -
     if machines.num_machines < 2 or machines.main_process_ip is None:
         raise SettingError(
             "Cannot connect the machines of a run.",
-            "The launch takes place on one machine.",
-            "Give the arguments of the launch: accel doctor --nodes -- --num_machines 2 --machine_rank 0 "
+            "The launch uses only one machine.",
+            "Add the arguments of the launch: accel doctor --nodes -- --num_machines 2 --machine_rank 0 "
             "--main_process_ip ADDRESS",
         )
     told = {
@@ -425,14 +427,14 @@ def clear_for_launch(request: Request) -> None:
     """Connect the machines if there are several and `--preflight` is set.
 
     Raises:
-        LaunchError: a run would not work, or the machines did not meet in time.
+        LaunchError: a run would fail, or the machines did not connect in time.
     """
     if not request.settings["preflight"].value or request.settings["num_machines"].value < 2:
         return
     findings = meet_machines(request, _LAUNCH_PATIENCE, None)
     if any(finding.verdict == TROUBLE for finding in findings):
         raise LaunchError(
-            "Cannot launch: the check of the machines found faults (--preflight).",
+            "Cannot launch: --preflight found problems between the machines.",
             "\n  ".join(lines_of(findings)),
-            "Nothing was started. Correct them, or leave out --preflight to start anyway.",
+            "No process was started. Correct the problems, or remove --preflight to start anyway.",
         )

@@ -1,1 +1,1 @@
-"""Starting processes: from flags and files to a plan, and from the plan to a run."""
+"""Starts processes: from flags and files to a plan, and from the plan to a run."""

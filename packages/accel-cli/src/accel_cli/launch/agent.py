@@ -1,9 +1,9 @@
-"""Runs torch.distributed.run for the launcher and tells failures as the launcher tells them.
+"""Runs torch.distributed.run for the launcher, and reports failures in the launcher's format.
 
     python agent.py --nnodes=1 --nproc-per-node=2 --standalone runner.py script train.py
 
-The launcher's process becomes this one, so signals and exit codes need nobody in between. torch is imported here and
-nowhere else in this package.
+This program replaces the launcher's process, so that signals and exit codes need no relay. It imports torch, which the
+launcher itself never does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OVER = b"\0"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the processes, stay until they have ended, and return the exit code of the one that failed first."""
+    """Start the processes, wait for their end, and return the exit code of the process that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
     arguments, claim = _seated(arguments)
-    # Inherited by the processes, which end when this one is killed.
+    # The processes inherit this variable, and end when this process is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-            # torch copies the error file of the process that failed first to here, and complains without a place.
+            # torch copies the error file of the process that failed first to this path, and warns if there is none.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
             _pass_on_usr1()
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
                 if hangs.over:
                     print(hangs.ended, file=sys.stderr, flush=True)
                     return 1
-                # torch has waited for the processes, and keeps their exit codes to itself.
+                # torch has waited for the processes, and does not return their exit codes.
                 if not os.path.exists(notice):
                     raise
                 report([Failure(0, RESUME)], 1)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
-    """Arguments that say what torch would guess from the host name where machines meet, and a claim to keep."""
+    """Arguments for what torch would derive from the host name, and the claim of the port, which must stay open."""
     own = list(arguments)
     given = _values(own)
     _choose_interface(given)
@@ -101,7 +101,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
         more.append(f"--rdzv-conf={conf}{',' if conf else ''}is_host={str(seat.serves).lower()}")
     if seat.address is not None and "PET_LOCAL_ADDR" not in os.environ:
         more.append(f"--local-addr={seat.address}")
-    # Of an option that is given twice the last one counts; the program begins where the options end.
+    # If an option occurs twice, the last one is used; the program follows the options.
     end = next(index for index, argument in enumerate(own) if not argument.startswith("--"))
     return [*own[:end], *more, *own[end:]], seat.claim
 
@@ -122,10 +122,10 @@ def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
 
 @contextmanager
 def _looking(hangs: HangWatch) -> Iterator[None]:
-    """Look after the processes while torch waits for them; a run that hangs for too long ends as after SIGTERM.
+    """Watch the processes while torch waits for them; a run that hangs for too long ends as after SIGTERM.
 
-    torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the
-    report shows the processes as they were before torch ends them.
+    torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the report shows the
+    processes before torch ends them.
     """
     from accel_cli.launch.local import ENDING
 
@@ -154,11 +154,13 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
 
 
 def _pass_on_usr1() -> None:
-    """Let SIGUSR1, by which batch systems announce the end, reach the processes as torch does it with SIGTERM."""
+    """Forward SIGUSR1, which batch systems send before the time limit, to the processes, as torch does with SIGTERM."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     def passed_on(number: int, frame: FrameType | None) -> None:
-        raise SignalException("A batch system announced the end.", sigval=signal.Signals(number))
+        raise SignalException(
+            "A batch system has announced that the time limit is near.", sigval=signal.Signals(number)
+        )
 
     usr1 = getattr(signal, "SIGUSR1", None)
     if usr1 is not None and signal.getsignal(usr1) is signal.SIG_DFL:
@@ -172,7 +174,7 @@ def _failure(rank: int, failed: Any) -> Failure:
 
 
 def _choose_interface(given: Mapping[str, str]) -> None:
-    """Tell gloo by which network interface several machines reach each other, unless somebody has."""
+    """Set the network interface for gloo between several machines, unless the variable is already set."""
     host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
     if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
         return
@@ -195,7 +197,7 @@ def _world_size(failures: Sequence[Failure], arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The folder of this file came first; nothing may be imported from there by accident.
+    # Python puts the folder of this file first; nothing must be imported from there by accident.
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     sys.exit(main(sys.argv[1:]))

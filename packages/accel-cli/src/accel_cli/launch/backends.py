@@ -1,7 +1,7 @@
-"""What the launcher asks of installed backends, through their manifests and without importing torch.
+"""The installed backends as the launcher needs them: their manifests and settings, read without torch.
 
-A backend whose manifest or settings cannot be loaded takes nothing from the others: it is kept with its error, and the
-launcher tells of it.
+A backend with a manifest or settings that cannot be loaded does not affect the others: its error is stored, and the
+launcher reports it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ GROUP: Final = "accel.backends"
 
 
 class OfferedBackend(NamedTuple):
-    """One entry point of the group, loaded as far as it could be.
+    """One entry point of the group, loaded as far as possible.
 
     Args:
         name: name of the entry point.
         origin: name and version of the distribution.
         manifest: its declaration, or None.
-        settings: its settings class when it has one with settings.
-        failure: why something of it is missing, as a traceback or a sentence; empty when nothing is.
+        settings: its settings class, if it has settings.
+        failure: the reason why a part could not be loaded, as a traceback or a sentence; empty without one.
     """
 
     name: str
@@ -50,13 +50,13 @@ class OfferedBackend(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The last line of its failure."""
+        """The last line of `failure`."""
         return (self.failure.strip().splitlines() or [""])[-1]
 
 
 @lru_cache(maxsize=1)
 def backends() -> tuple[OfferedBackend, ...]:
-    """Every offered backend, in order of name."""
+    """Every installed backend, sorted by name."""
     return tuple(map(_with_settings, available()))
 
 
@@ -66,7 +66,7 @@ def backend_settings() -> tuple[type, ...]:
 
 
 def switches() -> dict[str, tuple[Any, ...]]:
-    """By name of a switch, the manifests of the backends that it chooses."""
+    """For each switch, the manifests of the backends that it selects."""
     found: dict[str, tuple[Any, ...]] = {}
     for manifest in (backend.manifest for backend in backends()):
         switch = getattr(manifest, "switch", None)
@@ -76,12 +76,12 @@ def switches() -> dict[str, tuple[Any, ...]]:
 
 
 def failures() -> tuple[OfferedBackend, ...]:
-    """Backends of which something could not be loaded."""
+    """Backends that could not be loaded completely."""
     return tuple(backend for backend in backends() if backend.failure)
 
 
 def check_backend(name: str, origin: str) -> None:
-    """Refuse the name of a backend that nobody offers.
+    """Check that a backend with this name is installed.
 
     Raises:
         SettingError: there is no such backend.
@@ -92,17 +92,17 @@ def check_backend(name: str, origin: str) -> None:
         raise SettingError(
             f"Cannot find the backend {name!r} ({origin}).",
             f"Installed backends: {', '.join(names) or 'none'}.",
-            f"Did you mean {near!r}?" if near else "Install the package that offers it.",
+            f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
         )
 
 
 def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | None:
-    """Name of the backend whose runs carry a label of `distributed_type`, or that is one of `names`; None for several.
+    """Name of the backend for a `distributed_type` label, or of the only one of `names`; None if there are several.
 
-    Of several, such as two versions of one engine, the processes choose by their settings.
+    If there are several, such as two versions of one engine, the processes select one by their settings.
 
     Raises:
-        Missing: no installed backend carries it.
+        Missing: no installed backend has this label.
     """
     offered = [backend.manifest for backend in backends() if backend.manifest is not None]
     found = [one for one in offered if (one.name in names if names else label_of(one) == label)]
@@ -111,7 +111,7 @@ def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | N
     raise Missing(
         f"Cannot start a run with distributed_type {label} ({origin}).",
         "No installed backend supports it.",
-        "Install the package that offers such a backend (`accel backends` lists what there is), or remove the option.",
+        "Install a package that provides one (`accel backends` lists what is installed), or remove the option.",
     )
 
 
@@ -121,7 +121,7 @@ def why_unusable(backend: OfferedBackend, origin: str) -> Exception | None:
     if backend.manifest is None:
         package = backend.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
-        return PluginError(asked, f"The one of {package} could not be loaded: {backend.reason}.", remedy)
+        return PluginError(asked, f"The backend of {package} could not be loaded: {backend.reason}.", remedy)
     for requirement in backend.manifest.requires:
         obstacle = requirement.obstacle()
         if obstacle is not None:
@@ -130,7 +130,7 @@ def why_unusable(backend: OfferedBackend, origin: str) -> Exception | None:
 
 
 def label_of(manifest: Any) -> str | None:
-    """What users read as `distributed_type` of its runs; None where the devices say so."""
+    """The `distributed_type` of the backend's runs; None if the devices determine it."""
     label = getattr(manifest, "label", None)
     return None if label is None else str(label.value)
 

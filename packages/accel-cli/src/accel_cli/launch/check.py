@@ -1,4 +1,4 @@
-"""What cannot be launched, found before anything is started: contradictions are errors that name both sides."""
+"""Checks a launch before any process is started; an error for a contradiction names both settings."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = (
     "shown",
 )
 
-_PYTHON_CAN_DO: Final = "Remove one of the two."
+_PYTHON_CAN_DO: Final = "Remove one of them."
 
 
 def shown(effect: ResolvedSetting) -> str:
-    """A setting with its value and origin, as messages show it."""
+    """A setting with its value and origin, in the form used in messages."""
     return f"{effect.setting.name}={effect.value} ({effect.origin})"
 
 
 def contradiction(
     one: ResolvedSetting, other: ResolvedSetting, obstacle: str, remedy: str = _PYTHON_CAN_DO
 ) -> Conflict:
-    """The error for two settings that do not go together."""
+    """The error for two settings that contradict each other."""
     return Conflict(f"Cannot combine {shown(one)} and {shown(other)}.", obstacle, remedy)
 
 
 def asks_for_torchrun(resolved: ResolvedSettings) -> ResolvedSetting | None:
-    """The setting because of which torch.distributed.run has to start the processes, if there is one."""
+    """The setting that requires torch.distributed.run to start the processes, or None."""
     if resolved["num_machines"].value > 1:
         return resolved["num_machines"]
     own = {"max_restarts"} if resolved["restart_policy"].value == "auto" else set()
@@ -49,11 +49,11 @@ def asks_for_torchrun(resolved: ResolvedSettings) -> ResolvedSetting | None:
 
 
 _MOST_PROCESSES: Final = 4096
-"""More are a slip of the finger, and a machine that starts them all can no longer be used."""
+"""A larger number is a typing error, and starting so many processes would make the machine unusable."""
 
 
 def check_launch(resolved: ResolvedSettings) -> None:
-    """Refuse what contradicts itself or cannot be done.
+    """Check that the settings do not contradict each other and can be used.
 
     Raises:
         SettingError: a setting cannot be used; `Conflict` when two contradict each other.
@@ -64,28 +64,28 @@ def check_launch(resolved: ResolvedSettings) -> None:
 
 
 def check_elastic(resolved: ResolvedSettings, launcher: str, elastic: bool) -> None:
-    """Refuse a range of machines where the launcher starts on all of them or not at all.
+    """Check that the launcher supports a range of machines, if one is given.
 
     Args:
         resolved: every setting of the launch.
         launcher: name of the launcher.
-        elastic: whether it takes a range.
+        elastic: whether the launcher supports a range.
 
     Raises:
-        Conflict: a range was given, and it does not.
+        Conflict: a range is given, and the launcher does not support it.
     """
     machines = resolved["num_machines"]
     if not elastic and fewest_machines(machines.value) < machines.value:
         text = machines.setting.type.format(machines.value)
         raise Conflict(
             f"Cannot combine num_machines={text} ({machines.origin}) and the launcher {launcher!r}.",
-            "The launcher needs all machines and does not start with fewer.",
-            f"Give --num_machines {int(machines.value)}, or an elastic launcher such as ray.",
+            "The launcher does not support a range: it starts only when all machines are available.",
+            f"Set --num_machines {int(machines.value)}, or use a launcher that supports a range, such as ray.",
         )
 
 
 def check_own_launcher(resolved: ResolvedSettings) -> None:
-    """Refuse what neither the local launcher nor torch.distributed.run can do.
+    """Check for settings that neither the local launcher nor torch.distributed.run supports.
 
     Raises:
         SettingError: several machines without the address of the main machine.
@@ -96,12 +96,12 @@ def check_own_launcher(resolved: ResolvedSettings) -> None:
 
 
 def check_here(resolved: ResolvedSettings, python: bool) -> None:
-    """Refuse what the processes of this machine would refuse, each of them, once they have started.
+    """Check in advance what each process on this machine would check after its start.
 
     Args:
         resolved: every setting of the launch.
-        python: whether the processes run this interpreter; a program of another kind has an installation of its own,
-            as the machines of a TPU pod have.
+        python: whether the processes run this interpreter; other programs, and the machines of a TPU pod, have a
+            separate installation.
 
     Raises:
         Missing: a package that the chosen backend requires is absent or too old.
@@ -113,10 +113,10 @@ def check_here(resolved: ResolvedSettings, python: bool) -> None:
 
 
 def check_axes(resolved: ResolvedSettings, processes: int) -> None:
-    """Refuse sizes of axes that a number of processes does not fit.
+    """Check that the sizes of mesh axes fit the number of processes.
 
     Raises:
-        Conflict: the sizes take another number, or contradict each other.
+        Conflict: the sizes need another number of processes, or contradict each other.
     """
     sizes, switch = given_sizes(resolved), resolved["use_parallelism_config"]
     if not sizes or (switch.given and not switch.value):
@@ -134,16 +134,18 @@ def _check_machines(resolved: ResolvedSettings) -> None:
     machines, rank = resolved["num_machines"], resolved["machine_rank"]
     processes = resolved["num_processes"]
     if rank.value >= machines.value:
-        obstacle = f"With {machines.value} machine(s) the ranks go from 0 to {machines.value - 1}."
+        obstacle = f"With {machines.value} machine(s), the rank must be from 0 to {machines.value - 1}."
         raise contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
     if processes.value is not None and processes.value % machines.value:
-        obstacle = "Every machine starts the same number of processes, so the total has to be a multiple."
-        raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
+        obstacle = (
+            f"Every machine starts the same number of processes, and the total is not a multiple of {machines.value}."
+        )
+        raise contradiction(processes, machines, obstacle, f"Set --num_processes to a multiple of {machines.value}.")
     if processes.value is not None and processes.value // machines.value > _MOST_PROCESSES:
         raise SettingError(
             f"Cannot launch with {shown(processes)}.",
             f"A machine starts at most {_MOST_PROCESSES} processes.",
-            "Give one process for each device as --num_processes.",
+            "Set --num_processes to the number of devices.",
         )
 
 
@@ -152,47 +154,51 @@ def _check_meeting(resolved: ResolvedSettings) -> None:
     if machines.value > 1 and address.value is None:
         raise SettingError(
             f"Cannot launch with {shown(machines)}.",
-            "The address of the main machine, where the machines meet, is missing.",
-            "Give --main_process_ip, the address of the machine with rank 0.",
+            "A run on several machines needs the address of the main machine, which is missing.",
+            "Set --main_process_ip to the address of the machine with rank 0.",
         )
 
 
 def _check_devices(resolved: ResolvedSettings) -> None:
     cpu, ids = resolved["cpu"], resolved["gpu_ids"]
     if cpu.value and ids.value not in (None, "all"):
-        raise contradiction(cpu, ids, "A run on the CPU uses no other devices.")
+        raise contradiction(cpu, ids, "A run on the CPU does not use other devices.")
 
 
 def _check_launcher(resolved: ResolvedSettings) -> None:
     launcher, reason = resolved["launcher"], asks_for_torchrun(resolved)
     policy, budget = resolved["restart_policy"], resolved["max_restarts"]
     if policy.value == "auto" and (launcher.value == "torchrun" or reason is not None):
-        obstacle = "torch.distributed.run only counts restarts and has no policy."
-        remedy = "Leave --restart_policy out: --max_restarts alone lets it restart after every failure."
+        obstacle = "torch.distributed.run has no restart policy: it only counts restarts."
+        remedy = "Remove --restart_policy: with --max_restarts, it restarts after every failure."
         raise contradiction(policy, launcher if reason is None else reason, obstacle, remedy)
     if policy.value == "auto" and budget.value < 1:
-        obstacle = "max_restarts does not allow a single restart."
-        raise contradiction(policy, budget, obstacle, "Give --max_restarts, for example 20, or leave the policy out.")
+        obstacle = "The restart policy needs at least one restart."
+        raise contradiction(
+            policy, budget, obstacle, "Set --max_restarts, for example to 20, or remove --restart_policy."
+        )
     if launcher.value == "local" and reason is not None:
-        obstacle = "The local launcher starts processes on one machine and does not restart them."
-        raise contradiction(launcher, reason, obstacle, "Give --launcher torchrun, or leave it out.")
+        obstacle = (
+            "The local launcher starts processes on one machine, and restarts them only by --restart_policy auto."
+        )
+        raise contradiction(launcher, reason, obstacle, "Use --launcher torchrun, or remove --launcher.")
     prefix = resolved["prefix_output"]
     runs_torchrun = launcher.value == "torchrun" or reason is not None
     if prefix.value and runs_torchrun:
         other = launcher if reason is None else reason
-        obstacle = "torch.distributed.run forwards the output itself and has no such prefix."
+        obstacle = "torch.distributed.run forwards the output itself, without this prefix."
         raise contradiction(prefix, other, obstacle)
 
 
 def check_launchers(cluster: ClusterEnvironment, processes: int) -> None:
-    """Refuse to start several processes from each of several launchers on one machine.
+    """Check that several launchers on one machine do not start several processes each.
 
     Raises:
         Conflict: a batch system started this launcher more than once here.
     """
     if cluster.launchers > 1 and processes > 1:
         raise Conflict(
-            f"Cannot start {processes} processes with each launcher.",
+            f"Cannot start {processes} processes from each launcher.",
             f"{cluster.system} started {cluster.launchers} launchers on this machine.",
-            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process with each launcher.",
+            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process from each launcher.",
         )

@@ -1,8 +1,8 @@
-"""What the environment of a launch says: of an outer launch, and of the machines, as a batch system describes them.
+"""Reads the environment of a launch: variables of an outer launch, and of a batch system that describes the machines.
 
-Slurm, MPI, LSF, Kubernetes and torchrun's own variables are read. A batch system that started one launcher on each
-machine describes the run. Where it started the launcher once, as in the script of a Slurm job, its variables describe
-what the job may use, and this module ignores them.
+The variables of Slurm, MPI, LSF, Kubernetes and torchrun are read. If a batch system started one launcher on each
+machine, its variables describe the run. If it started the launcher once, as in the script of a Slurm job, they describe
+the resources of the job, and this module ignores them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = (
 )
 
 WRITTEN: Final = "ACCEL_LAUNCH_VARIABLES"
-"""Variable that names the variables a launch wrote."""
+"""Variable that lists the variables which a launch has set."""
 
 PLACE_VARIABLES: Final = (
     "RANK",
@@ -38,7 +38,7 @@ PLACE_VARIABLES: Final = (
     "LOCAL_WORLD_SIZE",
     "TORCHELASTIC_ERROR_FILE",
 )
-"""What a launch tells each process about its place, besides where the store is."""
+"""Variables with which a launch describes each process's place, except for the address of the store."""
 
 _STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE)
 _TORCHRUN_TRACE: Final = "TORCHELASTIC_RUN_ID"
@@ -46,13 +46,13 @@ _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 
 def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Value of `WRITTEN`: what a launch adds or changes, not what it passes on as it was."""
+    """Value of `WRITTEN`: the variables that a launch adds or changes, without those that it passes on unchanged."""
     changed = [name for name, value in environment.items() if environ.get(name) != value]
     return ",".join(sorted({*changed, *PLACE_VARIABLES, *_STORE_VARIABLES}))
 
 
 def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment as it was before an outer launch, of this launcher or of torch.distributed.run."""
+    """The environment without the variables of an outer launch by this launcher or by torch.distributed.run."""
     dropped = {WRITTEN, ORIGINS, *environ.get(WRITTEN, "").split(",")}
     if _TORCHRUN_TRACE in environ:
         dropped.update(PLACE_VARIABLES, _STORE_VARIABLES, _with_prefix(environ))
@@ -67,11 +67,11 @@ Variables = Mapping[str, str]
 
 
 class ClusterEnvironment(NamedTuple):
-    """What a batch system sets for this machine.
+    """The description of this machine by a batch system.
 
     Args:
         system: name of the batch system; empty without one.
-        values: values of settings by name, with the variable they come from.
+        values: values of settings by name, each with the variable that defines it.
         launchers: number of launchers that the system started on this machine.
     """
 
@@ -88,7 +88,7 @@ def read_cluster_environment(environ: Variables, host: str) -> ClusterEnvironmen
         host: name of this machine.
 
     Raises:
-        SettingError: a variable that must hold a number does not.
+        SettingError: a variable that must be a number is not one.
     """
     for read in SYSTEMS:
         found = read(environ, host)
@@ -98,7 +98,7 @@ def read_cluster_environment(environ: Variables, host: str) -> ClusterEnvironmen
 
 
 def _torchrun(environ: Variables, host: str) -> ClusterEnvironment | None:
-    """The variables that torchrun reads instead of its options; the operator of Kubeflow sets them."""
+    """The variables that torchrun reads instead of options; Kubeflow's operator sets them."""
     if "PET_NNODES" not in environ or not environ["PET_NNODES"].isdecimal():
         return None
     values = {"num_machines": _number(environ, "PET_NNODES")}
@@ -140,7 +140,7 @@ def _slurm(environ: Variables, host: str) -> ClusterEnvironment | None:
 
 
 def _lsf(environ: Variables, host: str) -> ClusterEnvironment | None:
-    """A job of LSF whose launchers `blaunch` started; one variable lists the hosts."""
+    """A job of LSF with launchers started by `blaunch`; one variable lists the hosts."""
     if "LSF_PM_TASKID" not in environ or "LSB_MCPU_HOSTS" not in environ:
         return None
     hosts = list(dict.fromkeys(environ["LSB_MCPU_HOSTS"].split()[::2]))
@@ -174,7 +174,7 @@ def _number(environ: Variables, name: str) -> Given:
         raise SettingError(
             f"Cannot read the rank of this machine from {name}={environ[name]!r}.",
             "The value must be an integer of at least 0.",
-            f"Unset {name}, or give --num_machines and --machine_rank.",
+            f"Unset {name}, or set --num_machines and --machine_rank.",
         )
     return Given(int(environ[name]), f"${name}")
 
@@ -192,4 +192,4 @@ SYSTEMS: Final = (
     _mpi("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
-"""The readers, the most specific ones first: Slurm may have started a job by MPI, and the other way round."""
+"""The readers, the most specific first: Slurm may start a job through MPI, and MPI through Slurm."""

@@ -1,4 +1,4 @@
-"""The launcher of DeepSpeed's own program, which reaches several machines by pdsh, MPI or Slurm."""
+"""Starts DeepSpeed's own launcher, which reaches several machines by pdsh, MPI or Slurm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = (
 )
 
 DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
-"""Ways in which processes on several machines are started; "standard" is torch.distributed.run on each of them."""
+"""Ways to start processes on several machines; "standard" is torch.distributed.run on each machine."""
 
 
 _deepspeed: Final = partial(setting, flag="--{name}", key="deepspeed_config.{name}", group="DeepSpeed")
@@ -41,18 +41,18 @@ _deepspeed: Final = partial(setting, flag="--{name}", key="deepspeed_config.{nam
 class DeepSpeedLaunchSettings:
     """Settings of DeepSpeed's own launcher."""
 
-    deepspeed_hostfile: str | None = _deepspeed(help="File that names the machines.")
+    deepspeed_hostfile: str | None = _deepspeed(help="Host file of DeepSpeed, which lists the machines.")
     deepspeed_exclusion_filter: str | None = _deepspeed(
-        help="Machines and devices to leave out, such as host1@host2:0,2."
+        help="Machines and devices to exclude, such as host1@host2:0,2."
     )
     deepspeed_inclusion_filter: str | None = _deepspeed(help="Machines and devices to use, such as host1@host2:0,2.")
     deepspeed_multinode_launcher: str | None = _deepspeed(
-        type=choice(*DEEPSPEED_LAUNCHERS), help="Launcher of DeepSpeed for several machines."
+        type=choice(*DEEPSPEED_LAUNCHERS), help="Way in which DeepSpeed starts processes on several machines."
     )
 
 
 _BY_MACHINE: Final = "standard"
-"""How DeepSpeed calls a launch by torch.distributed.run on each machine."""
+"""DeepSpeed's name for a launch by torch.distributed.run on each machine."""
 
 
 def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
@@ -61,7 +61,7 @@ def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str
 
 
 def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:
-    """The setting because of which DeepSpeed's launcher starts the processes of a run with DeepSpeed, or None."""
+    """The setting that makes DeepSpeed's launcher start the processes of a DeepSpeed run, or None."""
     chosen = settings["deepspeed_config.deepspeed_multinode_launcher"]
     if chosen.value is None:
         hostfile = settings["deepspeed_config.deepspeed_hostfile"]
@@ -72,7 +72,7 @@ def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:
 MANIFEST: Final = LauncherManifest(
     "deepspeed",
     "accel_cli.launch.deepspeed:DeepSpeed",
-    "let DeepSpeed's own launcher reach the machines of a hostfile",
+    "start the processes through DeepSpeed's own launcher, on the machines of a hostfile",
     "accel_cli.launch.deepspeed:DeepSpeedLaunchSettings",
     _by_deepspeed,
     priority=40,
@@ -80,18 +80,18 @@ MANIFEST: Final = LauncherManifest(
 )
 
 ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
-"""Variable that names the file with the variables which DeepSpeed's launcher hands to the machines."""
+"""Variable for the path of the file with variables that DeepSpeed's launcher passes to the machines."""
 
 _WITHOUT_SSH: Final = "nossh"
 _BY_MPI: Final = ("openmpi", "mvapich", "mpich")
-"""Ways in which DeepSpeed takes every slot of the hostfile, and no choice of them."""
+"""Ways in which DeepSpeed always uses every slot of the hostfile."""
 
 
 class DeepSpeed(Supervised):
-    """Lets DeepSpeed's own launcher reach the machines; see `Launcher`."""
+    """Starts processes on several machines through DeepSpeed's own launcher; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """One `deepspeed` for all machines."""
+        """Plan one `deepspeed` command for all machines."""
         check_deepspeed(request.settings)
         total, machines = request.settings["num_processes"].value, request.settings["num_machines"].value
         processes = None if total is None else max(total // machines, 1)
@@ -100,32 +100,32 @@ class DeepSpeed(Supervised):
 
 
 def check_deepspeed(resolved: ResolvedSettings) -> None:
-    """Refuse what DeepSpeed's launcher cannot do.
+    """Check for settings that DeepSpeed's launcher does not support.
 
     Raises:
         SettingError: the hostfile cannot be used, or is missing.
-        Conflict: machines are both left out and chosen, or the hostfile has another number of them.
+        Conflict: both filters are set, or the hostfile lists another number of machines.
     """
     settings = resolved.instance(DeepSpeedLaunchSettings)
     machines = resolved["num_machines"]
     if settings.deepspeed_inclusion_filter and settings.deepspeed_exclusion_filter:
         raise Conflict(
             "Cannot combine deepspeed_inclusion_filter and deepspeed_exclusion_filter.",
-            "One names the devices to use, the other those to leave out.",
-            "Remove one of the two.",
+            "One selects the devices to use, the other the devices to exclude.",
+            "Remove one of them.",
         )
     chosen = settings.deepspeed_multinode_launcher or DEEPSPEED_LAUNCHERS[0]
     if settings.deepspeed_hostfile is None:
         raise SettingError(
             f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
-            "No hostfile names the machines.",
-            "Give --deepspeed_hostfile, or --deepspeed_multinode_launcher standard to start each machine by itself.",
+            "There is no hostfile that lists the machines.",
+            "Set --deepspeed_hostfile, or start each machine with --deepspeed_multinode_launcher standard.",
         )
     if chosen == _WITHOUT_SSH and not resolved["main_process_ip"].value:
         raise SettingError(
             f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
-            "Each machine starts its own processes, and the address of the main machine is missing.",
-            "Give --main_process_ip and --machine_rank on each machine.",
+            "Each machine starts its own processes, and needs the address of the main machine, which is missing.",
+            "Set --main_process_ip and --machine_rank on each machine.",
         )
     from accel_cli.launch.mpi import read_hostfile
 
@@ -138,18 +138,18 @@ def check_deepspeed(resolved: ResolvedSettings) -> None:
     if machines.given and machines.value > len(hosts) and not filtered:
         raise Conflict(
             f"Cannot use num_machines={machines.value} ({machines.origin}) with deepspeed_hostfile ({effect.origin}).",
-            f"{settings.deepspeed_hostfile} names {len(hosts)} machine(s).",
-            "Correct one of the two.",
+            f"{settings.deepspeed_hostfile} lists {len(hosts)} machine(s).",
+            "Correct one of them.",
         )
 
 
 def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origin: str) -> None:
-    """Refuse machines of which DeepSpeed does not learn how many processes they take, and filters that fit none."""
+    """Check that the hostfile sets every machine's number of processes, and that the filters match its machines."""
     unknown = [host.name for host in hosts if host.slots is None]
     if unknown:
         raise SettingError(
             f"Cannot read the hostfile {settings.deepspeed_hostfile} ({origin}).",
-            f"It does not set the number of processes of {', '.join(unknown)}.",
+            f"It does not set the number of processes on {', '.join(unknown)}.",
             f"Write it as: {unknown[0]} slots=4",
         )
     slots = {host.name: host.slots or 0 for host in hosts}
@@ -165,11 +165,15 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
 
 
 def _check_all_taken(resolved: ResolvedSettings, hosts: Sequence[Host], settings: DeepSpeedLaunchSettings) -> None:
-    """Refuse to take fewer machines or processes than the hostfile names."""
+    """Check that the launch uses all machines and processes of the hostfile."""
     asked = f"Cannot combine deepspeed_multinode_launcher={settings.deepspeed_multinode_launcher}"
     every = "DeepSpeed starts a process on every slot of the hostfile through MPI"
     if _chosen(settings):
-        raise Conflict(f"{asked} and a filter of machines.", f"{every}.", "Leave out lines of the hostfile.")
+        raise Conflict(
+            f"{asked} and a filter of machines.",
+            f"{every}.",
+            "Remove the lines of other machines from the hostfile instead.",
+        )
     there = {"num_machines": len(hosts), "num_processes": sum(host.slots or 0 for host in hosts)}
     for name, count in there.items():
         given = resolved[name]
@@ -177,7 +181,7 @@ def _check_all_taken(resolved: ResolvedSettings, hosts: Sequence[Host], settings
             raise Conflict(
                 f"{asked} and {name}={given.value} ({given.origin}).",
                 f"{every}, and {settings.deepspeed_hostfile} has {count}.",
-                "Correct one of the two.",
+                "Correct one of them.",
             )
 
 
@@ -193,8 +197,8 @@ def deepspeed_argv(resolved: ResolvedSettings, processes: int | None, program: S
 
     Args:
         resolved: every setting of the launch.
-        processes: processes on each machine, or None for as many as the hostfile says.
-        program: what each of them runs: a Python script and its arguments.
+        processes: processes on each machine, or None for the numbers in the hostfile.
+        program: the command of each process: a Python script and its arguments.
     """
     machines = resolved.instance(MachineSettings)
     settings = resolved.instance(DeepSpeedLaunchSettings)
@@ -214,12 +218,12 @@ def deepspeed_argv(resolved: ResolvedSettings, processes: int | None, program: S
 
 
 def _way(launcher: str, rank: int) -> tuple[str, ...]:
-    """How the machines are reached; not at all where each starts its own processes."""
+    """Arguments for the connection to the machines; none if each machine starts its own processes."""
     return ("--no_ssh", f"--node_rank={rank}") if launcher == _WITHOUT_SSH else (f"--launcher={launcher}",)
 
 
 def _chosen(settings: DeepSpeedLaunchSettings) -> tuple[str, ...]:
-    """Arguments that select machines and devices, which replace their numbers."""
+    """Arguments that select machines and devices; they replace the numbers of machines and devices."""
     if settings.deepspeed_exclusion_filter:
         return (f"--exclude={settings.deepspeed_exclusion_filter}",)
     if settings.deepspeed_inclusion_filter:

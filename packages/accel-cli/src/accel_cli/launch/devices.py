@@ -1,7 +1,7 @@
-"""How many devices this machine has, found without importing torch where that is certain.
+"""Counts the devices of this machine, without importing torch if possible.
 
-The launcher starts one process for each device. Device files tell quickly that a machine has none; where one may be
-there, a process with torch is asked, because only torch knows what it can use.
+The launcher starts one process for each device. The absence of device files shows quickly that a machine has no
+accelerator. Otherwise a separate process asks torch, because only torch knows which devices it can use.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ _DEVICE_FILES: Final = (
 _PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
 _OWN_FAMILIES: Final = "accel-state "
 
-# Plenty even where torch comes from a network file system.
+# This is enough even if torch is on a network file system.
 _TIMEOUT: Final = 120.0
 
 
 def count_devices() -> int:
-    """Devices of the best family that is present, 1 for a machine with a CPU only.
+    """Number of devices of the best device family, 1 on a machine without accelerators.
 
     Raises:
-        LaunchError: torch, asked for its devices, failed.
+        LaunchError: the query of torch failed.
     """
     return max(int(best_devices()["count"]), 1) if _may_have_devices() else 1
 
 
 def best_devices() -> dict[str, Any]:
-    """Name, number of devices, `distributed_type` and `starter` of the best family that is present.
+    """Name, number of devices, `distributed_type` and `starter` of the best device family.
 
     Raises:
-        LaunchError: torch, asked for its devices, failed.
+        LaunchError: the query of torch failed.
     """
     best: dict[str, Any] = ask_torch("Cannot count the devices of this machine.")["best"]
     return best
 
 
 def visible(device_ids: str) -> Mapping[str, str]:
-    """Variables that show only some devices, such as "0,2"; none for "all". Each vendor's driver looks at its own."""
+    """Variables that make only some devices visible, such as "0,2"; none for "all". Each vendor has its own."""
     names = [spec.visible_variable for spec in SPECS.values() if spec.visible_variable is not None]
     return {} if device_ids.strip().lower() == "all" else dict.fromkeys(names, device_ids)
 
 
 def usual_variables() -> Mapping[str, str]:
-    """Variables that processes on some device need, and that mean nothing to the others."""
+    """Variables that processes on some device families need, and others ignore."""
     return {name: value for spec in SPECS.values() for name, value in spec.launching.items()}
 
 
 def ask_torch(asked: str) -> dict[str, Any]:
-    """What `probe.probe_devices` finds, in a process of its own.
+    """The result of `probe.probe_devices`, from a separate process.
 
     Args:
-        asked: for what it is needed, for the message.
+        asked: the first sentence of an error message.
 
     Raises:
         LaunchError: torch could not be imported or did not answer.
@@ -81,7 +81,7 @@ def ask_torch(asked: str) -> dict[str, Any]:
     import json
     import subprocess
 
-    remedy = "Give --num_processes, or repair the installation of torch (`python -c 'import torch'`)."
+    remedy = "Set --num_processes, or repair the installation of torch (test: python -c 'import torch')."
     try:
         answer = subprocess.run(
             [sys.executable, _PROBE, "devices"],
@@ -92,7 +92,7 @@ def ask_torch(asked: str) -> dict[str, Any]:
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(asked, f"torch did not answer within {_TIMEOUT:.0f} s.", remedy) from None
+        raise LaunchError(asked, f"The query of torch took longer than {_TIMEOUT:.0f} s.", remedy) from None
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         raise LaunchError(asked, f"The query of torch failed: {last}", remedy)

@@ -1,7 +1,7 @@
-"""The record of an error that ended a script: its traceback, and the fingerprint that tells whether two are the same.
+"""The record of an error that ended a script: its traceback, and a fingerprint to compare two errors.
 
 It is written in the JSON format of torch.distributed.elastic, to the file that `TORCHELASTIC_ERROR_FILE` names. Like
-`run_script`, which loads it when there is an error, this file imports nothing but the standard library.
+`run_script`, which loads it after an error, this file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_CAUSE = 1000
 
 
 def record_error(error: BaseException, shown: bool) -> bool:
-    """Write the error file; whether that worked."""
+    """Write the error file, and return whether that worked."""
     path = os.environ.get(_ERROR_FILE_VARIABLE)
     if not path:
         return False
@@ -40,12 +40,12 @@ def record_error(error: BaseException, shown: bool) -> bool:
     trace = folded(error)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "pid": os.getpid(), "shown": shown}
-    # Ranks that this process waited for, by `accel_state.hang_report.report`: its error follows from theirs.
+    # Ranks that this process waited for (from `accel_state.hang_report.report`): they caused its error.
     extra["missed"] = getattr(error, "_accel_missed", [])
     try:
         extra["fingerprint"] = failure_fingerprint(error)
     except Exception:
-        # Attributes of an error run code of the script's.
+        # Reading an attribute of an error may run the script's code.
         extra["fingerprint"] = {}
     try:
         partial = f"{path}.{os.getpid()}"
@@ -58,7 +58,7 @@ def record_error(error: BaseException, shown: bool) -> bool:
 
 
 def failure_fingerprint(error: BaseException) -> dict[str, Any]:
-    """What tells whether two failures are the same one: see `accel_cli.launch.restarts.Fingerprint`."""
+    """The fingerprint with which two failures are compared: see `accel_cli.launch.restarts.Fingerprint`."""
     progress = getattr(sys.modules.get("accel_state.hang_report.progress"), "PROGRESS", None)
     chain = _chain(error)
     frames = [frame for one in chain for frame in _frames(one.__traceback__)]
@@ -85,7 +85,7 @@ def failure_fingerprint(error: BaseException) -> dict[str, Any]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and those that it followed from, the newest first."""
+    """The error and its causes, the newest first."""
     chain, left = [error], error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while left is not None and len(chain) < _LONGEST_CHAIN and left not in chain:
         chain.append(left)
@@ -112,14 +112,14 @@ def _is_of_the_script(path: str) -> bool:
 
 
 def _samples_of(frames: list[FrameType]) -> list[str]:
-    """Ids of the samples that a loader was reading when an error came: one, or those of its batch."""
+    """Ids of the samples that a loader was reading when the error occurred: one sample, or its batch."""
     fetch = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
     reading = [frame.f_locals for frame in frames if frame.f_code.co_filename.endswith(fetch)]
     read: object = None
     for names in reading:
         read = names.get("possibly_batched_index", read)
     for names in reading:
-        # The frame of a comprehension up to Python 3.11, and since then that of `fetch`.
+        # Up to Python 3.11 this is the frame of a comprehension, later the frame of `fetch`.
         read = names.get("idx", read)
     seeded = any(type(getattr(names.get("self"), "dataset", None)).__name__ == "SeededSamples" for names in reading)
     batch = [] if read is None else read if isinstance(read, list) else [read]
@@ -127,7 +127,7 @@ def _samples_of(frames: list[FrameType]) -> list[str]:
 
 
 def _read_by_workers(frames: list[FrameType]) -> int | None:
-    """Number of the batch whose reading failed in a DataLoader worker; None where the error came from elsewhere."""
+    """Number of the batch that a DataLoader worker failed to read; None for another error."""
     loader = os.path.join("torch", "utils", "data", "dataloader.py")
     for frame in frames:
         if frame.f_code.co_name == "_process_data" and frame.f_code.co_filename.endswith(loader):
@@ -136,9 +136,9 @@ def _read_by_workers(frames: list[FrameType]) -> int | None:
 
 
 def folded(error: BaseException) -> str:
-    """The traceback of an error as Python shows it, with one line for each run of our own frames.
+    """The traceback of an error as Python shows it, with one line for consecutive frames of accel.
 
-    Where our code raised something else than one of its typed errors, which is a fault of ours, that frame stays.
+    If accel raised an error that is not one of its typed errors, which is a bug in accel, that frame is shown.
     """
     from traceback import TracebackException
 

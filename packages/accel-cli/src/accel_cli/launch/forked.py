@@ -1,6 +1,6 @@
-"""Processes forked from this one, which run a function that no other process could import: one of a notebook.
+"""Runs a function that no other process can import, such as one of a notebook, in processes forked from this one.
 
-When one fails the others are ended, and its error is raised here with its traceback. Each dies with this process.
+If one process fails, the others are ended, and its error is raised here with its traceback. All end with this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRACE: Final = 10.0
 
 
 class _Forked(NamedTuple):
-    """One process; a file takes an error of any length, where a pipe would block a process that nobody reads."""
+    """One process; it writes an error to a file, because a full pipe would block it."""
 
     rank: int
     process: Any
@@ -36,16 +36,16 @@ class _Forked(NamedTuple):
 def run_forked(
     function: Callable[..., Any], arguments: Sequence[Any], environments: Sequence[Mapping[str, str]]
 ) -> None:
-    """Call a function in one forked process for each environment, and wait until all have returned.
+    """Call a function in one forked process for each environment, and wait until all calls have returned.
 
     Args:
         function: what each process calls.
-        arguments: what it is given.
+        arguments: arguments of the call.
         environments: variables of each process, in the order of ranks.
 
     Raises:
-        LaunchError: a process raised, was killed, or left with an exit code; the others were ended.
-        NotOffered: this system does not fork.
+        LaunchError: a process raised an error, was killed, or ended with an exit code; the others were ended.
+        NotOffered: this system does not support fork.
     """
     if not hasattr(os, "fork"):
         raise NotOffered(
@@ -96,21 +96,21 @@ def _run(
 
 
 def _leave_one_thread() -> None:
-    """Limit torch to one thread: a fork does not copy threads, and a parallel region would wait for them for ever."""
+    """Limit torch to one thread: a fork does not copy threads, and a parallel region would wait for them forever."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
 
 
 def _watch(started: Sequence[_Forked]) -> None:
-    """Stay until all have returned or one has failed."""
+    """Wait until all have returned or one has failed."""
     left = list(started)
     while left:
         wait([one.process.sentinel for one in left])
         ended = [one for one in left if not one.process.is_alive()]
         failed = [one for one in ended if one.process.exitcode != 0]
         if failed:
-            # One that raised tells more than one that broke because the other had gone.
+            # An error with a traceback is more useful than that of a process which lost its connection.
             _raise(min(failed, key=lambda one: one.process.exitcode > 0), len(started))
         left = [one for one in left if one not in ended]
 
@@ -129,7 +129,7 @@ def _raise(first: _Forked, processes: int) -> None:
 
 
 def _end(started: Sequence[_Forked]) -> None:
-    """Leave no process behind: ask those that are left to end, then make them."""
+    """End all remaining processes: first with SIGTERM, then with SIGKILL."""
     for one in started:
         if one.process.is_alive():
             one.process.terminate()

@@ -1,10 +1,10 @@
-"""Where every process of a launch is when a collective does not finish, from files that the processes write.
+"""Reports where every process of a launch is if a collective does not finish, from files that the processes write.
 
-The launcher looks once a second. A collective that takes longer than some seconds makes it ask the processes for the
-line of their main threads, so that a report has them, also one that a signal asks for.
+The launcher reads the files once a second. If a collective takes longer than a few seconds, it asks the processes for
+the current lines of their main threads, so that every report contains them, including a report requested by a signal.
 
-Collectives of torch, as those of a backward, bypass our checks. A process that has used almost no
-processor time for as long, and whose main thread stays in one function of a library, waits in one of them.
+Collectives that torch starts itself, for example in a backward pass, do not write these files. A process is assumed to
+wait in one if it has used almost no processor time, and its main thread has stayed in one function of a library.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from accel_state.run_status.folder import announce_run
 __all__ = ("HangWatch",)
 
 _STUCK: Final = 5.0
-"""Seconds in one collective after which the processes are asked where they are."""
+"""Seconds in one collective after which the launcher asks the processes for their position."""
 
 _BUSY: Final = 0.05
-"""Part of a processor that a process which waits does not use; its threads that report where it is take about 0.01."""
+"""Share of a processor below which a process counts as waiting; the threads that report its position use about 0.01."""
 
 _SPARE: Final = 0.3
-"""Seconds of a processor that a process may use in addition, to answer where it is."""
+"""Seconds of processor time that a process may use in addition, to report its position."""
 
 _OF_ITS_OWN: Final = frozenset({"__next__", "__iter__", IMPORT})
-"""Functions in which a process waits for its own data or modules, and not for other processes."""
+"""Functions in which a process waits for its own data or imports, not for other processes."""
 
 
 class HangWatch:
-    """Looks after the processes of one machine.
+    """Watches the processes of one machine.
 
     Args:
-        folder: a folder of the launch, in which the processes write where they are.
-        report_after: seconds in a collective until a report, and after each the double until the next; 0 for none.
-        timeout: seconds in a collective after which the run is to end, or None.
-        world_size: number of all processes; None to tell of those alone that have written, as of several machines.
-        codes: asked for the exit codes of the processes that have ended, by rank.
+        folder: a folder of the launch, in which the processes write their position.
+        report_after: seconds in a collective until the first report, twice as long until each next one; 0 for no
+            reports.
+        timeout: seconds in a collective after which the run is ended, or None.
+        world_size: number of all processes; None to report only the processes that have written, as with several
+            machines.
+        codes: returns the exit codes of the processes that have ended, by rank.
     """
 
     def __init__(
@@ -68,9 +70,9 @@ class HangWatch:
         self._idle: dict[int, _Idle] = {}
         self._waiting: set[tuple[int, int]] = set()
         self.waited = 0.0
-        """Seconds for which the collective that began first is waited for; 0 where no process waits."""
+        """Seconds since the oldest pending collective began; 0 if no process waits."""
         self.over = False
-        """Whether the run has waited for longer than it may."""
+        """Whether the run has waited longer than the timeout."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -79,22 +81,22 @@ class HangWatch:
 
     @property
     def ended(self) -> str:
-        """What is said at the end of a run that waited for too long."""
+        """The message for a run that was ended because it waited for too long."""
         return f"accel launch: The run was ended after {self._timeout:g} s in one collective (hang_timeout)."
 
     @property
     def held_up_by(self) -> list[int]:
-        """Ranks that the others wait for, as of the last look; empty where all wait, or that is not known."""
+        """Ranks that the others wait for, as last read; empty if all wait, or if it is unknown."""
         waiting = {rank for rank, _ in self._waiting}
         return [rank for rank in range(self._world_size or 0) if waiting and rank not in waiting]
 
     @property
     def folder(self) -> str:
-        """Where the processes write where they are."""
+        """The folder in which the processes write their position."""
         return self._folder
 
     def look(self) -> bool:
-        """Look at the processes and report what is due; whether the run has waited for longer than it may."""
+        """Read the positions, print a report if it is due, and return whether the timeout is exceeded."""
         self._seen = read_statuses(self._folder)
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
         waiting |= self._waiting_in_torch()
@@ -115,7 +117,7 @@ class HangWatch:
         return self.over
 
     def _waiting_in_torch(self) -> dict[tuple[int, int], float]:
-        """Since when processes wait in a function of a library, by rank and number of their last call of ours."""
+        """Start times of waits in a library function, by rank and number of the last collective of accel."""
         if self._world_size == 1:
             return {}
         found = {}
@@ -132,7 +134,7 @@ class HangWatch:
         return found
 
     def tell(self) -> None:
-        """Print where the processes are, when they wait."""
+        """Print where the processes are, if they wait."""
         if self._text:
             print(
                 f"accel launch: Processes have waited in a collective for {self.waited:.0f} s.\n  {self._text}",
@@ -149,10 +151,10 @@ class HangWatch:
 
 
 class _Idle:
-    """Since when a process has used almost no processor time in one place.
+    """The time since which a process has used almost no processor time at one position.
 
     Attributes:
-        waits_in: the function of a library in which its main thread is; empty when it is in none, or not known.
+        waits_in: the library function in which its main thread is; empty if there is none, or if it is unknown.
     """
 
     def __init__(self) -> None:
@@ -161,11 +163,11 @@ class _Idle:
         self._began = self._used = 0.0
 
     def begin(self, now: float, used: float) -> None:
-        """The process moves."""
+        """Restart the measurement, because the process has moved on."""
         self._began, self._used, self.waits_in = now, used, ""
 
     def since(self, seen: RankStatus) -> float | None:
-        """Seconds since the epoch when it began to wait; None where its processor time cannot be read."""
+        """Time at which it began to wait, in seconds since 1970; None if its processor time cannot be read."""
         now, used = time.time(), _processor_seconds(seen.pid)
         if used is None:
             return None
@@ -180,15 +182,15 @@ class _Idle:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """What a process has used of the processors, with all its threads; None where the system does not tell."""
+    """Processor time of a process with all its threads; None if the system does not report it."""
     info = process_info(pid)
     return None if info is None else info.processor_seconds
 
 
 def _in_the_system(seen: Iterable[tuple[int, RankStatus]]) -> list[str]:
-    """Sentences on processes that no signal reaches, since they are inside of a call of the system."""
+    """Sentences about processes that signals do not reach, because they are inside a system call."""
     return [
-        f"Process {rank} (pid {status.pid}) is inside of a call of the system, as to a file system or a driver."
+        f"Process {rank} (pid {status.pid}) is inside a system call, for example to a file system or a driver."
         for rank, status in seen
         if state_of(status.pid) == "uninterruptible"
     ]

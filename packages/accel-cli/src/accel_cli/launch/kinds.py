@@ -1,6 +1,6 @@
-"""Kinds of runs: what `distributed_type` in a file and switches of the manifests ask for.
+"""Kinds of runs: which one `distributed_type` in a file, or a switch of a manifest, selects.
 
-A switch comes before the file. The row of a kind has its meaning for a launch; no other code compares its name.
+A switch has priority over the file. A table row defines each kind; no other code compares the name of a kind.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class _SwitchesOfDevices:
-    """The switch that chooses devices; those of backends are in their manifests."""
+    """The switch that selects several devices; the switches of backends are in their manifests."""
 
     multi_gpu: bool = setting(
         False,
         type=BOOLEAN,
         flag="--{name}",
-        help="Run one process on each of several devices.",
+        help="Run one process on each of several GPUs or other devices.",
         group=_GROUP,
     )
 
 
 def _kind_settings() -> type:
     of_backends = {name: field_of(users[0].switch._replace(group=_GROUP)) for name, users in switches().items()}
-    own = {"__doc__": "Switches that choose the kind of run; at most one of them.", "__module__": __name__}
+    own = {"__doc__": "Switches that select the kind of run; at most one may be set.", "__module__": __name__}
     return settings_class(
         type("KindSettings", (), {**own, "multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends})
     )
@@ -62,16 +62,16 @@ KindSettings: Final = _kind_settings()
 
 
 class Kind(NamedTuple):
-    """What a kind of run means for a launch.
+    """The properties of a kind of run.
 
     Args:
         label: its name in `distributed_type`.
-        switch: the setting of `KindSettings` that asks for it, or empty.
-        alone: whether it is a run of one process where no number is given.
-        by_device: whether it follows from the devices and needs no backend of its own.
+        switch: the setting of `KindSettings` that selects it, or empty.
+        alone: whether the default number of processes is one.
+        by_device: whether the devices imply it, so that it needs no backend.
         on_devices: whether it contradicts a run on the CPU.
-        variables: what tells the processes of it.
-        backends: names of the backends that the switch chooses.
+        variables: variables that pass it to the processes.
+        backends: names of the backends that the switch selects.
     """
 
     label: str
@@ -102,7 +102,7 @@ _OF_DEVICES: Final = (
     DistributedType.MULTI_NEURON,
 )
 
-# What a job of SageMaker arranges by itself.
+# SageMaker sets this up itself.
 _OF_SAGEMAKER: Final = (SageMakerDistributedType.DATA_PARALLEL, SageMakerDistributedType.MODEL_PARALLEL)
 
 _KINDS: Final = (
@@ -116,7 +116,7 @@ _KINDS: Final = (
 
 
 def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
-    """The kind of run that the settings select and the setting that does, or None.
+    """The kind of run that the settings select, with the setting that selects it, or None.
 
     Raises:
         Conflict: the settings select two kinds.
@@ -127,8 +127,8 @@ def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
         (_, one), (_, other) = asked[:2]
         raise Conflict(
             f"Cannot combine {one.setting.name} ({one.origin}) and {other.setting.name} ({other.origin}).",
-            "A run is of one kind.",
-            "Remove one of the two.",
+            "A run can have only one kind.",
+            "Remove one of them.",
         )
     if asked:
         return asked[0]
@@ -138,33 +138,33 @@ def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
 
 
 def named_by(kind: Kind, effect: ResolvedSetting) -> frozenset[str]:
-    """Names of the backends that a switch chooses; empty where a file names a kind of run, which others may offer."""
+    """Names of the backends that a switch selects; empty for a kind of run that a file selects."""
     return kind.backends if effect.setting.name == kind.switch else frozenset()
 
 
 def check_kind(resolved: ResolvedSettings) -> None:
-    """Refuse a kind of run that contradicts other settings.
+    """Check that the kind of run does not contradict other settings.
 
     Raises:
-        Conflict: it needs devices, and they were forbidden or there is only one of them.
+        Conflict: it needs several devices, but devices are disabled, or there is only one.
     """
     found = kind_of(resolved)
     if found is None or not found[0].on_devices or not found[1].setting.flag:
         return
     kind, effect = found
     cpu, processes = resolved["cpu"], resolved["num_processes"]
-    # A variable puts every run of a machine on the CPU, those of several devices too.
+    # The variable selects the CPU for every run on a machine, including runs on several devices.
     if cpu.value and not (kind.by_device and cpu.origin.startswith("$")):
         raise Conflict(
             f"Cannot combine {effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}).",
             "One selects accelerators, the other the CPU.",
-            "Remove one of the two.",
+            "Remove one of them.",
         )
     if kind.by_device and processes.value == 1 and processes.given:
         raise Conflict(
             f"Cannot combine {effect.setting.name} ({effect.origin}) and num_processes=1 ({processes.origin}).",
-            "One process uses one device.",
-            "Give --num_processes 2 or more, or remove the switch.",
+            "One process uses only one device.",
+            "Set --num_processes to 2 or more, or remove the switch.",
         )
 
 
@@ -179,7 +179,7 @@ def kind_variables(resolved: ResolvedSettings) -> dict[str, str]:
 
 
 def kind_origins(resolved: ResolvedSettings) -> dict[str, str]:
-    """What the user gave for each of `kind_variables`."""
+    """The setting that the user gave, for each of `kind_variables`."""
     found, sizes = kind_of(resolved), given_sizes(resolved)
     origins = dict.fromkeys(found[0].variables, found[1].origin) if found is not None else {}
     if sizes:
@@ -188,12 +188,12 @@ def kind_origins(resolved: ResolvedSettings) -> dict[str, str]:
 
 
 def given_sizes(resolved: ResolvedSettings) -> list[ResolvedSetting]:
-    """The sizes of axes, and how they are done, that anybody gave."""
+    """The given sizes and implementations of mesh axes."""
     return [effect for name, effect in resolved.items() if name.startswith(_MESH) and effect.given]
 
 
 def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str]]:
-    """Options of engines that are not used: label, setting, and what would use it."""
+    """Options of engines that are not in use: label, setting, and what would use it."""
     found = kind_of(resolved)
     tables = _tables()
     chosen = {found[0].switch if found is not None else ""}
@@ -212,7 +212,7 @@ def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str
 
 
 def _tables() -> dict[str, str]:
-    """By table of settings, the switch of the backends that have it."""
+    """For each table of settings, the switch of its backends."""
     found: dict[str, str] = {}
     for backend in backends():
         switch = getattr(backend.manifest, "switch", None)
@@ -224,20 +224,20 @@ def _tables() -> dict[str, str]:
 
 
 def _chosen_by_axes() -> str:
-    """The switch of the backend that the sizes of axes choose by themselves."""
+    """The switch of the backend that the sizes of mesh axes imply."""
     dividing = [one.manifest for one in backends() if Axis.SHARD in getattr(one.manifest, "axes", ())]
     first = max(dividing, key=lambda manifest: manifest.priority, default=None)
     return "" if first is None or first.switch is None else str(first.switch.name)
 
 
 def check_requirements(settings: ResolvedSettings) -> None:
-    """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
+    """Check that the backend can start: its requirements are installed, and it can be loaded.
 
-    Where several backends train in the requested way, one that can start is enough.
+    If several backends support the request, one that can start is enough.
 
     Raises:
-        Missing: a package that it requires is absent or too old.
-        PluginError: it could not be loaded.
+        Missing: a required package is absent or too old.
+        PluginError: the backend could not be loaded.
     """
     named, asked = settings["backend"], kind_of(settings)
     if named.value is not None:
@@ -259,7 +259,7 @@ def check_requirements(settings: ResolvedSettings) -> None:
 
 
 def check_devices_of_kind(resolved: ResolvedSettings, processes: int) -> None:
-    """Refuse to run several devices' kind of run on the only device there is.
+    """Check that the machine has several devices if the kind of run needs them.
 
     Raises:
         SettingError: the machine has one device, and the settings have no number of processes.
@@ -269,6 +269,6 @@ def check_devices_of_kind(resolved: ResolvedSettings, processes: int) -> None:
         return
     raise SettingError(
         f"Cannot launch with {found[1].setting.name} ({found[1].origin}).",
-        "This machine does not have several devices.",
-        "Give --num_processes, or remove the switch.",
+        "This machine has fewer than two devices.",
+        "Remove the switch, or set --num_processes.",
     )

@@ -1,7 +1,7 @@
-"""The interface of launchers: what starts the processes of a run, the request it reads, and the plan it makes.
+"""The interface of launchers, which start the processes of a run: the request, the plan, and the launcher's methods.
 
-The entry-point group `accel.launchers` leads to objects of `LauncherManifest`. A manifest is data that is read without
-torch and without the launcher; the class that it names is imported when `accel launch` uses it.
+The entry points of the group `accel.launchers` are `LauncherManifest` objects. A manifest is data that is read without
+torch and without the launcher's code; its class is imported when `accel launch` uses the launcher.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = (
 GROUP: Final = "accel.launchers"
 
 RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
-"""The module that every process starts with and that runs the script."""
+"""The module that starts in every process and runs the script."""
 
-# torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
+# torch's C++ code prints every frame of a store error; the Python traceback has the same message in one line.
 _USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 CalledFor = Callable[[ResolvedSettings, Mapping[str, str]], "str | None"]
-"""Reads the settings and the variables of a launch, and returns what calls for a launcher, such as
-"num_machines=2 (--num_machines)", or None."""
+"""Reads the settings and the variables of a launch, and returns the reason to use a launcher, such as "num_machines=2
+(--num_machines)", or None."""
 
 
 class Program(NamedTuple):
@@ -57,7 +57,7 @@ class Program(NamedTuple):
 
     Args:
         name: its name on the path, such as "srun".
-        remedy: the sentence that tells how to get it.
+        remedy: a sentence that explains how to install it.
     """
 
     name: str
@@ -69,17 +69,17 @@ class LauncherManifest:
     """The declaration of one launcher.
 
     Args:
-        name: what `--launcher` calls it.
-        launcher: "module:class" of the `Launcher`, whose constructor takes no argument.
-        help: one line that says what it does.
-        settings: "module:class" of its settings class, which never imports torch; empty without one.
-        called_for: returns what in the settings or the environment calls for this launcher where `--launcher` names
-            none; None if only `--launcher` selects it.
-        priority: of several launchers that are called for, the one with the highest is taken.
+        name: name of the launcher for `--launcher`.
+        launcher: "module:class" of the `Launcher`; its constructor takes no arguments.
+        help: one line that describes the launcher.
+        settings: "module:class" of its settings class, which must not import torch; empty without one.
+        called_for: returns the reason, from the settings or the environment, to use this launcher if `--launcher` is
+            not set; None if only `--launcher` selects it.
+        priority: if several launchers have a reason, the one with the highest priority is selected.
         requires: packages that must be installed.
         programs: programs that must be on the path.
-        elsewhere: whether the processes run in another installation of Python, so that nothing of this one is checked.
-        elastic: whether the launcher takes a range of machines, such as `--nnodes 1:4`.
+        elsewhere: whether the processes run in another installation of Python, so that this one is not checked.
+        elastic: whether the launcher supports a range of machines, such as `--nnodes 1:4`.
 
     Raises:
         PluginError: a name or target is malformed.
@@ -99,9 +99,9 @@ class LauncherManifest:
     def __post_init__(self) -> None:
         if not self.name.replace("-", "_").isidentifier() or self.name == "auto":
             raise PluginError(
-                f"Cannot use a launcher of the name {self.name!r}.",
-                'A name has letters, digits, "-" and "_", starts with a letter, and is not "auto".',
-                "Rename it in its LauncherManifest.",
+                f"Cannot use a launcher with the name {self.name!r}.",
+                'A name consists of letters, digits, "-" and "_", starts with a letter, and is not "auto".',
+                "Change the name in its LauncherManifest.",
             )
         for field, target in (("launcher", self.launcher), ("settings", self.settings)):
             module, colon, name = target.partition(":")
@@ -113,7 +113,7 @@ class LauncherManifest:
                 )
 
     def check_needs(self) -> None:
-        """Refuse to use the launcher where something it needs is absent.
+        """Check that the packages and programs that the launcher requires are installed.
 
         Raises:
             Missing: a package is not installed, or has another version.
@@ -130,12 +130,12 @@ class LauncherManifest:
 
 
 class Script(NamedTuple):
-    """What every process runs.
+    """The script, module or program that every process runs.
 
     Args:
-        how: "script" for a path, "module" for the name of a module, "program" for something that is not Python.
+        how: "script" for a path, "module" for the name of a module, "program" for an executable that is not Python.
         target: the path or name.
-        arguments: what is passed on, untouched.
+        arguments: its arguments, which are passed on unchanged.
     """
 
     how: str
@@ -144,13 +144,13 @@ class Script(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What a plan has to know about the machine of `accel launch`.
+    """The facts about the machine of `accel launch` that a plan needs.
 
     Args:
         python: path of the interpreter.
-        processors: CPUs that the processes share.
+        processors: number of CPUs that the processes share.
         devices: returns the number of devices, for settings without a number of processes.
-        environ: variables of the launcher itself, those of an outer launch left out.
+        environ: variables of the launcher, without those of an outer launch.
     """
 
     python: str
@@ -160,17 +160,17 @@ class Machine(NamedTuple):
 
 
 class LaunchRequest(NamedTuple):
-    """What a launcher plans from.
+    """The input of a launcher's plan.
 
     Args:
         settings: every setting of the launch, by name, with its origin.
         script: what to run.
         machine: the machine of `accel launch`.
-        carried: settings classes that the processes read back from their environment.
-        backend: the backend that follows from the kind of run, or None.
+        carried: settings classes that the processes read from their environment.
+        backend: the backend that the kind of run implies, or None.
         options: options of `accel launch` that repeat this launch elsewhere, without the script.
-        quiet: report nothing but the traceback of the process that failed first.
-        additional: what the config file has below `additional_args`.
+        quiet: print only the traceback of the process that failed first.
+        additional: the entries of the config file below `additional_args`.
     """
 
     settings: ResolvedSettings
@@ -184,11 +184,11 @@ class LaunchRequest(NamedTuple):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What each process runs, after its interpreter."""
+        """The command line of each process, after its interpreter."""
         return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
 
     def environment(self, processes: int, **more: str) -> dict[str, str]:
-        """Variables of the processes, of which `processes` run on each machine, and `more` of them."""
+        """Variables of the processes, with `processes` of them on each machine, and the variables `more`."""
         environment = common_environment(self.settings, self.carried)
         if self.backend is not None and not self.settings["backend"].given:
             environment[str(self.settings["backend"].setting.variable)] = self.backend
@@ -201,7 +201,7 @@ class LaunchRequest(NamedTuple):
         return environment
 
     def _origins(self, environment: Mapping[str, str]) -> dict[tuple[str, str], str]:
-        """What the user gave, by the variable that was derived from it and its text."""
+        """The settings that the user gave, by the variable derived from each and its text."""
         origins = kind_origins(self.settings)
         found = kind_of(self.settings)
         if found is not None:
@@ -215,7 +215,7 @@ class LaunchRequest(NamedTuple):
         }
 
     def _of_machine(self, environment: Mapping[str, str], processes: int) -> dict[str, str]:
-        """Variables by which several processes share a machine."""
+        """Variables with which several processes share a machine."""
         machines = self.settings.instance(MachineSettings)
         own: dict[str, str] = {}
         if machines.gpu_ids is not None:
@@ -232,7 +232,7 @@ class LaunchRequest(NamedTuple):
 
 
 def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) -> dict[str, str]:
-    """Variables that carry the settings to the processes, wherever these run."""
+    """Variables that pass the settings to the processes, on any machine."""
     environment: dict[str, str] = {}
     for settings_class in carried:
         environment.update(settings.variables(settings_class))
@@ -240,31 +240,31 @@ def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) ->
 
 
 class LaunchPlan(NamedTuple):
-    """What a launcher is going to start.
+    """The processes that a launcher will start, and how it supervises them.
 
     Args:
-        environment: variables that every process gets in addition to the launcher's own.
-        argv: command line of each process; without `starts_ranks`, of the one process that starts them.
-        launcher: name of the launcher that made the plan.
-        processes: number of processes of the run that this launch starts on this machine; 1 where it does not know.
-        world_size: number of processes of the run; None where the launcher does not know.
-        starts_ranks: whether `argv` starts one process of the run, or a program that starts them.
-        replaces: whether `argv` may take the place of the process of `accel launch`.
+        environment: variables of every process, in addition to those of the launcher.
+        argv: command line of each process or, without `starts_ranks`, of the single process that starts them.
+        launcher: name of the launcher that created the plan.
+        processes: number of processes that this launch starts on this machine; 1 if it is unknown.
+        world_size: number of processes of the run; None if it is unknown.
+        starts_ranks: whether `argv` starts one process of the run, not a program that starts them.
+        replaces: whether `argv` may replace the process of `accel launch`.
         address: host that serves the store.
         port: port of the store; None for a free one.
-        port_origin: who gave the port.
-        removed: variables of the launcher that the processes may not see.
+        port_origin: source of the port, for messages.
+        removed: variables of the launcher that the processes must not inherit.
         inherited: variables of the launcher.
         grace_period: seconds between asking processes to end and killing them.
         prefix_output: whether each line that a process prints begins with its rank.
-        environment_file: variable for the path of a file with the environment, or empty.
+        environment_file: variable that is set to the path of a file with the environment, or empty.
         hang_report_after: seconds in a collective after which the launcher prints where the processes are, or 0.
         hang_timeout: seconds in a collective after which it ends the run, or None.
         quiet: report nothing but the traceback of the process that failed first.
-        restart_policy: whether the processes are started again after a failure; see `accel_cli.launch.restarts`.
-        max_restarts: how often, at most.
+        restart_policy: whether the processes are restarted after a failure; see `accel_cli.launch.restarts`.
+        max_restarts: largest number of restarts.
         project_dir: folder of the run, or empty.
-        details: what only the launcher that made the plan reads.
+        details: data that only the launcher of the plan reads.
     """
 
     environment: Mapping[str, str]
@@ -292,7 +292,7 @@ class LaunchPlan(NamedTuple):
 
 
 def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, processes: int) -> LaunchPlan:
-    """The plan for a program that starts the processes by itself, `processes` of them on each machine."""
+    """The plan for a program that starts the processes itself, `processes` of them on each machine."""
     return LaunchPlan(
         request.environment(processes),
         argv,
@@ -304,28 +304,28 @@ def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, pr
 
 
 class Launcher(Protocol):
-    """What starts the processes of a run.
+    """Starts the processes of a run.
 
-    `accel launch` makes one object for each launch, and calls `plan` and then `run`, both in its main thread.
+    `accel launch` creates one object for each launch, and calls `plan` and then `run`, both in its main thread.
     """
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """What `run` would start. Nothing is started, no port is chosen and no file is written here.
+        """Plan what `run` will start. This starts no process, selects no port and writes no file.
 
         Raises:
             SettingError: a setting cannot be used; `Conflict` when two contradict each other.
-            NotOffered: the launcher does not take what is to run.
+            NotOffered: the launcher does not support this kind of script.
         """
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start what the plan says and return the exit code of the run, when the last process has ended.
+        """Execute the plan, and return the exit code of the run after the last process has ended.
 
-        That is the code of the process that failed first, or 128 plus the number of the signal that killed it. SIGINT,
-        SIGTERM, SIGHUP and SIGQUIT end the run; no process is left when this returns.
+        The exit code is that of the process that failed first, or 128 plus the number of the signal that killed it.
+        SIGINT, SIGTERM, SIGHUP and SIGQUIT end the run; when this returns, no process is running.
 
         Raises:
             LaunchError: the processes could not be started.
         """
 
     def stop(self) -> None:
-        """End the run as SIGTERM does; called from another thread, also before `run`."""
+        """End the run as SIGTERM does; another thread may call this, even before `run`."""

@@ -1,7 +1,7 @@
-"""The launchers there are, those of this package and of others, and the one that a launch uses.
+"""Finds the launchers of this package and of others, and selects the one for a launch.
 
-`--launcher NAME` names one. Without it the launcher with the highest priority is taken of those that something in the
-settings or the environment calls for.
+`--launcher NAME` selects a launcher. Without it, each launcher may have a reason in the settings or the environment to
+be used; the one with the highest priority is selected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLACES: Final = "accel_cli.launch.settings"
 
 
 def _this_machine(settings: ResolvedSettings, environ: Mapping[str, str]) -> str:
-    return "this machine alone"
+    return "one machine"
 
 
 def _by_torchrun(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
@@ -62,7 +62,7 @@ def _by_sagemaker(settings: ResolvedSettings, environ: Mapping[str, str]) -> str
 
 
 def _by_allocation(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    """An allocation of several nodes, outside its steps, of which the user describes none."""
+    """An allocation of several nodes, outside its steps, if the settings do not describe machines."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     described = any(settings[name].given for name in ("num_machines", "machine_rank", "main_process_ip"))
     if described or not in_batch_script(environ) or not nodes.isdecimal() or int(nodes) < 2:
@@ -73,20 +73,20 @@ def _by_allocation(settings: ResolvedSettings, environ: Mapping[str, str]) -> st
 LOCAL: Final = LauncherManifest(
     "local",
     "accel_cli.launch.local:Local",
-    "start the processes on this machine and look after them",
+    "start and supervise the processes on this machine",
     called_for=_this_machine,
 )
 TORCHRUN: Final = LauncherManifest(
     "torchrun",
     "accel_cli.launch.torchrun:Torchrun",
-    "let torch.distributed.run start the processes, on this and further machines",
+    "start the processes through torch.distributed.run, on one or several machines",
     called_for=_by_torchrun,
     priority=10,
 )
 SLURM: Final = LauncherManifest(
     "slurm",
     "accel_cli.launch.slurm:Slurm",
-    "start the processes in a Slurm allocation, or submit a job that does",
+    "start the processes in a Slurm allocation, or submit a Slurm job",
     f"{_PLACES}:SlurmSettings",
     _by_allocation,
     priority=20,
@@ -94,11 +94,11 @@ SLURM: Final = LauncherManifest(
 MPI: Final = LauncherManifest(
     "mpi",
     "accel_cli.launch.mpi:Mpi",
-    "let mpirun start the processes on the machines of a hostfile",
+    "start the processes through mpirun, on the machines of a hostfile",
     f"{_PLACES}:MPISettings",
     _by_hostfile,
     priority=50,
-    programs=(Program("mpirun", "Install one, for example with: conda install -c conda-forge openmpi"),),
+    programs=(Program("mpirun", "Install MPI, for example with: conda install -c conda-forge openmpi"),),
 )
 SAGEMAKER: Final = LauncherManifest(
     "sagemaker",
@@ -113,7 +113,7 @@ SAGEMAKER: Final = LauncherManifest(
 
 
 class Offered(NamedTuple):
-    """One entry point of the group: its manifest, or why that could not be loaded."""
+    """One entry point of the group: its manifest, or the error that occurred while loading it."""
 
     extension: Extension
     manifest: LauncherManifest | None = None
@@ -123,7 +123,7 @@ class Offered(NamedTuple):
 
 @lru_cache(maxsize=1)
 def offered_launchers() -> Mapping[str, tuple[Offered, ...]]:
-    """The entry points of the group by name; one of this package is never replaced."""
+    """The entry points of the group by name; those of this package are never replaced."""
     found: dict[str, tuple[Offered, ...]] = {}
     for extension in sorted(extensions(GROUP), key=lambda one: not _own(one)):
         known = found.get(extension.name, ())
@@ -152,20 +152,20 @@ def launcher_settings() -> tuple[type, ...]:
 
 
 def launcher_names() -> tuple[str, ...]:
-    """What `--launcher` takes."""
+    """The valid values of `--launcher`."""
     return tuple(sorted((_AUTO, *offered_launchers())))
 
 
 def find_launcher(name: str, origin: str) -> LauncherManifest:
-    """The manifest of a launcher.
+    """Find the manifest of a launcher.
 
     Args:
         name: its name.
-        origin: who named it.
+        origin: source of the name, for messages.
 
     Raises:
-        SettingError: there is no launcher of that name.
-        PluginError: several packages offer it, or it could not be loaded.
+        SettingError: there is no launcher with that name.
+        PluginError: several packages provide it, or it could not be loaded.
     """
     several = list(offered_launchers().get(name, ()))
     asked = f"Cannot use the launcher {name!r} ({origin})."
@@ -175,35 +175,35 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
         raise SettingError(
             asked,
             f"Installed launchers: {', '.join(names)}.",
-            f"Did you mean {near!r}?" if near else "Install the package that offers it.",
+            f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
         )
     offered, *others = several
     if others:
         packages = ", ".join(one.extension.origin for one in several)
-        raise PluginError(asked, f"Several packages offer it: {packages}.", "Uninstall all but one of them.")
+        raise PluginError(asked, f"Several packages provide it: {packages}.", "Uninstall all but one of them.")
     if offered.manifest is None:
         package = offered.extension.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
-        raise PluginError(asked, f"The one of {package} could not be loaded: {offered.error!r}.", remedy)
+        raise PluginError(asked, f"The launcher of {package} could not be loaded: {offered.error!r}.", remedy)
     return offered.manifest
 
 
 class Choice(NamedTuple):
-    """The launcher of a launch, and what chose it."""
+    """The launcher of a launch, and the reason for its selection."""
 
     manifest: LauncherManifest
     reason: str
 
 
 def choose_launcher(settings: ResolvedSettings, environ: Mapping[str, str]) -> Choice:
-    """The launcher that the settings name, or of those that are called for the one with the highest priority.
+    """Select the launcher that the settings name, else the one with the highest priority that has a reason to be used.
 
     Args:
         settings: every setting of the launch.
-        environ: variables that describe an allocation; empty to recognise none.
+        environ: variables that may describe an allocation; empty to ignore allocations.
 
     Raises:
-        SettingError: there is no launcher of the name that was given.
+        SettingError: there is no launcher with the given name.
         PluginError: it could not be loaded, or none is installed.
     """
     named = settings["launcher"]
@@ -217,13 +217,13 @@ def choose_launcher(settings: ResolvedSettings, environ: Mapping[str, str]) -> C
             called.append(Choice(manifest, reason))
     if not called:
         raise PluginError(
-            "Cannot choose a launcher.", f"No entry point of the group {GROUP} is installed.", f"Reinstall {_OWN}."
+            "Cannot select a launcher.", f"No entry point of the group {GROUP} is installed.", f"Reinstall {_OWN}."
         )
     return max(called, key=lambda choice: choice.manifest.priority)
 
 
 def load_launcher(manifest: LauncherManifest) -> Launcher:
-    """An object of the launcher's class.
+    """Create an object of the launcher's class.
 
     Raises:
         PluginError: the class could not be loaded.
@@ -234,14 +234,14 @@ def load_launcher(manifest: LauncherManifest) -> Launcher:
         raise PluginError(
             f"Cannot use the launcher {manifest.name!r}.",
             f"{manifest.launcher} could not be loaded: {type(error).__name__}: {error}",
-            "Repair or reinstall the package that offers it.",
+            "Repair or reinstall the package that provides it.",
         ) from error
     made: Launcher = launcher()
     return made
 
 
 def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[tuple[str, ResolvedSetting, str]]:
-    """What was given for launchers that this launch does not use: name, setting, and the launcher that reads it."""
+    """Given settings of launchers that are not in use: name, setting, and the launcher that reads it."""
     idle = []
     for several in offered_launchers().values():
         for offered in several:
@@ -250,16 +250,16 @@ def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[
                 continue
             for known in settings_of(offered.settings).values():
                 setting = settings[label(known)]
-                # One with a variable is read by the processes.
+                # A setting with a variable is read by the processes, with any launcher.
                 if setting.given and known.variable is None and setting.origin.startswith("--"):
                     idle.append((label(known), setting, manifest.name))
     return idle
 
 
 class Supervised:
-    """The base class of a launcher whose plan is for this machine: it plans, and that of `local` starts and supervises.
+    """The base class of launchers for this machine: a subclass plans, and the local launcher executes the plan.
 
-    What that one imports is imported once there is a run, and not where only the manifest is read.
+    The local launcher's modules are imported only by `run`, so that planning is fast.
     """
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class Supervised:
         self._supervisor = Supervisor()
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start what the plan says and return the exit code of the run."""
+        """Execute the plan, and return the exit code of the run."""
         return self._supervisor.run(plan)
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""The local launcher, and the supervision of what any launcher starts on this machine.
+"""The local launcher, and the supervision of the processes that any launcher starts on this machine.
 
 It forwards signals, ends the other processes when one fails (SIGTERM, a grace period, SIGKILL), and returns the exit
-code of the one that failed first. Should it be killed itself, the system kills the processes (Linux; see `runner`).
+code of the process that failed first. If the launcher itself is killed, the system kills the processes (on Linux; see
+`runner`).
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ __all__ = (
     "local_processes",
 )
 
-# How often error files are looked for when nothing else happens.
+# Seconds between checks for error files.
 _TICK: Final = 1.0
 
-# A killed process that is still there after so long hangs inside the system, in a driver or a network file system.
+# Seconds after which a killed process counts as hanging in a system call, of a driver or a network file system.
 _LAST_PATIENCE: Final = 10.0
 
-# How long the rest of the output is waited for when a process has left its output to one that lives on.
+# Seconds to wait for the rest of the output if another process, which still runs, has inherited the stream.
 _OUTPUT_PATIENCE: Final = 2.0
 
 
 class Supervisor:
-    """Runs what a plan says on this machine; a launcher that starts processes here subclasses it and plans.
+    """Executes a plan on this machine; a launcher that starts processes here subclasses it and defines `plan`.
 
-    Variables of the place of each rank are set where the plan's `argv` is the command of one (`starts_ranks`).
+    If the plan's `argv` starts one rank (`starts_ranks`), each process gets the variables of its rank.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
-        """Start the processes, and again as long as the restart policy says so."""
+        """Start the processes, and restart them as long as the restart policy allows it."""
         account, oom_killed = _account_of(plan), oom_kills()
         restarts: Restarts | None = None
         code = 0
@@ -122,16 +123,16 @@ class Supervisor:
     def _accounted(
         self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
     ) -> tuple[int, SettingError | None]:
-        """Run an attempt to its end; its exit code, and the error for a port that is taken for the moment."""
+        """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
         unwritable = account.launch(attempt) if account is not None else None
         if unwritable is not None and not attempt:
-            told = f"{unwritable}. The account of its time and its failures may be lost."
-            print(f"accel launch: Cannot write into the folder of the run: {told}", file=sys.stderr, flush=True)
+            told = f"{unwritable}. The records of its time and its failures may be lost."
+            print(f"accel launch: Cannot write to the run's folder: {told}", file=sys.stderr, flush=True)
         code, refused = 0, None
         try:
             code = self._attempt(processes, inbox)
         except SettingError as error:
-            # A run before may not have let go of the port yet.
+            # A previous run may not have released the port yet.
             if processes.plan.restart_policy == "never" or re.search(PORT_TAKEN, str(error)) is None:
                 raise
             refused = error
@@ -155,7 +156,7 @@ class Supervisor:
 
 
 def _account_of(plan: LaunchPlan) -> LauncherLines | None:
-    """What says when the processes of a run began and ended, where the run has a folder."""
+    """The record of when the processes of a run began and ended, if the run has a folder."""
     if not plan.project_dir or not plan.starts_ranks:
         return None
     from accel_state.goodput.summary import LauncherLines
@@ -173,7 +174,7 @@ class Local(Supervisor):
     """Starts the processes of a run on this machine; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """One process, or one for each device, on this machine."""
+        """Plan one process, or one for each device, on this machine."""
         settings = request.settings
         check_own_launcher(settings)
         machines = settings.instance(MachineSettings)
@@ -203,10 +204,10 @@ class Local(Supervisor):
 
 
 def local_processes(request: LaunchRequest) -> int:
-    """Processes to start on this machine.
+    """Number of processes to start on this machine.
 
     Raises:
-        SettingError: the kind of run is for several devices, and the machine has one.
+        SettingError: the kind of run needs several devices, and the machine has only one.
     """
     settings = request.settings
     machines, found = settings.instance(MachineSettings), kind_of(settings)
@@ -222,7 +223,7 @@ def local_processes(request: LaunchRequest) -> int:
 
 
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
-"""Variable by which torchrun too says how often the processes were started again."""
+"""Variable for the number of restarts; torchrun sets it too."""
 
 
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
@@ -236,7 +237,7 @@ def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
 
 
 def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines of the file with variables; one that a shell would take apart is left out."""
+    """Lines of the file with variables; a value that a shell would split is omitted."""
     for name, value in sorted(environment.items()):
         if _PLAIN.fullmatch(name) and _PLAIN.fullmatch(value):
             yield f"{name}={value}{os.linesep}"
@@ -264,18 +265,18 @@ class _Process:
         return is_alive
 
     def signal(self, number: int) -> None:
-        """Signal the process, and with it what it has started when it leads a group of its own."""
+        """Send a signal to the process, and to its group if it leads one."""
         try:
             if self.grouped:
                 os.killpg(self.popen.pid, number)
             elif self.alive:
                 self.popen.send_signal(number)
         except (ProcessLookupError, PermissionError):
-            # Nobody is left in the group.
+            # The group has no processes any more.
             pass
 
     def failure(self) -> Failure | None:
-        """How it failed, or None while it has not."""
+        """Its failure, or None if it has not failed."""
         code = self.popen.poll()
         if code == 0:
             return None
@@ -286,13 +287,13 @@ class _Process:
 
 
 def _ends_by_error(record: Mapping[str, object] | None, pid: int) -> bool:
-    """Whether an error file says that the script is over, though its process may still be leaving."""
+    """Whether an error file shows that the script has failed, although its process may still be running."""
     extra = (record or {}).get("extraInfo")
     return isinstance(extra, dict) and extra.get("pid") == pid
 
 
 class _Processes:
-    """The processes of one plan, from their start to their end."""
+    """Supervises the processes of one plan, from start to end."""
 
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
         self.plan = self._plan = plan
@@ -310,11 +311,11 @@ class _Processes:
         self._status_folder = make_status_folder(folder)
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
-        """Start the processes and stay until the last has ended."""
+        """Start the processes, and wait until the last one has ended."""
         try:
             for rank in range(self._count):
                 self._processes.append(self._start(rank, store))
-            # What else there is to do, and to import, does not hold the processes up.
+            # Further imports and preparations run after the start, so that they do not delay the processes.
             self._watch_hangs = self._hang_watch()
             remove_abandoned_folders(self._folder)
             self._watch(inbox)
@@ -326,7 +327,7 @@ class _Processes:
         return self._result()
 
     def _end_left_behind(self, inbox: Inbox) -> None:
-        """End the processes of a program that has died before them, as an engine's own may when signalled."""
+        """End the remaining processes of a program that ended before them, such as an engine's launcher."""
         deadline = time.monotonic() + self._plan.grace_period
         asked: set[int] = set()
         while left := with_variable(STATUS_FOLDER_VARIABLE, self._status_folder):
@@ -345,7 +346,7 @@ class _Processes:
         from accel_cli.launch.hangs import HangWatch
 
         plan = self._plan
-        # Another starter has processes of its own, maybe on several machines.
+        # Another program starts the processes itself, possibly on several machines.
         known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
         return HangWatch(self._folder, plan.hang_report_after, plan.hang_timeout, *known)
 
@@ -360,7 +361,8 @@ class _Processes:
             place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             place["GROUP_RANK"] = "0"
         pipe = subprocess.PIPE if plan.prefix_output else None
-        # A process alone keeps the terminal, for debuggers; several get groups of their own, to be ended as a whole.
+        # A single process keeps the terminal, for debuggers; each of several gets a group, which can be ended as a
+        # whole.
         grouped = os.name == "posix" and self._count > 1
         try:
             popen = subprocess.Popen(
@@ -374,13 +376,15 @@ class _Processes:
         except OSError as error:
             asked = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
             raise LaunchError(
-                asked, f"The system refused: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
+                asked,
+                f"The system reports: {error}.",
+                "Check the path of the Python interpreter and the limits of this user (ulimit -a).",
             ) from None
         relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
         return _Process(rank, popen, error_file, grouped, relay)
 
     def _watch(self, inbox: Inbox) -> None:
-        """Stay until no process is left."""
+        """Wait until no process is left."""
         while any(process.alive for process in self._processes):
             timeout = _TICK if self._deadline is None else min(_TICK, max(self._deadline - time.monotonic(), 0.0))
             for number in inbox.wait(timeout):
@@ -397,7 +401,7 @@ class _Processes:
             self._signal_all(number)
             return
         if self._signalled is not None:
-            # Asked a second time: no more patience.
+            # A second signal ends the processes at once.
             self._kill()
             return
         if self._first is None:
@@ -409,7 +413,7 @@ class _Processes:
             self._signal_all(number)
 
     def _reaches_processes_itself(self, number: int) -> bool:
-        """Whether the terminal sent an interrupt to the process as well, which shares the launcher's group."""
+        """Whether the terminal also sent the interrupt to the process, because it shares the launcher's group."""
         if number != signal.SIGINT or self._count > 1:
             return False
         try:
@@ -423,7 +427,7 @@ class _Processes:
                 process.signal(number)
 
     def _notice_failure(self) -> None:
-        """Once a process has failed, ask the others to end."""
+        """After a process has failed, ask the others to end."""
         failures = self._failures()
         if not failures:
             return
@@ -431,13 +435,13 @@ class _Processes:
         self._deadline = time.monotonic() + self._plan.grace_period
         failed = {failure.rank for failure in failures}
         for process in self._processes:
-            # One that is leaving because of an error may finish what it does at its end.
+            # A process that is ending with an error may run its exit handlers.
             if process.rank not in failed and process.alive:
                 process.told_to_end = True
                 process.signal(signal.SIGTERM)
 
     def _notice_hang(self) -> None:
-        """Report processes that wait in a collective for long, and ask all to end when that is too long."""
+        """Report processes that wait long in a collective, and ask all to end after the timeout."""
         if self._first is None and self._watch_hangs.look():
             self._hung = True
             self._held_up_by = self._watch_hangs.held_up_by
@@ -452,12 +456,12 @@ class _Processes:
 
     @property
     def ended_as_asked(self) -> bool:
-        """Whether it ended because somebody asked for that, or saved its state to be resumed elsewhere."""
+        """Whether it ended on request, or saved its state in order to be resumed."""
         saved = any(process.popen.poll() == RESUME for process in self._processes)
         return saved or (self._signalled is not None and self._first is None)
 
     def cause(self, oom_killed: bool) -> Cause:
-        """The first cause of what went wrong."""
+        """The root cause of the failure."""
         from accel_cli.launch.restarts import find_cause
 
         ranks = range(len(self._processes))
@@ -471,20 +475,20 @@ class _Processes:
         return find_cause(self._failures(), codes, steps, samples, self._held_up_by, hang, oom_killed)
 
     def tell(self, account: LauncherLines) -> None:
-        """Say when each process ended."""
+        """Record when each process ended."""
         for process in self._processes:
             if process.ended is not None or not process.alive:
                 account.ended(process.rank, process.ended or time.time())
 
     def folder_of_run(self) -> str:
-        """Where the run keeps its output, as its processes know it; empty where they say nothing."""
+        """The folder of the run's output, as the processes report it; empty if they do not."""
         from accel_state.hang_report.rank_status import read_statuses
 
         statuses = read_statuses(self._status_folder)
         return next((one.folder for _, one in sorted(statuses.items()) if one.folder), "")
 
     def forget(self) -> None:
-        """Remove what the processes of this attempt have written for the launcher."""
+        """Remove the files that the processes of this attempt have written for the launcher."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 os.unlink(process.error_file)
@@ -497,7 +501,7 @@ class _Processes:
         return [failure for failure in found if failure is not None]
 
     def _kill(self) -> None:
-        """End for good whatever is left of a run that did not end by itself."""
+        """Kill all remaining processes of a run that did not end by itself."""
         ended_well = all(process.popen.poll() == 0 for process in self._processes)
         if ended_well and self._signalled is None:
             return
@@ -530,7 +534,7 @@ class _Processes:
         return first.exit_code
 
     def _ended_by_signal(self, failures: list[Failure], number: int) -> int:
-        """The launcher was asked to end: a process's own exit code counts, death by the signal is the signal's."""
+        """The exit code after a request to end: that of a process, or that of the signal if it killed the process."""
         own = [failure for failure in failures if failure.code is not None and failure.code > 0]
         if not self._quiet:
             print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
@@ -554,12 +558,12 @@ FORWARDED: Final = (*ENDING, *_existing("SIGUSR1", "SIGUSR2"))
 
 _CHILD_ENDED: Final = _existing("SIGCHLD")
 
-# Where no signal tells that a process ended, the launcher has to look.
+# Without a signal for the end of a process, the launcher polls.
 _LONGEST_WAIT: Final = float("inf") if _CHILD_ENDED else 0.1
 
 
 class Inbox:
-    """Collects signals while it is entered; a signal that was ignored (`nohup`) stays ignored."""
+    """A context manager that collects signals; a signal that was ignored before (`nohup`) stays ignored."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -585,7 +589,7 @@ class Inbox:
         self._writer.close()
 
     def post(self, number: int) -> None:
-        """Put a signal in, from any thread; once it was left, nothing happens."""
+        """Add a signal, from any thread; without effect after the context has ended."""
         try:
             self._writer.send(bytes([number]))
         except (OSError, ValueError):
@@ -593,7 +597,7 @@ class Inbox:
             return
 
     def wait(self, timeout: float) -> list[int]:
-        """Signals to forward that came since the last call; returns early when one comes or a process ends."""
+        """Signals to forward since the last call; returns early if a signal arrives or a process ends."""
         if not select.select([self._reader], [], [], min(timeout, _LONGEST_WAIT))[0]:
             return []
         try:
@@ -604,12 +608,12 @@ class Inbox:
 
 
 def _already_in_the_inbox(number: int, frame: object) -> None:
-    """Do nothing: the interpreter writes the number into the inbox of a signal that has a handler."""
+    """Do nothing: for a signal with a handler, the interpreter itself writes the number into the inbox."""
 
 
 _CHUNK: Final = 65536
 _LONGEST: Final = 65536
-"""Bytes of a line that are kept until it ends; a longer one is passed on in parts of about this length."""
+"""Largest number of bytes of an incomplete line in memory; a longer line is forwarded in parts of about this length."""
 
 _LINE_ENDS: Final = (b"\n", b"\r")
 
@@ -617,12 +621,12 @@ _LINE_ENDS: Final = (b"\n", b"\r")
 class Relay:
     """Copies the output and the errors of a process line by line; a progress bar's `\\r` ends a line as well.
 
-    A line of more than 64 KiB comes out as several: those after the first begin with `[rank 0]+` where the prefix is
-    `[rank 0] `, so that lines of other processes come between and nothing is kept in memory.
+    A line of more than 64 KiB is split into several. With the prefix `[rank 0] `, the parts after the first begin with
+    `[rank 0]+`, because lines of other processes may be printed between them.
 
     Args:
         process: started with pipes.
-        prefix: what each line begins with; its last character is the one that a continuation replaces.
+        prefix: prefix of each line; a continuation replaces its last character.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], prefix: str) -> None:
@@ -637,7 +641,7 @@ class Relay:
             thread.start()
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait for the rest of the output, at most so long for each stream."""
+        """Wait for the rest of the output, at most this number of seconds for each stream."""
         for thread in self._threads:
             thread.join(deadline_seconds)
 
@@ -648,15 +652,15 @@ class Relay:
                 _write(target, lines.take(chunk))
             _write(target, lines.rest())
         except (OSError, ValueError):
-            # The reader of the launcher's own output has gone.
+            # The reader of the launcher's own output has closed it.
             source.close()
 
 
 class PrefixedLines:
-    """The lines of one stream: those that have ended, with prefixes, and the start of the next one.
+    """The lines of one stream: complete lines with prefixes, and the start of the next line.
 
     Args:
-        prefix: what each line begins with; its last character is the one that a continuation replaces.
+        prefix: prefix of each line; a continuation replaces its last character.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -666,11 +670,11 @@ class PrefixedLines:
         self._after_return = False
 
     def take(self, chunk: bytes) -> bytes:
-        """What can be written once a chunk has come."""
+        """The text that can be written after a chunk has arrived."""
         ended: list[bytes] = []
         for piece in chunk.splitlines(keepends=True):
             if piece == b"\n" and self._after_return and not self._start:
-                # The second half of a line end whose first half was written with its line.
+                # The second character of a line end; the first one was written with its line.
                 ended.append(piece)
                 self._after_return = False
                 continue
@@ -685,7 +689,7 @@ class PrefixedLines:
         return b"".join(ended)
 
     def rest(self) -> bytes:
-        """A last line that nothing ended."""
+        """A last line without a line end."""
         return self._line() + b"\n" if self._start else b""
 
     def _line(self) -> bytes:

@@ -1,8 +1,8 @@
-"""The help text of `accel launch`, remembered between calls.
+"""The help text of `accel launch`, which is cached in a file.
 
-Its rows follow from the settings of the launcher and of every installed backend, and reading all of those takes long
-for a help text. A file caches the rows with the state of every module that they depend on; a change of one of these
-modules, or of the list of backends, invalidates it.
+Its rows are generated from the settings of all launchers and backends, and loading these takes long for a help text.
+The cache file contains the rows and the state of every module that they depend on. A change of one of these modules, or
+of the list of backends, invalidates it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ("ESSENTIAL", "OPTIONS", "cache_path", "launch_manual")
 
 _PREFIX: Final = "accel_"
 OPTIONS: Final = (
-    ("--config_file PATH", "Config file; by default the one that `accel config` wrote, if there is one."),
-    ("-m, --module", "Run the script as a Python module, by its module name."),
-    ("--no_python", "Run the script as a program, without Python."),
-    ("-q, --quiet", "Print only the traceback of a failure."),
+    ("-h, --help", "Show this help text."),
+    ("--config_file PATH", "Config file; by default the one that `accel config` writes, if it exists."),
+    ("-m, --module", "Run a Python module instead of a script, as python -m does."),
+    ("--no_python", "Run an executable program instead of a Python script."),
+    ("-q, --quiet", "Print nothing but the traceback of a failure."),
     ("--help-all", "Show every option."),
 )
 """Options that are not settings, with their help."""
@@ -33,10 +34,10 @@ ESSENTIAL: Final = (
     *("--cpu", "--mixed_precision", "--gradient_accumulation_steps", "--backend"),
     *("--launcher", "--max_restarts", "--preflight", "--prefix_output", "--hang_timeout", "--grace_period"),
 )
-"""Flags that the short help text shows: those that most runs need."""
+"""Flags of the short help text: those that most runs need."""
 
 _KINDS: Final = "Kind of run"
-"""Heading of the switches of the backends, which the short help text shows too."""
+"""Heading of the switches of the backends, which are also in the short help text."""
 
 _SHORT_OF: Final = "accel launch"
 
@@ -47,11 +48,11 @@ def launch_manual(prog: str, everything: bool = False) -> str:
     """The help text of `accel launch`: the options that most runs need, or every option.
 
     Args:
-        prog: how the command was called; under the name of the drop-in it has every option.
+        prog: the command as the user called it; with the name of the drop-in, the text contains every option.
         everything: whether every option is shown.
     """
     usage = f"{prog} [options] script [options of the script]"
-    about = "Start a script on one or many processes. Every option may also be written with dashes for underscores."
+    about = "Start a script on one or many processes. Options may also be written with dashes instead of underscores."
     if everything or prog != _SHORT_OF:
         return render(usage, about, {"options": OPTIONS, **_rows()})
     short = {
@@ -59,17 +60,17 @@ def launch_manual(prog: str, everything: bool = False) -> str:
         for heading, rows in _rows().items()
     }
     shown = {heading: rows for heading, rows in short.items() if rows}
-    end = f"`{prog} --help-all` shows every option: those of further launchers, engines and backends."
+    end = f"`{prog} --help-all` shows every option, including those of further launchers, engines and backends."
     return render(usage, about, {"options": OPTIONS, **shown}, end)
 
 
 def _flag(name: str) -> str:
-    """The first flag of a row that has two dashes."""
+    """The first flag of a row that starts with two dashes."""
     return next((word.rstrip(",") for word in name.split() if word.startswith("--")), "")
 
 
 def cache_path(environ: Mapping[str, str]) -> str:
-    """Where the rows are remembered."""
+    """Path of the cache file."""
     home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(home, "accel", f"launch-help-{sys.version_info[0]}.{sys.version_info[1]}.json")
 
@@ -86,7 +87,7 @@ def _rows() -> Rows:
             rows: Rows = kept["rows"]
             return rows
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # There is none yet, or somebody else's.
+        # There is no cache file yet, or it has another format.
         pass
     rows = _made()
     _keep(path, {"backends": offered, "modules": _states(_files()), "rows": rows})
@@ -125,5 +126,5 @@ def _keep(path: str, content: Mapping[str, Any]) -> None:
             json.dump(content, file)
         os.replace(partial, path)
     except OSError:
-        # A folder that cannot be written costs time and nothing else.
+        # Without a writable folder, the help text is only slower.
         return

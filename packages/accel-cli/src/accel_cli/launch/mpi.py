@@ -1,4 +1,4 @@
-"""Starting processes on several machines through mpirun, and the files that name machines: `node1 slots=4`."""
+"""Starts processes on several machines through mpirun, and reads hostfiles with lines such as `node1 slots=4`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ _LINE: Final = re.compile(
 
 
 class Host(NamedTuple):
-    """One machine; `slots` is None where the file does not say how many processes it takes."""
+    """One machine; `slots` is its number of processes, or None if the file does not set it."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
-    """The machines of a file, in its order.
+    """Read the machines of a hostfile, in the order of its lines.
 
     Args:
         path: the file, in the form of Open MPI or of MPICH.
-        origin: who named the file.
+        origin: source of the path, for messages.
 
     Raises:
-        SettingError: it cannot be read, names nobody, names somebody twice, or has a line that is none of that form.
+        SettingError: it cannot be read, lists no machine, lists one twice, or has a line in another form.
     """
     asked = f"Cannot read the hostfile {path} ({origin})."
     try:
         lines = read_limited(path, from_shell=True).decode().splitlines()
     except (OSError, ValueError) as error:
-        raise SettingError(asked, f"It cannot be read: {error}.", "Give a text file with one machine a line.") from None
+        raise SettingError(
+            asked, f"It cannot be read: {error}.", "Give a text file with one machine per line."
+        ) from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -62,10 +64,12 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
             raise SettingError(asked, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
         slots = found["slots"] or found["count"]
         if found["name"] in hosts:
-            raise SettingError(asked, f"{path}:{number} names {found['name']} again.", "Remove one of the lines.")
+            raise SettingError(
+                asked, f"{path}:{number} lists {found['name']} a second time.", "Remove one of the two lines."
+            )
         hosts[found["name"]] = Host(found["name"], None if slots is None else int(slots))
     if not hosts:
-        raise SettingError(asked, f"{path} names no machine.", "Write one a line, such as: node1 slots=4")
+        raise SettingError(asked, f"{path} lists no machine.", "Write one machine per line, such as: node1 slots=4")
     return tuple(hosts.values())
 
 
@@ -75,7 +79,7 @@ _PATIENCE: Final = 20.0
 
 
 class Mpi(Supervisor):
-    """Lets mpirun start the processes on the machines of a hostfile; see `Launcher`.
+    """Starts the processes through mpirun, on the machines of a hostfile; see `Launcher`.
 
     Args:
         family: returns the family of the installed mpirun.
@@ -86,7 +90,7 @@ class Mpi(Supervisor):
         self._family = family or find_mpi
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """One mpirun for all machines."""
+        """Plan one mpirun command for all machines."""
         settings = request.settings
         hosts = mpi_hosts(settings)
         total = settings["num_processes"].value
@@ -97,16 +101,16 @@ class Mpi(Supervisor):
 
 
 def find_mpi() -> str:
-    """Which family the installed mpirun is of: "Open MPI", or "Hydra" for MPICH, MVAPICH and Intel MPI.
+    """The family of the installed mpirun: "Open MPI", or "Hydra" for MPICH, MVAPICH and Intel MPI.
 
     Raises:
         NotFound: `mpirun` is not on the path.
-        SettingError: it does not say what it is.
+        SettingError: its version cannot be determined.
     """
     from shutil import which
 
     if which("mpirun") is None:
-        remedy = "Install one, for example with: conda install -c conda-forge openmpi"
+        remedy = "Install MPI, for example with: conda install -c conda-forge openmpi"
         raise NotFound(_ASKED, "`mpirun` is not on the path.", remedy)
     try:
         answer = subprocess.check_output(
@@ -121,18 +125,22 @@ def mpi_hosts(resolved: ResolvedSettings) -> tuple[Host, ...]:
     """The machines of the run.
 
     Raises:
-        SettingError: no hostfile was given, or it cannot be used.
-        Conflict: it names fewer machines than `num_machines`.
+        SettingError: no hostfile is given, or it cannot be used.
+        Conflict: it lists fewer machines than `num_machines`.
     """
     file, machines = resolved["mpirun_config.mpirun_hostfile"], resolved["num_machines"]
     if not file.value:
-        raise SettingError(_ASKED, "No hostfile names the machines.", "Give --mpirun_hostfile.")
+        raise SettingError(
+            _ASKED,
+            "There is no hostfile that lists the machines.",
+            "Set --mpirun_hostfile to the path of a file with one machine per line.",
+        )
     hosts = read_hostfile(file.value, file.origin)
     if machines.given and machines.value > len(hosts):
         raise Conflict(
             f"Cannot combine num_machines={machines.value} ({machines.origin}) and mpirun_hostfile ({file.origin}).",
-            f"{file.value} names {len(hosts)} machine(s).",
-            "Correct one of the two.",
+            f"{file.value} lists {len(hosts)} machine(s).",
+            "Correct one of them.",
         )
     return hosts[: machines.value] if machines.given else hosts
 
@@ -149,9 +157,9 @@ def mpi_argv(
     Args:
         resolved: every setting of the launch.
         processes: processes on each machine.
-        environment: variables that the processes get on all machines.
-        program: what each of them runs.
-        family: as `find_mpi` answers.
+        environment: variables of the processes on all machines.
+        program: the command of each process.
+        family: the result of `find_mpi`.
     """
     hosts = mpi_hosts(resolved)
     machines = resolved.instance(MachineSettings)
@@ -169,8 +177,8 @@ def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:
     """Options of mpirun that put `processes` processes on each machine of a hostfile.
 
     Args:
-        family: as `find_mpi` answers.
-        hostfile: path of the file that names the machines.
+        family: the result of `find_mpi`.
+        hostfile: path of the file that lists the machines.
         processes: processes on each machine.
     """
     parts = _OPEN_MPI if family == _OPEN else _HYDRA

@@ -1,4 +1,4 @@
-"""Launching a function from where there is no script: a notebook, or a test.
+"""Launches a function without a script, from a notebook or a test.
 
 For example:
 
@@ -30,7 +30,7 @@ _MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
 _FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
 _CPU: Final = settings_of(ProcessSettings)["cpu"]
 
-# Hosts whose notebooks run beside a TPU, by a variable that each sets.
+# Hosts with notebooks on TPU machines, by a variable that each host sets.
 _TPU_HOSTS: Final = ("TPU_NAME", "TPU_WORKER_ID")
 
 
@@ -51,28 +51,28 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run a function on several processes from a notebook; make the Accelerator inside of the function.
+    """Run a function on several processes from a notebook; create the Accelerator inside the function.
 
     Args:
-        function: what every process runs.
-        args: what it is given.
-        num_processes: processes on this machine; one for each device when None.
+        function: function that every process calls.
+        args: positional arguments of the call.
+        num_processes: number of processes on this machine; if None, one for each device.
         mixed_precision: as for `accel launch`.
-        use_port: port on which the processes meet; on one machine another is taken when it is in use.
+        use_port: port for the rendezvous of the processes; on one machine, another port is used if it is taken.
         master_addr: address of the machine with rank 0.
-        node_rank: which of the machines this is.
-        num_nodes: machines that take part; the notebook of each launches the function.
-        rdzv_backend: how the machines find each other, as for torch.distributed.run.
-        rdzv_endpoint: where they do; by default address and port.
-        rdzv_conf: further options of it.
+        node_rank: rank of this machine, from 0.
+        num_nodes: number of machines; the function is launched from a notebook on each machine.
+        rdzv_backend: rendezvous backend, as for torch.distributed.run.
+        rdzv_endpoint: rendezvous endpoint; by default address and port.
+        rdzv_conf: further options of the rendezvous.
         rdzv_id: name of the run.
-        max_restarts: how often all processes are started again after one failed.
+        max_restarts: number of restarts of all processes after a failure.
         monitor_interval: seconds between checks of the processes.
-        log_line_prefix_template: what each line of the output begins with, as torch.distributed.run takes it.
+        log_line_prefix_template: prefix of each line of output, as for torch.distributed.run.
 
     Raises:
-        SettingError: a number or the precision cannot be used.
-        NotReady: this notebook has made an Accelerator or has used a GPU; its state would be copied.
+        SettingError: a number or the precision is not valid.
+        NotReady: this notebook has created an Accelerator or used a GPU; its state would be copied.
         LaunchError: a process failed.
 
     Example:
@@ -86,7 +86,7 @@ def notebook_launcher(
     if starter:
         _check_untouched()
         with _variables(environment):
-            # Forked processes know the functions of a notebook.
+            # Forked processes can call the functions of a notebook.
             import_object(starter)(_called, args=(function, tuple(args)), start_method="fork")
         return
     processes = count_devices() if num_processes is None else num_processes
@@ -128,8 +128,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: number of processes, at least 1.
 
     Raises:
-        SettingError: the number cannot be used.
-        NotReady: this process has made an Accelerator; its state would be copied.
+        SettingError: the number is not valid.
+        NotReady: this process has created an Accelerator; its state would be copied.
         LaunchError: a process failed.
 
     Example:
@@ -139,14 +139,14 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_untouched()
     environment = {str(_CPU.variable): "true"}
     if num_processes == 1:
-        # Launched in no group, as a script that is started by itself.
+        # One process without a process group, like a script that is started directly.
         _fork(function, args, [{**environment, str(_FORK_LAUNCHED.variable): "true"}])
         return
     with _free_port("0") as port:
         _fork(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
 
 
-# Scripts import the launchers beside the Accelerator: what starts processes is imported when one is called.
+# Scripts import these functions together with the Accelerator, so the launcher's modules are imported at the call.
 def _fork(function: Callable[..., Any], args: Sequence[Any], environments: Sequence[Mapping[str, str]]) -> None:
     from accel_cli.launch.forked import run_forked
 
@@ -179,36 +179,42 @@ def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
         ("node_rank", node_rank, 0),
     ):
         if not isinstance(value, int) or value < least:
-            raise SettingError(_ASKED, f"{name}={value!r} is not an int of at least {least}.", "Correct the number.")
+            raise SettingError(
+                _ASKED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number."
+            )
     if node_rank >= num_nodes:
-        raise SettingError(_ASKED, f"node_rank={node_rank} is not below num_nodes={num_nodes}.", "Count nodes from 0.")
+        raise SettingError(
+            _ASKED, f"node_rank={node_rank} is not less than num_nodes={num_nodes}.", "Number the nodes from 0."
+        )
 
 
 def _check_untouched() -> None:
-    """Refuse to copy a process that has a state, or an opened device."""
+    """Check that this process has neither a state nor an open device, because a fork would copy them."""
     current = sys.modules.get("accel_state.current")
     if current is not None and current.process_or_none() is not None:
         raise NotReady(
             _ASKED,
             "This process already has an Accelerator or a state, which every forked process would inherit.",
-            "Restart the notebook, and create the Accelerator inside the function only.",
+            "Restart the notebook, and create the Accelerator only inside the function.",
         )
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         raise NotReady(
             _ASKED,
-            "This process has used a GPU already, and processes forked from it cannot use one.",
-            "Restart the notebook, and use the GPU inside the function only.",
+            "This process has already used a GPU, so that processes forked from it cannot use one.",
+            "Restart the notebook, and use the GPU only inside the function.",
         )
 
 
 @contextmanager
 def _free_port(wanted: str) -> Iterator[int]:
-    """The wanted port, or another one where it is in use."""
+    """The given port, or another one if it is in use."""
     from accel_cli.launch.rendezvous import Port
 
     if not str(wanted).isdecimal():
-        raise SettingError(_ASKED, f"use_port={wanted!r} is not a port.", "Give a number, or 0 for a free one.")
+        raise SettingError(
+            _ASKED, f"use_port={wanted!r} is not a port number.", "Give a port number, or 0 to select a free port."
+        )
     try:
         port = Port(int(wanted) or None, "use_port")
     except SettingError:
@@ -231,7 +237,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Let torch start the processes, on several machines or with restarts."""
+    """Start the processes through torch, on several machines or with restarts."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

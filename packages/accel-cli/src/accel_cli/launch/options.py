@@ -1,9 +1,8 @@
-"""Command-line options grown from the definitions of settings, in both spellings: `--num_processes`, `--num-processes`.
+"""Command-line options generated from settings, in both spellings: `--num_processes`, `--num-processes`.
 
-A setting that is off by default, or is declared as a switch, becomes one with its opposite, `--cpu` and `--no_cpu`, so
-that a flag can undo what a file says; another bool takes `true` or `false`. A setting of several texts may be
-repeated. Opposites and spellings with dashes are understood without a line of help of their own. Where two
-settings have one flag, it sets both.
+A setting that is off by default, or is declared as a switch, becomes a pair of switches, `--cpu` and `--no_cpu`, so
+that a flag can override a file. Other bools take `true` or `false`. A setting of several texts may be repeated. The
+help text shows neither the opposites nor the spellings with dashes. If two settings share a flag, it sets both.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ __all__ = (
 )
 
 _ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
-"""Further names of flags: those of torchrun."""
+"""Further names of flags, as in torchrun."""
 
 _PREFIX: Final = "setting:"
 
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
     """Add the flags of every setting of some classes."""
-    # One of this package adds those alone that are on the command line.
+    # The parser of this package adds only the options that the command line contains.
     add: Callable[..., object] = getattr(parser, "declare", parser.add_argument)
     for flag, known in settings_by_flag(classes).items():
         names = _names(known)
@@ -58,7 +57,7 @@ def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
 
 
 def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
-    """What a help text says about each flag, under the headings the settings name."""
+    """The rows of a help text, with one for each flag, by the heading that the settings define."""
     rows: dict[str, list[tuple[str, str]]] = {}
     for flag, known in settings_by_flag(classes).items():
         value = "" if is_switch(known) else f" {_metavar(known)}"
@@ -73,7 +72,7 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
     """Values of the flags that were given, by the label of their setting.
 
     Raises:
-        SettingError: a flag's text is not of its setting's kind.
+        SettingError: a setting cannot parse the value of its flag.
     """
     values = {}
     for known in _flagged(classes):
@@ -85,7 +84,7 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
 
 
 def setting_of(dest: str, classes: Iterable[type]) -> Setting | None:
-    """The setting whose flag is parsed to `dest`."""
+    """The setting of the flag that is parsed to `dest`."""
     return settings_by_flag(classes).get(dest.removeprefix(_PREFIX))
 
 
@@ -98,7 +97,7 @@ def settings_by_flag(classes: Iterable[type]) -> dict[str, Setting]:
 
 
 def destination(flag: str) -> str:
-    """Name under which a namespace of `accel launch` has the text given for a flag."""
+    """Name of the attribute for a flag in the parsed arguments of `accel launch`."""
     return _PREFIX + flag
 
 
@@ -132,7 +131,7 @@ def _metavar(known: Setting) -> str:
 def _meaning(known: Setting) -> str:
     parts = [known.help]
     if known.default not in (None, "", False, ()):
-        parts.append(f"Default: {known.type.format(known.default)}.")
+        parts.append(f"Default: {known.type.format(known.default).removesuffix('.0')}.")
     if known.variable is not None:
         parts.append(f"Variable: {known.variable}.")
     return " ".join(parts)
@@ -144,12 +143,12 @@ def launch_classes() -> tuple[type, ...]:
 
 
 def carried_classes() -> tuple[type, ...]:
-    """Those of them that the started processes read back from their environment."""
+    """The settings classes that the started processes read from their environment."""
     return tuple(dict.fromkeys((*CARRIED, *launcher_settings(), *backend_settings())))
 
 
 def add_launch_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of a launch, and what it starts with all that follows."""
+    """Declare the options of a launch, and the script with its arguments."""
     parser.add_argument(*spelled("--config_file"), metavar="PATH")
     add_settings(parser, launch_classes())
     parser.add_argument("-q", "--quiet", action="store_true")

@@ -1,10 +1,10 @@
-"""Asks torch for the devices of this machine, or every backend whether it works here, in a process of its own.
+"""Asks torch for the devices of this machine, or every backend whether it works here, in a separate process.
 
     python probe.py devices
     python probe.py backends
 
-The answer is JSON, on the last line of the output. Torch and the backends are imported here and not where the question
-comes from: their imports take long, may fail, and may use a device.
+The answer is JSON, on the last line of the output. The caller imports neither torch nor the backends: their imports
+take long, may fail, and may use a device.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def probe_devices() -> dict[str, Any]:
 
 
 def probe_backends() -> dict[str, Any]:
-    """By name of backend: whether it would be chosen for a process that was started here alone, and what failed.
+    """For each backend: whether it would be selected for a single process on this machine, and its error.
 
-    `present` is None for one that has to be named, `failed` a traceback or empty.
+    `present` is None for a backend that is never selected by default; `failed` is a traceback, or empty.
     """
     from accel_plugins import resolve
     from accel_state import current
 
     process = current.process_or_start()
-    # A name that two packages use selects neither.
+    # If two packages use the same name, it selects neither.
     return {found.name: _ask(found.manifest, process) for found in resolve.available() if found.manifest is not None}
 
 
@@ -74,7 +74,7 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    # The folder of this file came first; nothing may be imported from there by accident.
+    # Python puts the folder of this file first; nothing must be imported from there by accident.
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     main(sys.argv[1])

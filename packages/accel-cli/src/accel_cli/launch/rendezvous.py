@@ -1,13 +1,13 @@
-"""Where processes meet: a port of one machine, kept without a race, and the address of a run of several machines.
+"""The rendezvous of processes: a port on one machine, reserved without a race, and the address for several machines.
 
-The launcher binds the port and does not listen on it. While it is bound the system gives it to nobody else, but the
-store of torch, which sets SO_REUSEADDR as the launcher does, may listen on it, also a second time after a process group
-was destroyed. A second launcher could bind it for the same reason, so each also claims the number. (Linux; elsewhere
-the port is let go right before the processes start.)
+The launcher binds the port and does not listen on it. While it is bound, the system does not assign it to other
+programs. The store of torch, which sets SO_REUSEADDR as the launcher does, can still listen on it, even a second time
+after a process group was destroyed. A second launcher could bind it for the same reason, so each launcher also claims
+the number. (On Linux; on other systems the port is released right before the processes start.)
 
-torch.distributed.run compares the host name of this machine with the place where the machines meet. Where the name
-resolves to a loopback address, as Debian sets it up, no machine finds itself there and nobody serves the store, or the
-others receive the address 127.0.1.1. Here the machine's own addresses decide.
+torch.distributed.run compares the host name of this machine with the rendezvous address. If the name resolves to a
+loopback address, as on Debian, no machine recognises itself as the host of the store, or the others receive the address
+127.0.1.1. This module compares the addresses of the machine's interfaces instead.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _CAN_BE_KEPT: Final = sys.platform.startswith("linux")
 _LISTENING: Final = "0A"
 
 _CLAIM: Final = "\0accel-port-{}"
-"""Name of the Unix socket by which one launcher of a machine claims a port; the kernel lets it go with its owner."""
+"""Name of the Unix socket with which a launcher claims a port; the kernel releases it when the launcher ends."""
 
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Port:
-    """A TCP port of this machine, kept until `close`.
+    """A TCP port of this machine, reserved until `close`.
 
     Args:
         wanted: the port, or None for a free one.
-        origin: who asked for it, for the message.
+        origin: source of the port, for messages.
 
     Raises:
-        SettingError: the wanted port is in use or may not be used.
+        SettingError: the wanted port is in use or not allowed.
         LaunchError: no port could be bound at all.
     """
 
@@ -67,7 +67,7 @@ class Port:
             raise _refused(self.number, origin, error) from None
 
     def close(self) -> None:
-        """Let the port go."""
+        """Release the port."""
         while self._sockets:
             self._sockets.pop().close()
 
@@ -81,7 +81,7 @@ class Port:
 
 
 def _bound(number: int, origin: str) -> Iterator[socket.socket]:
-    """A socket bound to the port on all addresses, as the store binds it."""
+    """A socket that is bound to the port on all addresses, as the store's socket is."""
     refusal: OSError | None = None
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
@@ -109,11 +109,11 @@ def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.soc
 
 
 def claim(number: int) -> socket.socket:
-    """Claim a port of this machine for as long as the returned socket is open.
+    """Claim a port of this machine while the returned socket is open.
 
     Raises:
         OSError: another process claims it.
-        NotImplementedError: this system has no such sockets.
+        NotImplementedError: this system does not support such sockets.
     """
     if not _CAN_BE_KEPT:
         raise NotImplementedError("Only Linux has Unix sockets without a file.")
@@ -128,7 +128,7 @@ def claim(number: int) -> socket.socket:
 
 
 def _claimant(number: int) -> str | None:
-    """The launcher that claims a port, as "name (pid 123)", where there is one."""
+    """The launcher that claims a port, as "name (pid 123)", or an empty text."""
     if not _CAN_BE_KEPT:
         return None
     with socket.socket(socket.AF_UNIX) as asking:
@@ -144,20 +144,20 @@ def _claimant(number: int) -> str | None:
 def _refused(number: int, origin: str, error: OSError | None) -> Exception:
     if not number:
         return LaunchError(
-            "Cannot find a free port for the processes to meet on.",
-            f"The system gave none: {error}.",
-            "Check the network setup of this machine, or give --main_process_port.",
+            "Cannot find a free port for the rendezvous of the processes.",
+            f"The system reports: {error}.",
+            "Check the network of this machine, or set --main_process_port.",
         )
     asked = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
         owner = owner_of(number) or _claimant(number)
         by = f" by {owner}" if owner else ""
-        return SettingError(asked, f"The port is in use{by}.", "Give another port, or 0 to have a free one chosen.")
-    return SettingError(asked, f"The port cannot be used: {error}.", "Give another port, or 0 to have one chosen.")
+        return SettingError(asked, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
+    return SettingError(asked, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
 
 
 def owner_of(number: int) -> str | None:
-    """The process that listens on a port, as "name (pid 123)", where the system tells."""
+    """The process that listens on a port, as "name (pid 123)", if the system reports it."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, number)}
     for process in filter(str.isdigit, _names("/proc") if inodes else ()):
         for descriptor in _names(f"/proc/{process}/fd"):
@@ -207,16 +207,16 @@ def _first_line(path: str) -> str:
 _GET_ADDRESS = 0x8915
 
 _NO_ROUTE_NEEDED = 9
-"""A port to name where the route alone counts; nothing is sent to it."""
+"""Any port, for a socket that only looks up a route; nothing is sent to it."""
 
 
 class Seat(NamedTuple):
-    """This machine's part in a meeting.
+    """The role of this machine in the rendezvous.
 
     Args:
         serves: whether it serves the store; None lets torch decide.
-        address: by which the other machines reach this one; None lets torch decide.
-        claim: kept while the store is served, so that a second agent of this machine joins as a client.
+        address: address at which the other machines reach this one; None lets torch decide.
+        claim: claim of the port while the store is served, so that a second agent on this machine joins as a client.
     """
 
     serves: bool | None
@@ -225,7 +225,7 @@ class Seat(NamedTuple):
 
 
 def seat_at(host: str, port: int) -> Seat:
-    """The part of this machine where the machines of a run meet at a host and port.
+    """The role of this machine in a rendezvous at a host and port.
 
     Example:
         >>> seat_at("192.0.2.1", 29500).serves
@@ -234,10 +234,10 @@ def seat_at(host: str, port: int) -> Seat:
     if not is_own_address(host):
         return Seat(False, _address_towards(host))
     if not port:
-        # A free one is chosen, which nobody else can have.
+        # A free port is selected, which no other process can have.
         return Seat(True, host)
     try:
-        # The others know this machine by the name that was given, whatever it resolves to here.
+        # The other machines use the given name for this machine, even if it resolves to another address here.
         return Seat(True, host, claim(port))
     except OSError:
         return Seat(False, host)
@@ -246,9 +246,9 @@ def seat_at(host: str, port: int) -> Seat:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface that leads to the machine where others meet; None where gloo finds it by itself.
+    """The network interface on the route to the rendezvous host; None if gloo finds it itself.
 
-    gloo takes the address that the host name resolves to, which no other machine reaches when it is a loopback address.
+    gloo uses the address that the host name resolves to. If that is a loopback address, no other machine can reach it.
     """
     if not all(_is_loopback(found[4][0]) for found in _resolved(socket.gethostname())):
         return None
@@ -264,7 +264,7 @@ def interface_towards(host: str) -> str | None:
             try:
                 answer = fcntl.ioctl(asking, _GET_ADDRESS, name.encode().ljust(256, b"\0"))
             except OSError:
-                # It has no address.
+                # The interface has no address.
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -276,7 +276,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or address is one of this machine's."""
+    """Whether a name or address belongs to this machine."""
     for family, kind, protocol, _, address in _resolved(host):
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -292,7 +292,7 @@ def _address_towards(host: str) -> str | None:
     for family, _, _, _, address in _resolved(host):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Of a datagram socket this only looks the route up.
+                # For a datagram socket, `connect` only looks up the route.
                 probe.connect((address[0], _NO_ROUTE_NEEDED, *address[2:]))
                 return str(probe.getsockname()[0])
         except OSError:

@@ -1,4 +1,4 @@
-"""Telling how a run ended: which process failed first and why, with its traceback once and last."""
+"""Reports how a run ended: which process failed first and why, with its traceback once, at the end."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = (
 )
 
 _MEANINGS: Final = {
-    "SIGKILL": "likely the machine ran out of memory, or somebody killed it; `dmesg` may tell",
-    "SIGSEGV": "a crash in native code; the lines above, if any, show where Python was",
-    "SIGABRT": "native code gave up, as gloo does when processes disagree about a size; the lines above may tell",
-    "SIGBUS": "memory that it had mapped went away: a file was shortened, or /dev/shm is full",
+    "SIGKILL": "probably the machine ran out of memory, or a user killed the process; check `dmesg`",
+    "SIGSEGV": "a crash in native code; the lines above, if any, show the Python code that called it",
+    "SIGABRT": "native code aborted, as gloo does if tensor sizes differ between processes; see the lines above",
+    "SIGBUS": "mapped memory is no longer available: a file was truncated, or /dev/shm is full",
     "SIGFPE": "an arithmetic error in native code",
-    "SIGILL": "native code was built for another processor",
-    "SIGTERM": "somebody asked it to end, such as a batch system whose time limit was reached",
-    "SIGXCPU": "its limit of CPU time was reached",
-    "SIGPIPE": "the reader of its output has gone",
+    "SIGILL": "native code was compiled for another processor",
+    "SIGTERM": "a user or a batch system requested its end, for example at a time limit",
+    "SIGXCPU": "it reached its limit of CPU time",
+    "SIGPIPE": "the reader of its output has closed it",
 }
 
 _LOST_PEER: Final = (
@@ -40,7 +40,7 @@ _LOST_PEER: Final = (
     r"|StoreUnreachable|CollectiveError|remote process (has )?exited|failed to connect to .* server"
     r"|wait timeout after \d+ms"
 )
-"""Pattern of the errors of a process that has lost another one; compiled when there is an error."""
+"""Pattern of the errors of a process that has lost its connection to another one; compiled after an error."""
 
 PORT_TAKEN: Final = r"EADDRINUSE|[Aa]ddress already in use|port is in use"
 """Pattern of the errors of a process that could not listen on a port."""
@@ -48,32 +48,32 @@ PORT_TAKEN: Final = r"EADDRINUSE|[Aa]ddress already in use|port is in use"
 _ABORT: Final = -6
 
 _SEEN_LATE: Final = 1.0
-"""Seconds after which the launcher has seen at the latest that a process ended."""
+"""Longest delay in seconds until the launcher sees the end of a process."""
 
 _CRASHES: Final = frozenset(
     int(getattr(signal, name)) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") if hasattr(signal, name)
 )
-"""Signals by which native code ends a process."""
+"""Signals with which native code ends a process."""
 
 _LONGEST: Final = 400
-"""Characters of one rank's error in the summary."""
+"""Largest number of characters of one rank's error in the summary."""
 
 _MOST_NAMED: Final = 8
 
 _RESUMABLE: Final = (
-    f"accel launch: The run was asked to end and saved a checkpoint; start it again to resume (exit code {RESUME})."
+    f"accel launch: The run was asked to end and saved a checkpoint; launch it again to resume (exit code {RESUME})."
 )
 
 
 class Failure(NamedTuple):
-    """How one process ended that did not end well.
+    """One process that failed.
 
     Args:
-        rank: which one.
-        code: its exit code, negative for a signal; None when it was still there.
-        record: what it wrote into its error file, or None.
-        stopped: whether it only ended because the launcher ended it.
-        ended: when the launcher saw that it had ended, in seconds since 1970; None where it did not look.
+        rank: its rank.
+        code: its exit code, negative for a signal; None if it was still running.
+        record: the content of its error file, or None.
+        stopped: whether it ended only because the launcher ended it.
+        ended: time at which the launcher saw its end, in seconds since 1970; None if unknown.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Failure(NamedTuple):
 
     @property
     def time(self) -> float:
-        """When it recorded its error, else when it ended, in seconds since 1970; infinite where neither is known."""
+        """The time of its error record, else of its end, in seconds since 1970; infinite if unknown."""
         extra, ended = self._extra, float("inf") if self.ended is None else self.ended
         try:
             return float(extra.get("time", extra.get("timestamp", ended)))
@@ -93,7 +93,7 @@ class Failure(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell shows it; an error is 1 as in Python, even if a signal came while the process left."""
+        """Exit code as a shell shows it; an error is 1 as in Python, even if a signal arrived after the error."""
         if self.code is None or (self.record is not None and self.code < 0):
             return 1
         return shell_code(self.code)
@@ -106,34 +106,34 @@ class Failure(NamedTuple):
 
     @property
     def trace(self) -> str:
-        """The traceback, empty when there is none."""
+        """The traceback; empty if there is none."""
         return str(self._extra.get("py_callstack") or "")
 
     @property
     def shown(self) -> bool:
-        """Whether the process has shown its traceback by itself."""
+        """Whether the process has printed its traceback itself."""
         return bool(self._extra.get("shown"))
 
     @property
     def missed(self) -> list[int]:
-        """The ranks that it waited for in vain; empty when its error does not follow from theirs."""
+        """The ranks that it waited for without success; empty if they did not cause its error."""
         missed = self._extra.get("missed")
         return [rank for rank in missed if isinstance(rank, int)] if isinstance(missed, list) else []
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the runner recorded of its error; empty where it recorded none."""
+        """The runner's record of its error; empty if there is none."""
         found = self._extra.get("fingerprint")
         return found if isinstance(found, dict) else {}
 
     @property
     def is_own(self) -> bool:
-        """Whether the process failed by itself; one that was asked to end may have crashed before."""
+        """Whether the process failed by itself; a process that was asked to end may have crashed before."""
         return not self.stopped or self.record is not None or -(self.code or 0) in _CRASHES
 
     @property
     def is_victim(self) -> bool:
-        """Whether it follows from the end of another process: that one was missed, or a connection to it broke."""
+        """Whether another process's end caused the failure: it waited for that process, or lost the connection."""
         if self.missed:
             return True
         text = str((self.record or {}).get("message") or "")
@@ -151,7 +151,7 @@ def shell_code(code: int) -> int:
 
 
 def meaning(number: int) -> str:
-    """Name of a signal and what it usually means, such as "signal 9 (SIGKILL): likely ..."."""
+    """Name of a signal and its usual cause, such as "signal 9 (SIGKILL): probably ..."."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -161,7 +161,7 @@ def meaning(number: int) -> str:
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """Content of an error file in torch's format, or None when there is none that can be read."""
+    """Content of an error file in torch's format, or None if there is no readable one."""
     try:
         message = parse_json(read_limited(path).decode(errors="replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -170,12 +170,12 @@ def read_record(path: str) -> dict[str, Any] | None:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure the others followed from.
+    """The failure that caused the others.
 
-    An error of its own comes before that of a process that waited for another one in vain or lost its connection, and
-    else the order is that of their times. The end of a process is seen some time after it, so that a death by a signal
-    comes before an error of the same second. Native code aborts a process whose connections broke, so that an abort
-    comes after errors.
+    An independent error precedes that of a process that waited for another one without success or lost its connection;
+    otherwise the earlier failure is first. The launcher sees the end of a process with a delay, so a death by a signal
+    precedes an error in the same second. Native code aborts a process after its connections broke, so an abort follows
+    other errors.
     """
     own = [failure for failure in failures if failure.is_own]
 
@@ -189,13 +189,13 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def report(failures: Sequence[Failure], processes: int, first: Failure | None = None, quiet: bool = False) -> None:
-    """Write to standard error how the run failed.
+    """Write a report of the failure to standard error.
 
     Args:
-        failures: every process that did not end well.
+        failures: every process that failed.
         processes: number of processes of the run.
-        first: the one that failed first, where that is known.
-        quiet: leave out all but the traceback of the first.
+        first: the process that failed first, if it is known.
+        quiet: print only the traceback of the first.
     """
     first = first or first_failure(failures)
     if first.code == RESUME:
@@ -217,25 +217,25 @@ def _headline(first: Failure, processes: int) -> str:
 
 
 def _part(first: Failure) -> str:
-    """What the process that the summary names first did: it failed, or waited for others that did not come."""
+    """The description of the first process in the summary: it failed, or waited for others without success."""
     if not first.missed:
         return "failed first"
     named = ", ".join(map(str, first.missed[:_MOST_NAMED])) + (" and others" if len(first.missed) > _MOST_NAMED else "")
-    return f"waited in vain for process {named}"
+    return f"waited without success for process {named}"
 
 
 def ending(code: int | None) -> str:
-    """How a process ended, such as "ended with exit code 1"."""
+    """Description of how a process ended, such as "ended with exit code 1"."""
     if code is None:
         return "did not end"
     return f"was killed by {meaning(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def _first_part(text: str) -> str:
-    """What an error says at first: its first line with an indented one below it, such as the obstacle of our errors."""
+    """The start of an error message: its first line, and the second one if it is indented (an obstacle)."""
     lines = text.strip().splitlines() or [""]
     if lines[0].startswith('File "'):
-        # A syntax error, which begins with its place.
+        # A syntax error, which begins with its file and line.
         return lines[-1][:_LONGEST]
     obstacle = lines[1].strip() if len(lines) > 1 and lines[1].startswith((" ", "\t")) else ""
     first = f"{lines[0]} {obstacle}".rstrip()

@@ -1,4 +1,4 @@
-"""From a command line to the script and the settings of a launch, with notes for the user."""
+"""Reads the script and the settings of a launch from a command line, with notes for the user."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ZIPPED: Final = (".zip", ".pyz")
 
 
 def script_of(arguments: Namespace) -> Script:
-    """What a command line of `accel launch` names.
+    """The script, module or program that a command line of `accel launch` selects.
 
     Raises:
-        SettingError: it cannot be found.
+        SettingError: it does not exist.
     """
     words = arguments.script[arguments.script[:1] == ["--"] :]
     target, *script_arguments = words or [""]
@@ -46,14 +46,14 @@ def script_of(arguments: Namespace) -> Script:
 
 
 def find_script(target: str, arguments: Sequence[str], module: bool, no_python: bool) -> Script:
-    """What every process is to run.
+    """Check and describe the script, module or program that every process will run.
 
     Args:
         target: path of a script, name of a module with `module`, or a program with `no_python`.
-        arguments: what it is given.
+        arguments: its arguments.
 
     Raises:
-        SettingError: it cannot be found.
+        SettingError: it does not exist.
     """
     how = how_to_run(module, no_python)
     _CHECKS[how](target)
@@ -61,16 +61,16 @@ def find_script(target: str, arguments: Sequence[str], module: bool, no_python: 
 
 
 def how_to_run(module: bool, no_python: bool) -> str:
-    """The way in which a target is run, as `Script.how` names it.
+    """The value of `Script.how` for a command line.
 
     Raises:
-        Conflict: a module is to be run, and no Python.
+        Conflict: both --module and --no_python are set.
     """
     if module and no_python:
         raise Conflict(
             "Cannot combine --module and --no_python.",
-            "A module is run by Python, --no_python runs something else.",
-            "Remove one of the two.",
+            "Python runs modules, and --no_python runs a program without Python.",
+            "Remove one of them.",
         )
     return "module" if module else "program" if no_python else "script"
 
@@ -78,22 +78,22 @@ def how_to_run(module: bool, no_python: bool) -> str:
 def _check_script(target: str) -> None:
     asked = f"Cannot start the script {target}."
     if not target:
-        raise SettingError("Cannot launch.", "The script is missing.", "Write: accel launch [options] script.py")
+        raise SettingError("Cannot launch.", "The script is missing.", "Run: accel launch [options] script.py")
     if not os.path.exists(target):
         where = "" if os.path.isabs(target) else f" in {os.getcwd()}"
         remedy = _as_module(target) or "Check the path."
         raise SettingError(asked, f"There is no such file{where}.", remedy)
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
-        raise SettingError(asked, "It is a folder without a __main__.py.", "Name the file to run.")
+        raise SettingError(asked, "It is a folder without the file __main__.py.", "Give the path of the file to run.")
     if not os.access(target, os.R_OK):
-        raise SettingError(asked, "This user may not read it.", "Change its permissions.")
+        raise SettingError(asked, "This user is not allowed to read it.", "Change its permissions.")
 
 
 def _as_module(target: str) -> str | None:
-    """The advice for a name that looks like a module's."""
+    """The remedy for a name that looks like a module name."""
     if os.sep in target or target.endswith(".py") or not all(part.isidentifier() for part in target.split(".")):
         return None
-    return "Check the path, or give -m to run a module."
+    return "Check the path, or add -m to run a module."
 
 
 def _check_module(target: str) -> None:
@@ -102,37 +102,37 @@ def _check_module(target: str) -> None:
     asked = f"Cannot start the module {target}."
     if not all(part.isidentifier() for part in target.split(".")):
         near = target.removesuffix(".py").replace(os.sep, ".")
-        raise SettingError(
-            asked, "The name is not that of a module.", f"Write it as {near}, or leave out -m for a path."
-        )
+        raise SettingError(asked, "This is not a module name.", f"Write it as {near}, or remove -m to run a path.")
     if target.endswith(".py") and os.path.isfile(target):
-        raise SettingError(asked, f"{target} is a file.", f"Leave out -m, or write {target.removesuffix('.py')}.")
+        raise SettingError(asked, f"{target} is a file.", f"Remove -m, or write {target.removesuffix('.py')}.")
     first = target.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:
         spec = find_spec(first)
     except ValueError:
-        # It has been imported and says nothing of where it is from.
+        # The module is imported, but has no information about its source.
         return
     finally:
         del sys.path[0]
     missing = first if spec is None else _missing_part(spec, target)
     if missing.endswith(".__main__"):
-        raise SettingError(asked, "It is a package without a __main__ module.", "Name the module to run.")
+        raise SettingError(asked, "It is a package without a __main__ module.", "Give the name of the module to run.")
     if missing:
         raise SettingError(
-            asked, f"There is no module {missing!r}.", "Install it, or launch from the folder that contains it."
+            asked,
+            f"There is no module {missing!r}.",
+            "Install it, or launch from the folder that contains it.",
         )
 
 
 def _missing_part(spec: ModuleSpec, target: str) -> str:
-    """What a package lacks of a longer name, or of what makes it run; found without importing it."""
+    """The missing part of a dotted name, or the missing `__main__` module; found without importing the package."""
     from importlib.machinery import PathFinder
 
     names = f"{target}.__main__".split(".")
     for count in range(2, len(names) + 1):
         if spec.submodule_search_locations is None:
-            # A module: it has no parts, and needs none to run.
+            # A module has no submodules, and needs none to run.
             return "" if count == len(names) else ".".join(names[:count])
         if _extends_itself(spec):
             return ""
@@ -144,7 +144,7 @@ def _missing_part(spec: ModuleSpec, target: str) -> str:
 
 
 def _extends_itself(spec: ModuleSpec) -> bool:
-    """Whether a package may look for its parts in other folders than its own."""
+    """Whether a package may find its submodules in other folders."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return spec.origin is not None
     try:
@@ -176,12 +176,12 @@ class Request(NamedTuple):
 
     Args:
         settings: every setting with its origin.
-        environ: the launcher's variables, without those that an outer launch wrote.
+        environ: the launcher's variables, without those of an outer launch.
         config: the config file that was read, or None.
-        by_default: whether that file is the user's own one, read by default.
-        backend: the backend that follows from the kind of run, or None where the processes choose it.
-        launcher: what starts the processes, and why.
-        cluster: what a batch system says about the machines.
+        by_default: whether this file is the user's default file, which no flag named.
+        backend: the backend that the kind of run implies, or None if the processes select it.
+        launcher: the launcher, and the reason for its selection.
+        cluster: a batch system's description of the machines.
         arguments: the parsed command line.
     """
 
@@ -196,12 +196,11 @@ class Request(NamedTuple):
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
-    """The settings that follow from a parsed command line, the variables and the config file.
+    """The settings from a parsed command line, the variables and the config file.
 
     Raises:
-        SettingError: a value is not of its setting's kind, the config file cannot be used, or nobody offers
-            the launcher.
-        Missing: the config file is for a kind of run that nothing installed offers.
+        SettingError: a setting cannot parse its value, the config file is not valid, or the launcher is not installed.
+        Missing: no installed backend supports the config file's kind of run.
     """
     own = without_outer(environ)
     classes = launch_classes()
@@ -214,14 +213,14 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
         check_backend(backend.value, backend.origin)
     wanted = asked is not None and not asked[0].by_device and backend.value is None
     implied = backend_for(asked[0].label, asked[1].origin, named_by(*asked)) if asked is not None and wanted else None
-    # The drop-in does in an allocation what the original does: it starts processes on this machine.
+    # In an allocation, the drop-in behaves like the original: it starts processes on this machine.
     allocation = own if getattr(arguments, "prog", "") == _PROG else {}
     launcher = choose_launcher(settings, allocation)
     return Request(settings, own, config, arguments.config_file is None, implied, launcher, cluster, arguments)
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
-    """The request of `accel launch` with these arguments; `config_file` overrides the file of the arguments.
+    """The request of `accel launch` with these arguments; `config_file` replaces the config file of the arguments.
 
     Raises:
         SettingError: as for `read_request`.
@@ -248,10 +247,10 @@ def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, 
 
 
 def notes(request: Request) -> Iterator[str]:
-    """What a user should know before the run starts, one sentence each."""
+    """Notes for the user before the run starts, one sentence each."""
     machines, rank = request.settings["num_machines"].value, request.settings["machine_rank"].value
     if machines > 1 and request.settings["num_machines"].origin.startswith("$"):
-        yield f"this is machine {rank} of {machines}, as {request.cluster.system or 'a variable'} says."
+        yield f"this is machine {rank} of {machines} (from {request.cluster.system or 'a variable'})."
     if request.config is not None and request.by_default:
         yield f"the settings of {request.config.path} are used."
     for effect in request.settings.values():
@@ -267,6 +266,6 @@ def notes(request: Request) -> Iterator[str]:
         yield f"{name}={value} ({effect.origin}) has no effect without --launcher {launcher}."
     for entry in request.config.unread if request.config is not None else ():
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
-        yield f"{entry.key}={entry.value} ({where}) has no effect: nothing that is installed reads it."
+        yield f"{entry.key}={entry.value} ({where}) has no effect: no installed package reads it."
     for failure in failures():
         yield f"the backend {failure.name!r} ({failure.origin}) is broken: {failure.reason}."

@@ -1,9 +1,10 @@
-"""Why a run failed, and whether it is started again: the first cause, its fingerprint, and the restart policy.
+"""Why a run failed, and whether it is restarted: the root cause, its fingerprint, and the restart policy.
 
-The processes record their errors (`accel_cli.launch.failure_record`). The launcher finds the one that the others follow
-from and compares it with the failures before. A failure that came again without progress, or with the same samples,
-would come a third time, so the policy stops there. What does not depend on the script, such as a killed process, a
-lost node or a port that is taken, is worth another attempt, within the budget of restarts and after a pause that grows.
+The processes record their errors (`accel_cli.launch.failure_record`). The launcher finds the error that caused the
+others, and compares it with earlier failures. A failure that repeats without progress, or with the same samples, would
+probably occur a third time, so the policy stops. A failure that does not depend on the script, such as a killed
+process, a lost node or a port in use, is worth another attempt, within the budget of restarts and after an increasing
+pause.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = (
 )
 
 FAILURES: Final = "failures.jsonl"
-"""File in the folder of a run with one line for each of its failures."""
+"""File in a run's folder, with one line for each failure."""
 
 Kind = Literal[
     "killed",
@@ -57,26 +58,26 @@ Kind = Literal[
     "left early",
     "error",
 ]
-"""What failed: "crash" is a death in native code, "left early" a process that ended well while others needed it,
-"cannot start" an error of the program text or of its settings, "error" any other exception or exit code."""
+"""Kinds of failures: "crash" is a crash in native code, "left early" a process that ended with exit code 0 while others
+needed it, "cannot start" an error of the program text or its settings, "error" any other exception or exit code."""
 
 _TRANSIENT: Final = frozenset({"killed", "peer lost", "port taken", "file system", "hang"})
-"""Kinds that another attempt may not meet."""
+"""Kinds that may not occur in another attempt."""
 
 _FINAL: Final[Mapping[str, str]] = {
     "out of memory": "the same sizes would need the same memory again",
-    "disk full": "nothing frees the disk meanwhile",
-    "no access": "the permissions stay as they are",
-    "cannot start": "the program or its settings have to change first",
-    "interrupted": "somebody interrupted it",
+    "disk full": "the disk would still be full",
+    "no access": "the permissions would be the same",
+    "cannot start": "the program or its settings must be corrected first",
+    "interrupted": "the user interrupted it",
 }
-"""Kinds that end a run at once, and why."""
+"""Kinds that end a run at once, with the reason."""
 
 _OUTSIDE: Final = frozenset({"port taken", "file system"})
-"""Kinds that pass with time alone, so that the first pause is not zero."""
+"""Kinds that only time resolves, so that the first pause is not zero."""
 
 _PATIENCE: Final = 3
-"""How often in a row a transient failure may come at the same place without progress."""
+"""How often in a row a transient failure may repeat at the same position without progress."""
 
 _LONGEST_PAUSE: Final = 60.0
 
@@ -94,7 +95,7 @@ _LOST: Final = frozenset({errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, err
 _PROGRAM: Final = frozenset(
     {"SyntaxError", "ImportError", "NameError", "SettingError", "UnknownKind", "NotOffered", "PluginError"}
 )
-"""Errors of the program text or of its settings, by the class or one that it derives from."""
+"""Errors of the program text or of its settings, by their class or a base class."""
 
 _KILLS: Final = (
     {int(signal.SIGKILL), int(signal.SIGTERM), int(getattr(signal, "SIGHUP", 0))} if os.name == "posix" else {9}
@@ -103,13 +104,13 @@ _KILLS: Final = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells whether two failures are the same one.
+    """Identifies a failure, so that two failures can be compared.
 
     Args:
-        type: of the exception, the name of a signal, or "exit code 3".
-        frame: line of the script where it was raised, as "train.py:41 in main"; empty where none is known.
-        step: steps of the run that were made, over all restarts.
-        samples: ids of the samples that were read or trained on; empty where they are not known.
+        type: type of the exception, the name of a signal, or "exit code 3".
+        frame: line of the script that raised it, such as "train.py:41 in main"; empty if it is unknown.
+        step: number of completed steps of the run, over all restarts.
+        samples: ids of the samples that were read or trained on; empty if they are unknown.
     """
 
     type: str
@@ -124,12 +125,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Cause:
-    """The failure that the others of an attempt follow from.
+    """The failure that caused the other failures of an attempt.
 
     Args:
-        kind: what failed.
-        rank: the process, or None where no process of the run is the cause.
-        fingerprint: what it is compared by.
+        kind: kind of the failure.
+        rank: the process, or None if no process of the run is the cause.
+        fingerprint: the values for comparison with other failures.
         message: the error or the end of the process, in one line.
         victims: ranks that failed because of it.
     """
@@ -142,7 +143,7 @@ class Cause:
 
     @property
     def is_transient(self) -> bool:
-        """Whether another attempt may not meet it."""
+        """Whether the failure may not occur in another attempt."""
         return self.kind in _TRANSIENT
 
 
@@ -151,9 +152,9 @@ class Decision:
     """What the launcher does after a failure.
 
     Args:
-        restart: whether it starts the processes again.
-        reason: why, as part of a sentence.
-        pause: seconds until then.
+        restart: whether it restarts the processes.
+        reason: the reason, as part of a sentence.
+        pause: seconds until the restart.
     """
 
     restart: bool
@@ -161,7 +162,7 @@ class Decision:
     pause: float = 0.0
 
 
-# ---------------------------------------------------------------------- the first cause
+# ---------------------------------------------------------------------- the root cause
 
 
 def find_cause(
@@ -173,15 +174,15 @@ def find_cause(
     hang: str = "",
     oom_killed: bool = False,
 ) -> Cause:
-    """The first cause of a failed attempt.
+    """Find the root cause of a failed attempt.
 
     Args:
-        failures: every process that did not end well, at least one.
-        codes: exit codes of all processes by rank, before the launcher ended any; None where one still ran.
-        steps: steps of the run that each process had made.
-        samples: ids of the samples that each process has read last, where it was started again.
+        failures: every process that failed, at least one.
+        codes: exit codes of all processes by rank, before the launcher ended any; None for a running process.
+        steps: number of completed steps of each process.
+        samples: ids of the samples that each process has read last, after a restart.
         held_up_by: with `hang`, ranks that the others waited for.
-        hang: what is said of a run that was ended because it hung, or empty.
+        hang: the message for a run that was ended because it hung, or empty.
         oom_killed: whether the system killed a process of this machine because its memory was used up.
     """
     if hang:
@@ -200,7 +201,7 @@ def find_cause(
 
 
 def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | None], steps: Mapping[int, int]) -> Cause:
-    """The cause where every process that failed had lost another one."""
+    """The cause if every failed process had lost another one."""
     own = [one for one in failures if one.is_victim]
     hurt = {one.rank for one in own}
     victims = tuple(sorted(hurt))
@@ -210,12 +211,12 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
     blamed = {rank for one in own for rank in one.missed}
     sockets = [one for one in own if not one.missed and _is_of_a_socket(one) and (len(own) == 1 or one.rank in blamed)]
     if not missed and sockets:
-        # A connection of the script's own, and not one to another process of the run.
+        # The script's own connection broke, not one to another process of the run.
         root = min(sockets, key=lambda one: one.time)
         others = tuple(sorted(hurt - {root.rank}))
         return Cause("peer lost", root.rank, _fingerprint(root, "lost peer", 0), root.message, others)
     if not missed:
-        # One that ended well while the others needed it, else one that still ran and did not come.
+        # A process that ended with exit code 0 while the others needed it, else one that was still running elsewhere.
         rest = [rank for rank in sorted(codes) if rank not in hurt]
         gone = [rank for rank in rest if codes[rank] == 0]
         missed = gone if len(gone) == 1 else rest
@@ -228,7 +229,7 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
         return Cause("left early", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
     told = next((one for one in own if f"Process {rank} failed: " in str((one.record or {}).get("message"))), None)
     if told is not None:
-        # An agreement passed the error of that process on, which is still leaving or could not record it.
+        # Another process received the error of this process, which is still ending or could not record it.
         return Cause(_kind_of(told), rank, replace(_fingerprint(told, "error", step), step=step), message, victims)
     if rank in codes and codes[rank] is None:
         return Cause("hang", rank, Fingerprint("missed", step=step), message, victims)
@@ -236,7 +237,7 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
 
 
 def _is_of_a_socket(failure: Failure) -> bool:
-    """Whether an error of Python's own sockets ended a process; libraries for collectives raise others."""
+    """Whether an error of Python's sockets ended a process; communication libraries raise other errors."""
     causes = failure.fingerprint.get("causes") or [{}]
     return "OSError" in (causes[0].get("types") or ())
 
@@ -250,9 +251,9 @@ def _cause_of(first: Failure, step: int, victims: tuple[int, ...], oom_killed: b
 
 
 def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_killed: bool) -> Cause:
-    """The cause that left nothing but an exit code."""
+    """The cause of a failure with only an exit code."""
     code = first.code or 0
-    # A shell passes on the death of its program by a signal as 128 plus its number.
+    # A shell reports that a signal killed its program as exit code 128 plus the signal's number.
     number = -code if code < 0 else code - 128 if code > 128 else 0
     try:
         name = signal.Signals(number).name
@@ -280,7 +281,7 @@ def _fingerprint(failure: Failure, fallback: str, step: int) -> Fingerprint:
 
 
 def _kind_of(first: Failure) -> Kind:
-    """What kind of failure an error is, by its class and by those that it followed from."""
+    """The kind of failure of an error, from its class and the classes of its causes."""
     causes = [one for one in first.fingerprint.get("causes") or () if isinstance(one, dict)]
     types = {str(name) for one in causes for name in one.get("types") or ()}
     numbers = {one.get("errno") for one in causes if isinstance(one.get("errno"), int)}
@@ -324,11 +325,11 @@ def _first_line(path: str) -> str:
 
 @dataclass
 class RestartPolicy:
-    """Decides after each failure of a run whether it is started again.
+    """Decides after each failure of a run whether it is restarted.
 
     Args:
         name: "never" or "auto".
-        max_restarts: restarts that the run may use.
+        max_restarts: largest number of restarts of the run.
 
     Example:
         >>> policy = RestartPolicy("auto", max_restarts=20)
@@ -344,7 +345,7 @@ class RestartPolicy:
     _without_progress: int = 0
 
     def decide(self, cause: Cause) -> Decision:
-        """What to do after a failure, which is remembered."""
+        """Decide what to do after a failure, and remember the failure."""
         stop = self._reason_to_stop(cause)
         reached = max((one.fingerprint.step for one in self.failures), default=-1)
         self._without_progress = 0 if cause.fingerprint.step > reached >= 0 else self._without_progress + 1
@@ -357,7 +358,7 @@ class RestartPolicy:
         return Decision(True, f"{cause.kind}: restart {self.restarts} of {self.max_restarts}", pause)
 
     def _reason_to_stop(self, cause: Cause) -> str:
-        """Why the run is not started again; empty where it is."""
+        """The reason why the run is not restarted; empty if it is."""
         if self.name == "never":
             return "restart_policy is never"
         if cause.kind in _FINAL:
@@ -370,8 +371,8 @@ class RestartPolicy:
         if cause.kind == "hang" and any(one.kind == "hang" for one in self.failures):
             return "it hung for the second time"
         if self._came_again(cause):
-            at_hand = f"; samples at hand: {', '.join(cause.fingerprint.samples)}" if cause.fingerprint.samples else ""
-            return f"the same failure came again without progress{at_hand}"
+            at_hand = f"; samples in use: {', '.join(cause.fingerprint.samples)}" if cause.fingerprint.samples else ""
+            return f"the same failure occurred again without progress{at_hand}"
         if self.restarts >= self.max_restarts:
             return f"all {self.max_restarts} restarts are used"
         return ""
@@ -381,7 +382,7 @@ class RestartPolicy:
         return [sample for sample in samples if sample in before]
 
     def _came_again(self, cause: Cause) -> bool:
-        """Whether this failure came before, and the run has not got further since."""
+        """Whether this failure occurred before, and the run has made no progress since then."""
         mine = cause.fingerprint
         alike = [
             one
@@ -397,14 +398,14 @@ class RestartPolicy:
 def record_failure(
     folder: str, cause: Cause, decision: Decision, attempt: int, began: float, decided_after: float
 ) -> None:
-    """Append a failure to the file of a run; a folder that cannot be written does not disturb the launcher.
+    """Append a failure to the run's file; an error while writing is ignored.
 
     Args:
-        folder: of the run.
-        cause: the first cause.
+        folder: the run's folder.
+        cause: the root cause.
         decision: what the launcher does.
-        attempt: how often the run was restarted before.
-        began: when the attempt began, seconds since 1970.
+        attempt: number of restarts before this attempt.
+        began: start of the attempt, in seconds since 1970.
         decided_after: seconds from the end of the last process to the decision.
     """
     line: dict[str, Any] = {
@@ -432,36 +433,36 @@ def record_failure(
 
 
 class RunningProcesses(Protocol):
-    """The processes of one attempt, as the launcher knows them."""
+    """The launcher's information about the processes of one attempt."""
 
     @property
     def ended_as_asked(self) -> bool:
-        """Whether it ended because somebody asked for that, or saved its state to be resumed elsewhere."""
+        """Whether it ended on request, or saved its state in order to be resumed."""
 
     @property
     def began(self) -> float:
-        """When it was started, seconds since 1970."""
+        """Its start time, in seconds since 1970."""
 
     def cause(self, oom_killed: bool) -> Cause:
-        """The first cause of what went wrong."""
+        """The root cause of the failure."""
 
     def folder_of_run(self) -> str:
-        """Where the run keeps its output, as its processes know it; empty where they say nothing."""
+        """The folder of the run's output, as the processes report it; empty if they do not."""
 
 
 class Signals(Protocol):
-    """Where the launcher hears of signals."""
+    """The launcher's source of signals."""
 
     def wait(self, timeout: float) -> list[int]:
-        """Signals that came since the last call; returns early when one comes."""
+        """Signals since the last call; returns early if one arrives."""
 
 
 class Restarts:
-    """The failures of one launch, and what follows from them.
+    """Records the failures of one launch, and decides about restarts.
 
     Args:
-        plan: what is started.
-        oom_killed: how many processes the system had killed for their memory when the launch began.
+        plan: the plan of the launch.
+        oom_killed: number of processes that the system had killed for lack of memory before the launch.
     """
 
     def __init__(self, plan: LaunchPlan, oom_killed: int) -> None:
@@ -471,11 +472,11 @@ class Restarts:
         self._pause = 0.0
 
     def after(self, processes: RunningProcesses, refused: AccelError | None = None) -> bool:
-        """Whether the processes of an attempt that failed are started again.
+        """Decide whether the processes of a failed attempt are restarted.
 
         Args:
-            processes: of the attempt.
-            refused: the error for a port that was taken, where they could not be started at all.
+            processes: the processes of the attempt.
+            refused: the error for a port in use, if the processes could not be started.
         """
         if refused is None and processes.ended_as_asked:
             return False
@@ -496,7 +497,7 @@ class Restarts:
         return decision.restart
 
     def wait(self, signals: Signals, ending: Sequence[int]) -> int | None:
-        """Wait until it is time to start again; the signal of `ending` that ended the wait, or None."""
+        """Wait until the restart; return the signal of `ending` that ended the wait, or None."""
         deadline = time.monotonic() + self._pause
         while True:
             for number in signals.wait(max(deadline - time.monotonic(), 0.0)):

@@ -1,8 +1,8 @@
-"""Runs a script inside a started process as `python script.py` would, and records its error for the launcher.
+"""Runs a script in a process of the run as `python script.py` would, and records its error for the launcher.
 
-The script runs in the real `__main__`, so that pickling, spawned processes, threads and exit handlers find it there as
-usual. This file imports nothing but the standard library, and little of that: the script's process stays as it would be
-without us, and begins as soon.
+The script runs in the real `__main__`, so that pickling, spawned processes, threads and exit handlers work as usual.
+This file imports only a few modules of the standard library, so that the script's process is the same as without the
+launcher, and starts as fast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The same class as that of `importlib.machinery`, which imports further modules.
+# This is the class of `importlib.machinery`, which would import further modules.
 from _frozen_importlib_external import SourceFileLoader
 
 TYPE_CHECKING = False
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ("PARENT_VARIABLE", "STATUS_FOLDER_VARIABLE", "LastHook", "follow_parent", "main")
 
 PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
-"""Number of the process that started this one, so that it can tell whether that one has died already."""
+"""Process id of the parent, so that this process can tell whether the parent has already died."""
 
-# By `accel_state.hang_report.rank_status` and `accel_state.run_status.stacks`, which look for these.
+# `accel_state.hang_report.rank_status` and `accel_state.run_status.stacks` search for these names.
 STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -31,9 +31,9 @@ _KILL = 9
 
 
 def main() -> None:
-    """Run what the arguments name."""
+    """Run the script that the arguments select."""
     how, target, *arguments = sys.argv[1:]
-    # The folder of this file came first; nothing may be imported from there by accident.
+    # Python puts the folder of this file first; nothing must be imported from there by accident.
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     follow_parent()
@@ -53,15 +53,15 @@ def main() -> None:
         last_hook.ended_with(error)
     else:
         return
-    # Only here the error and what its frames hold has been let go.
+    # Only at this point the error and the objects of its frames have been freed.
     sys.exit(1)
 
 
 class LastHook:
-    """The end of the chain of `sys.excepthook`: leaves the traceback to the launcher, which shows it once and last.
+    """The last hook of `sys.excepthook`: prints nothing, because the launcher prints the traceback once, at the end.
 
-    A hook that somebody installs later, such as torch's for process groups or a prettier one, comes first, and passes
-    on to this one or shows the error by itself.
+    A hook that is installed later, such as torch's for process groups, runs first, and calls this one or prints the
+    error itself.
     """
 
     def __init__(self) -> None:
@@ -71,18 +71,18 @@ class LastHook:
         sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """As the interpreter calls it; a forked process shows its own errors, and an interrupt is nobody's error."""
+        """Handle an uncaught error; a forked process prints its own errors, and an interrupt is not an error."""
         if os.getpid() != self._pid:
             self._default(kind, error, trace)
         elif kind is not KeyboardInterrupt:
             self._reached = True
 
     def ended_with(self, error: BaseException) -> None:
-        """Let the hooks see an error that ended the script, and record it for the launcher."""
+        """Call the hooks with the error that ended the script, and record it for the launcher."""
         sys.excepthook(type(error), error, error.__traceback__)
         if os.getpid() != self._pid:
             return
-        # Hooks may wait for the user, so the launcher hears of the error after them.
+        # Hooks may wait for the user, so the error is recorded after them.
         shows_itself = not self._reached or _will_be_restarted()
         recorded = _failure_record().record_error(error, shows_itself)
         if self._reached and (shows_itself or not recorded):
@@ -90,7 +90,7 @@ class LastHook:
 
 
 def _failure_record() -> ModuleType:
-    """The module beside this one, loaded by its path: the script may have changed where modules are found."""
+    """Load the module in this folder by its path, because the script may have changed the import path."""
     path = os.path.join(os.path.dirname(__file__), "failure_record.py")
     module = type(sys)("accel_cli.launch.failure_record")
     module.__file__ = path
@@ -99,13 +99,13 @@ def _failure_record() -> ModuleType:
 
 
 def _will_be_restarted() -> bool:
-    """Whether torch.distributed.run starts the processes again, so that nobody shows this attempt's error later."""
+    """Whether torch.distributed.run restarts the processes, so that no one else prints the error of this attempt."""
     limit, count = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return int(count) < int(limit)
 
 
 def follow_parent() -> None:
-    """Die with the process that started this one (Linux), however that one ends."""
+    """End with the parent process (on Linux), however it ends."""
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if not parent or not sys.platform.startswith("linux"):
         return
@@ -117,17 +117,17 @@ def follow_parent() -> None:
 
 
 def _show_stack_when_asked() -> None:
-    """Leave a file that says which process this is, and write the stacks of its threads there at SIGURG.
+    """Create a file that identifies this process; at SIGURG, the stacks of its threads are written there.
 
-    No other signal is ignored by a process that has no handler for it, and is used by nobody: a program that takes this
-    process over gets none of its handlers.
+    SIGURG is the only unused signal that a process without a handler ignores: a program that replaces this process does
+    not inherit its handlers.
     """
     folder = os.environ.get(STATUS_FOLDER_VARIABLE)
     if not folder:
         return
     import faulthandler
 
-    # The numbers of the module `signal`, which makes enums of all of them.
+    # Numbers as in the module `signal`, which is slow to import because it creates enums.
     from _signal import SIGURG  # type: ignore[import-not-found, unused-ignore]
 
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
@@ -136,17 +136,17 @@ def _show_stack_when_asked() -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.register(SIGURG, file)
     except (OSError, AttributeError):
-        # Another machine, as under mpirun, or a system without that signal.
+        # This may be another machine, as with mpirun, or a system without this signal.
         return
 
 
 def _prepare_streams() -> None:
-    """Whole lines at once, since processes share the terminal; a crash in native code shows its Python lines."""
+    """Write whole lines at once, because processes share the terminal; print the stack after a native crash."""
     import faulthandler
     import io
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # torch.distributed.run starts Python unbuffered, so that a line would be written in pieces.
+        # torch.distributed.run starts Python unbuffered, which would write a line in parts.
         sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     try:
         faulthandler.enable()
@@ -156,17 +156,17 @@ def _prepare_streams() -> None:
 
 
 def _replace(program: str, arguments: list[str]) -> None:
-    """Let a program that is not Python take this process over."""
+    """Replace this process by a program that is not Python."""
     try:
         os.execvp(program, [program, *arguments])
     except OSError as error:
-        print(f"accel launch: {program} could not be started: {error}", file=sys.stderr)
+        print(f"accel launch: Cannot start {program}: {error}", file=sys.stderr)
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _load_script(target: str) -> tuple[CodeType, dict[str, object]]:
     """Code and names of `__main__` for a path: a file, or a folder or zip file with a `__main__` module."""
-    # As the interpreter does it: made absolute, and not otherwise tidied up.
+    # Made absolute and not normalised, as the interpreter does.
     path = os.path.join(os.getcwd(), target)
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         from importlib import machinery
@@ -208,7 +208,7 @@ def _from_spec(spec: ModuleSpec) -> tuple[CodeType, dict[str, object]]:
 
 
 def _execute(code: CodeType, names: dict[str, object]) -> None:
-    """Run code as `__main__`, whose dictionary this file's own `__main__` gives up."""
+    """Run code as `__main__`, in the dictionary of this program's own `__main__`."""
     namespace = sys.modules["__main__"].__dict__
     kept = [(name, namespace[name]) for name in ("__builtins__", "__annotations__") if name in namespace]
     namespace.clear()
@@ -218,7 +218,7 @@ def _execute(code: CodeType, names: dict[str, object]) -> None:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on."""
+    """The part of a traceback from the script's first frame on."""
     importlib = os.path.join(os.path.dirname(os.__file__), "importlib", "")
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A training job of Amazon SageMaker: its description as data, and handing it in through the SDK of SageMaker."""
+"""Training jobs of Amazon SageMaker: describes a job as data, and submits it through SageMaker's SDK."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {
 
 @dataclass(frozen=True)
 class SageMakerJob:
-    """What the SDK is given.
+    """The arguments for the SDK.
 
     Args:
         estimator: arguments of its HuggingFace estimator.
-        inputs: place of the data of each channel, or None for none.
+        inputs: location of each channel's data, or None.
         variables: variables of this process that the SDK reads.
     """
 
@@ -41,21 +41,21 @@ class SageMakerJob:
 
 
 class SageMaker:
-    """Submits a training job; see `Launcher`. `stop` has no effect: the job belongs to SageMaker once it is there."""
+    """Submits a training job; see `Launcher`. `stop` has no effect on a submitted job."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """The job, as `details`."""
+        """Describe the job, in the plan's `details`."""
         environment = common_environment(request.settings, request.carried)
         script = request.script
         job = describe_job(request.settings, script.target, script.arguments, environment, request.additional)
         return LaunchPlan(environment, (), "sagemaker", details=job)
 
     def run(self, plan: LaunchPlan) -> int:
-        """Submit the job, and stay until it has ended.
+        """Submit the job, and wait until it has ended.
 
         Raises:
             Missing: the SDK is not installed.
-            LaunchError: SageMaker does not take the job, or the job failed.
+            LaunchError: SageMaker rejects the job, or the job failed.
         """
         hand_in(plan.details)
         return 0
@@ -71,31 +71,35 @@ def describe_job(
     environment: Mapping[str, str],
     further: Mapping[str, Any] | None = None,
 ) -> SageMakerJob:
-    """The job that the settings describe.
+    """Describe the job from the settings.
 
     Args:
         resolved: every setting of the launch.
         target: the script.
         arguments: its arguments, all as `--name value`.
-        environment: variables that its processes get.
-        further: arguments of the estimator that the config file gives below `additional_args`.
+        environment: variables of its processes.
+        further: arguments of the estimator from `additional_args` of the config file.
 
     Raises:
         SettingError: the machine, the role or a table is missing, the target is not a Python script, or an argument
-            cannot be handed over.
+            cannot be passed.
         NotOffered: the settings select SageMaker's model parallelism.
     """
     settings = resolved.instance(SageMakerSettings)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(settings, name):
-            raise SettingError(_ASKED, f"{name} is missing.", "Write it into the config file.")
+            raise SettingError(_ASKED, f"{name} is missing.", f"Add {name} to the config file.")
     kind = resolved["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
         raise NotOffered(
-            _ASKED, f"distributed_type={kind} is not one of {', '.join(_DISTRIBUTION)}.", "Use one of these."
+            _ASKED,
+            f"distributed_type={kind} is not one of {', '.join(_DISTRIBUTION)}.",
+            "Set distributed_type to one of these.",
         )
     if not target.endswith(".py"):
-        raise SettingError(_ASKED, f"{target!r} is not a Python script.", "Name a file that ends with .py.")
+        raise SettingError(
+            _ASKED, f"{target!r} is not a Python script.", "Give a script with a name that ends with .py."
+        )
     metrics = _table(settings.sagemaker_metrics_file)
     estimator = {
         "entry_point": os.path.basename(target),
@@ -124,7 +128,7 @@ def describe_job(
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a script as SageMaker hands them over: a value by name, numbers and bools as such.
+    """Arguments of a script as SageMaker passes them: values by name, with numbers and bools converted.
 
     Raises:
         SettingError: an argument has no name or no value.
@@ -142,18 +146,18 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
             raise SettingError(
                 _ASKED,
                 f"The script's argument {word!r} has no {'value' if name.startswith('--') else 'name'}.",
-                "SageMaker passes pairs only: write --name value, a switch as --name true.",
+                "SageMaker passes only pairs. Write --name value, and a switch as --name true.",
             )
         found[name[2:]] = _value(value if equals else rest.pop(0))
     return found
 
 
 def hand_in(job: SageMakerJob) -> None:
-    """Hand the job in and stay until it has ended.
+    """Submit the job, and wait until it has ended.
 
     Raises:
         Missing: the SDK is not installed.
-        LaunchError: SageMaker does not take the job, or the job failed.
+        LaunchError: SageMaker rejects the job, or the job failed.
     """
     REQUIREMENT.demand("Cannot submit a training job to SageMaker.")
     from sagemaker.huggingface import HuggingFace  # type: ignore[import-not-found, unused-ignore]
@@ -180,17 +184,21 @@ def _account(settings: SageMakerSettings) -> dict[str, str]:
 
 
 def _table(path: str | None) -> list[tuple[str, str]]:
-    """Rows of two columns, divided by tabs, below a heading."""
+    """Rows of two columns, separated by tabs, below a heading."""
     if not path:
         return []
     try:
         with open(path, encoding="utf-8") as file:
             rows = [line.rstrip("\n").split("\t") for line in file if line.strip()][1:]
     except (OSError, ValueError) as error:
-        raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a table with two columns.") from None
+        raise SettingError(
+            _ASKED, f"{path} cannot be read: {error}.", "Give a text file with a table of two columns."
+        ) from None
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:
-            raise SettingError(_ASKED, f"{path}:{number} has {len(row)} column(s).", "Separate two columns by a tab.")
+            raise SettingError(
+                _ASKED, f"{path}:{number} has {len(row)} column(s).", "Write two columns per line, separated by a tab."
+            )
     return [(row[0], row[1]) for row in rows]
 
 

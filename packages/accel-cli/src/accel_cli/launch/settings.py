@@ -1,6 +1,6 @@
-"""The settings of a launch: how many processes run where, what starts them, and what happens when one fails.
+"""The settings of a launch: number of processes and machines, the launcher, and the reaction to failures.
 
-Settings that the started processes read as well are defined by their readers, in `accel_state.settings.run` and in the
+Settings that the started processes read too are defined by their readers, in `accel_state.settings.run` and in the
 configuration classes of the backends; `launch_classes` names them all.
 """
 
@@ -50,21 +50,21 @@ __all__ = (
 
 @settings_class
 class MPISettings:
-    """How machines are reached by MPI."""
+    """Settings of the MPI launcher."""
 
     mpirun_hostfile: str | None = setting(
         None,
         flag="--{name}",
         key="mpirun_config.{name}",
-        help="Host file of MPI; mpirun then starts the processes on its machines.",
+        help="Hostfile of MPI; mpirun then starts the processes on its machines.",
         group="MPI",
     )
 
 
 _of_file: Final = partial(setting, key="{name}")
-"""A setting of config files alone."""
+"""A setting that only config files can contain."""
 
-# Not read from their variables, which the SDK of AWS reads by itself: nothing here need show a secret.
+# The SDK of AWS reads these variables itself, so that this program never handles the secret.
 _aws: Final = partial(setting, flag="--{name}", group="Amazon SageMaker")
 
 
@@ -72,18 +72,18 @@ _aws: Final = partial(setting, flag="--{name}", group="Amazon SageMaker")
 class SageMakerSettings:
     """A training job of SageMaker."""
 
-    ec2_instance_type: str | None = _of_file(help="Kind of machine.")
+    ec2_instance_type: str | None = _of_file(help="Type of the machine (instance).")
     iam_role_name: str | None = _of_file(help="IAM role of the job.")
-    image_uri: str | None = _of_file(help="Container image, instead of the versions.")
+    image_uri: str | None = _of_file(help="Container image, in place of the versions below.")
     profile: str | None = _of_file(help="Profile of the AWS command line.")
     region: str | None = _of_file("us-east-1", help="Region of AWS.")
-    base_job_name: str | None = _of_file("accelerate-sagemaker-1", help="Prefix of the name of the job.")
+    base_job_name: str | None = _of_file("accelerate-sagemaker-1", help="Prefix of the job name.")
     pytorch_version: str | None = _of_file("1.10.2", help="Version of torch in the container.")
-    transformers_version: str | None = _of_file("4.17.0", help="Version of transformers there.")
-    py_version: str | None = _of_file("py38", help="Version of Python there.")
-    sagemaker_inputs_file: str | None = _of_file(help="Table with the names and locations of input data.")
+    transformers_version: str | None = _of_file("4.17.0", help="Version of transformers in the container.")
+    py_version: str | None = _of_file("py38", help="Version of Python in the container.")
+    sagemaker_inputs_file: str | None = _of_file(help="File with a table of the names and locations of input data.")
     sagemaker_metrics_file: str | None = _of_file(
-        help="Table with the names of metrics and the expressions that find them."
+        help="File with a table of metric names and the regular expressions that find them."
     )
     aws_access_key_id: str | None = _aws(help="Access key of the AWS account.")
     aws_secret_access_key: str | None = _aws(help="Secret of the access key.")
@@ -95,7 +95,7 @@ def _parse_time(text: str) -> str:
     return text
 
 
-_TIME: Final = ValueType("a time as Slurm reads it, such as 90 (minutes), 1:30:00 or 2-12", _parse_time)
+_TIME: Final = ValueType("a time in Slurm's format, such as 90 (minutes), 1:30:00 or 2-12", _parse_time)
 
 
 _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
@@ -108,18 +108,18 @@ class SlurmSettings:
     slurm_time: str | None = _slurm(type=_TIME, help="Time limit of the job, such as 1:30:00.")
     slurm_partition: str | None = _slurm(help="Partition of the job.")
     slurm_account: str | None = _slurm(help="Account that pays for the job.")
-    slurm_qos: str | None = _slurm(help="Quality of service of the job.")
-    slurm_gpus_per_node: str | None = _slurm(help="GPUs of each node, such as 8 or h100:8.")
+    slurm_qos: str | None = _slurm(help="Quality of service (QOS) of the job.")
+    slurm_gpus_per_node: str | None = _slurm(help="GPUs on each node, such as 8 or h100:8.")
     slurm_cpus_per_task: int | None = _slurm(
-        type=int_at_least(1), help="CPU cores of each task of the job; see slurm_tasks."
+        type=int_at_least(1), help="CPU cores of each task of the job; see --slurm_tasks."
     )
-    slurm_name: str | None = _slurm(help="Name of the job; that of the script when not given.")
-    slurm_output: str = _slurm("slurm-%j.out", help="File for the output of a submitted job; %j is its number.")
+    slurm_name: str | None = _slurm(help="Name of the job; by default the name of the script.")
+    slurm_output: str = _slurm("slurm-%j.out", help="File for the output of a submitted job; %j is the job number.")
     slurm_options: tuple[str, ...] = _slurm(
         (),
         type=REPEATED,
         flag="--slurm_option",
-        help="A further option of sbatch, such as --slurm_option=--constraint=a100; may be repeated.",
+        help="Additional option of sbatch, such as --slurm_option=--constraint=a100; may be repeated.",
     )
     slurm_tasks: str = _slurm(
         "node",
@@ -187,7 +187,7 @@ def _format_machines(machines: int) -> str:
 
 
 def fewest_machines(machines: int) -> int:
-    """The least number of machines that a run goes on with, for a value of `num_machines`.
+    """The smallest number of machines with which a run continues, for a value of `num_machines`.
 
     Example:
         >>> machines = MACHINES.parse("1:4")
@@ -206,7 +206,7 @@ SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds, 
 
 @settings_class
 class PlaceSettings:
-    """What a config file says about the place of the run; no flag, since a flag would only repeat others."""
+    """The entries of a config file for the kind of run; there is no flag, because other flags select the kind."""
 
     compute_environment: str = _of_file(
         ComputeEnvironment.LOCAL_MACHINE.value,
@@ -225,13 +225,13 @@ class PlaceSettings:
 
 @settings_class
 class MachineSettings:
-    """How many processes run, on which machines, and where they meet."""
+    """The number of processes, the machines, and the rendezvous."""
 
     num_processes: int | None = _machine(
         None,
         type=int_at_least(1),
         question="How many processes in total do you want to use?",
-        help="Total number of processes; one for each device when not given.",
+        help="Total number of processes; by default one for each device.",
     )
     num_machines: int = _machine(
         1,
@@ -243,20 +243,20 @@ class MachineSettings:
         0,
         type=int_at_least(0),
         variable="NODE_RANK",
-        question="What is the rank of this machine? (0 for the main one)",
+        question="What is the rank of this machine? (0 for the main machine)",
         help="Rank of this machine, from 0.",
     )
     main_process_ip: str | None = _machine(
         None,
         variable="MASTER_ADDR",
         question="What is the address of the main machine?",
-        help="Address of the machine with rank 0; needed with several machines.",
+        help="Address of the machine with rank 0; required with several machines.",
     )
     main_process_port: int | None = _machine(
         None,
         type=PORT,
         variable="MASTER_PORT",
-        question="Which port do the processes meet on? (0 chooses a free one on a single machine)",
+        question="Which port should the processes use to connect? (0 selects a free one on a single machine)",
         help="Port on which the processes meet; on one machine a free one is chosen when it is 0 or not given.",
     )
     same_network: bool = _machine(
@@ -267,7 +267,7 @@ class MachineSettings:
     gpu_ids: str | None = _machine(
         None,
         question="Which devices of this machine do you want to use? (numbers separated by commas, or all)",
-        help="Devices of this machine to use, such as 0,2; all when not given.",
+        help="Devices of this machine to use, such as 0,2; by default all.",
     )
     num_cpu_threads_per_process: int | None = _machine(
         None,
@@ -279,7 +279,7 @@ class MachineSettings:
 
 @settings_class
 class SupervisionSettings:
-    """Who starts the processes and looks after them."""
+    """The launcher, and how it supervises the processes."""
 
     launcher: str = _supervision(
         "auto",
@@ -323,12 +323,12 @@ class SupervisionSettings:
 
 @settings_class
 class TorchrunSettings:
-    """Settings of torch.distributed.run; each selects this launcher when it differs from its default."""
+    """Settings of torch.distributed.run; a value other than the default selects this launcher."""
 
     max_restarts: int = _torchrun(
         0,
         type=int_at_least(0),
-        help="Number of restarts of all processes after a failure.",
+        help="Largest number of restarts of all processes after failures.",
     )
     monitor_interval: float = _torchrun(
         0.1,
@@ -349,7 +349,7 @@ class TorchrunSettings:
     )
     log_dir: str | None = _torchrun(
         None,
-        help="Folder for the output of the processes.",
+        help="Folder for files with the output of the processes.",
     )
     tee: str = _torchrun(
         "0",
@@ -368,7 +368,7 @@ CARRIED: Final = (
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
 )
-"""Settings that the started processes read back from their environment, besides those of launchers and backends."""
+"""Settings that the started processes read from their environment, besides those of launchers and backends."""
 
 LAUNCH_CLASSES: Final = (
     *CARRIED,
@@ -380,7 +380,7 @@ LAUNCH_CLASSES: Final = (
     SageMakerSettings,
     SlurmSettings,
 )
-"""Settings classes that `accel launch` always knows; those of launchers and backends come in addition."""
+"""Settings classes that `accel launch` always knows, besides those of launchers and backends."""
 
 ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
-"""Those whose questions the wizard asks everybody; those of a backend are asked when it is chosen."""
+"""Settings classes with questions that the wizard always asks; a backend's questions follow when it is selected."""

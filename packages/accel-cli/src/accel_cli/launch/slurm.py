@@ -1,9 +1,9 @@
-"""The launcher of Slurm: a step in an allocation, or a job that is submitted from outside.
+"""The Slurm launcher: starts a step in an allocation, or submits a job from outside.
 
-Inside an allocation `srun` starts one task on each node, which is `accel launch` again and starts the processes of its
-node, or one task for each process. Outside, `sbatch` submits a script whose only command is this launch.
+Inside an allocation, `srun` starts one task on each node, which runs `accel launch` again to start the processes of its
+node, or one task for each process. Outside, `sbatch` submits a script that contains only this launch.
 
-A run whose processes saved and ended early (exit code 75) is queued again: Slurm then starts the script another time,
+If the processes save their state and end early (exit code 75), the job is queued again: Slurm then restarts the script,
 and the processes resume.
 """
 
@@ -39,10 +39,10 @@ TASK: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "slurm_ta
 _ASKED: Final = "Cannot launch with Slurm."
 _TICK: Final = 1.0
 _KILL_PATIENCE: Final = 40.0
-"""Seconds for which Slurm may take to end a step that was killed; its own KillWait is 30 by default."""
+"""Seconds that Slurm may need to end a killed step; its own KillWait is 30 by default."""
 
 _HERE_ALONE: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
-"""Options that the launcher of the allocation follows, and that the launchers of its nodes do not get."""
+"""Options for the launcher of the allocation, which it does not pass to the launchers of the nodes."""
 
 _FIRST_CAUSE: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
 _EXIT_CODE: Final = re.compile(r"Exited with exit code (\d+)")
@@ -53,13 +53,13 @@ _ENDED: Final = frozenset(
 
 
 class SlurmStep(NamedTuple):
-    """How a step of an allocation is looked after.
+    """How a step of an allocation is supervised.
 
     Args:
         job: number of the job.
-        name: name of the step, by which it is found.
-        requeue: whether the job is queued again when its processes saved and ended early.
-        restarts: how often the step is started again after it failed.
+        name: unique name of the step.
+        requeue: whether the job is queued again after its processes saved their state and ended early.
+        restarts: largest number of restarts of the step after failures.
     """
 
     job: str
@@ -73,7 +73,7 @@ class Submission(NamedTuple):
 
     Args:
         script: the batch script.
-        wait: whether to stay until the job has ended.
+        wait: whether to wait until the job has ended.
     """
 
     script: str
@@ -89,11 +89,11 @@ class Slurm:
         self._here: Local | Torchrun | None = None
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """In a step, the processes of this node; in an allocation, a step; outside, a job.
+        """Plan the processes of this node in a step, a step in an allocation, or a job outside.
 
         Raises:
-            Conflict: the allocation has fewer nodes than the settings.
-            SettingError: the number of processes on each node is needed and unknown.
+            Conflict: the allocation has fewer nodes than the settings require.
+            SettingError: the number of processes on each node is required, but unknown.
         """
         environ = request.machine.environ
         if "SLURM_JOB_ID" not in environ:
@@ -104,10 +104,10 @@ class Slurm:
         return self._step(request)
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run the step, or submit the job and wait for it if the plan says so; see `Launcher`.
+        """Run the step, or submit the job, and wait for it if the plan requires it; see `Launcher`.
 
         Raises:
-            LaunchError: Slurm refused it.
+            LaunchError: Slurm rejected the job.
         """
         if self._here is not None:
             return self._here.run(plan)
@@ -170,20 +170,20 @@ def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -
 
     Args:
         request: the launch.
-        nodes: nodes of the step.
+        nodes: number of nodes of the step.
         each: processes on each node, or None for one on each device.
         name: name of the step.
 
     Raises:
-        SettingError: a task is a process, and their number is unknown.
+        SettingError: a task is one process, and the number of processes is unknown.
     """
     settings, environ = request.settings, request.machine.environ
     by_node = settings["slurm_tasks"].value == "node"
     if not by_node and each is None:
         raise SettingError(
             f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
-            "Neither the launch nor the allocation says how many processes a node has.",
-            "Give --num_processes, the number over all nodes.",
+            "Neither the launch nor the allocation defines the number of processes on each node.",
+            "Set --num_processes to the total number over all nodes.",
         )
     tasks = 1 if by_node else int(each or 1)
     cpus = environ.get("SLURM_CPUS_PER_TASK", "")
@@ -193,7 +193,7 @@ def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -
         f"--nodes={nodes}",
         f"--ntasks={nodes * tasks}",
         f"--ntasks-per-node={tasks}",
-        # The processes of a node share all of its processors.
+        # All processes of a node share its processors.
         *(("--cpu-bind=none",) if by_node else ()),
         *((f"--cpus-per-task={cpus}",) if cpus else ()),
         *(("--label",) if settings["prefix_output"].value else ()),
@@ -204,10 +204,10 @@ def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -
 
 
 def batch_script(request: LaunchRequest) -> str:
-    """The script of a job that runs this launch.
+    """The batch script of a job that runs this launch.
 
     Raises:
-        SettingError: a task is a process, and their number is unknown.
+        SettingError: a task is one process, and the number of processes is unknown.
     """
     settings = request.settings
     own, nodes = settings.instance(SlurmSettings), settings["num_machines"].value
@@ -215,8 +215,8 @@ def batch_script(request: LaunchRequest) -> str:
     if own.slurm_tasks == "process" and each is None:
         raise SettingError(
             f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
-            "The launch does not say how many processes it has.",
-            "Give --num_processes, the number over all nodes.",
+            "The launch does not define the number of processes.",
+            "Set --num_processes to the total number over all nodes.",
         )
     options = {
         "job-name": own.slurm_name or os.path.basename(request.script.target),
@@ -229,7 +229,7 @@ def batch_script(request: LaunchRequest) -> str:
         "gpus-per-node": own.slurm_gpus_per_node,
         "cpus-per-task": own.slurm_cpus_per_task,
         "output": own.slurm_output,
-        # What ran before the job was queued again stays.
+        # Keep the output from before the job was queued again.
         "open-mode": "append",
         "signal": f"B:USR1@{own.slurm_signal}" if own.slurm_signal else None,
     }
@@ -241,7 +241,7 @@ def batch_script(request: LaunchRequest) -> str:
 
 
 def _launch_words(request: LaunchRequest, launcher: str, keep_all: bool = False) -> tuple[str, ...]:
-    """Arguments of the interpreter that repeat this launch."""
+    """Arguments of the interpreter to repeat this launch."""
     dropped = ("--launcher", "--wait") if keep_all else _HERE_ALONE
     options = [word for word in request.options if word.partition("=")[0].replace("--no_", "--") not in dropped]
     script = request.script
@@ -249,7 +249,7 @@ def _launch_words(request: LaunchRequest, launcher: str, keep_all: bool = False)
 
 
 def _nodes(settings: ResolvedSettings, environ: Mapping[str, str]) -> int:
-    """Nodes of the step: those of the launch where it says so, else all of the allocation."""
+    """Number of nodes of the step: that of the launch if it is given, else all nodes of the allocation."""
     text = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
     there = int(text) if text.isdecimal() else 1
     machines = settings["num_machines"]
@@ -259,7 +259,7 @@ def _nodes(settings: ResolvedSettings, environ: Mapping[str, str]) -> int:
         raise Conflict(
             f"Cannot combine {shown(machines)} and the allocation of job {environ['SLURM_JOB_ID']}.",
             f"The allocation has {there} node(s).",
-            f"Allocate {machines.value} nodes, or correct --num_machines.",
+            f"Request an allocation of {machines.value} nodes, or correct --num_machines.",
         )
     return int(machines.value)
 
@@ -273,14 +273,14 @@ def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str
     if total.value % nodes:
         raise Conflict(
             f"Cannot start {shown(total)} on {nodes} nodes.",
-            "Every node starts the same number of processes, so the total has to be a multiple.",
-            f"Give a multiple of {nodes} as --num_processes.",
+            f"Every node starts the same number of processes, and the total is not a multiple of {nodes}.",
+            f"Set --num_processes to a multiple of {nodes}.",
         )
     return int(total.value // nodes)
 
 
 def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
-    """Run the step, again when it failed and may be restarted, and queue the job again when it saved."""
+    """Run the step, restart it after failures if allowed, and queue the job again after it saved."""
     step: SlurmStep = plan.details
     restart = 0
     while True:
@@ -292,11 +292,11 @@ def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
             return code
         restart += 1
         if not plan.quiet:
-            _tell(f"The step failed with exit code {code}; it starts again ({restart} of {step.restarts}).")
+            _tell(f"The step failed with exit code {code}. Restarting it ({restart} of {step.restarts}).")
 
 
 class _Running:
-    """One step from its start to its end."""
+    """Supervises one step from start to end."""
 
     def __init__(self, plan: LaunchPlan, step: SlurmStep) -> None:
         self._plan, self._step = plan, step
@@ -313,10 +313,10 @@ class _Running:
         self.signalled: int | None = None
         """The first signal that ended the step."""
         self.stopped_for_good = False
-        """Whether the step was ended without patience."""
+        """Whether the step was killed without a grace period."""
 
     def wait(self, inbox: Inbox) -> int:
-        """Pass signals on until the step has ended, and return its exit code."""
+        """Forward signals until the step has ended, and return its exit code."""
         deadline = float("inf")
         try:
             while self._srun.poll() is None:
@@ -324,7 +324,7 @@ class _Running:
                     if number not in ENDING:
                         self._srun.send_signal(number)
                     elif self.signalled is None:
-                        # srun kills its step at a signal; scancel lets the processes save.
+                        # srun kills its step at a signal; with scancel, the processes can save their state.
                         self.signalled, deadline = number, time.monotonic() + self._plan.grace_period
                         self._signal("TERM")
                     else:
@@ -346,18 +346,18 @@ class _Running:
         return code
 
     def _signal(self, name: str) -> None:
-        """Signal the tasks of the step, which is found by its name."""
+        """Send a signal to the tasks of the step, which is found by its name."""
         listed = _ask("squeue", "--steps", "--noheader", f"--jobs={self._step.job}", "--format=%i %j")
         for line in listed.splitlines():
             number, _, called = line.strip().partition(" ")
             if called.strip() == self._step.name:
                 _ask("scancel", f"--signal={name}", number)
                 return
-        # The step has not begun, or has ended.
+        # The step has not started, or has ended.
         self._srun.terminate()
 
     def _copy_errors(self, source: IO[bytes]) -> None:
-        """Pass the errors on, and find the task that ended first: srun itself returns the highest of all codes."""
+        """Print the errors of srun, and find the task that ended first: srun returns the highest of all codes."""
         for line in source:
             if self._cause is None:
                 found = _FIRST_CAUSE.match(line)
@@ -367,7 +367,7 @@ class _Running:
 
 
 def _code_of(said: str) -> int | None:
-    """The exit code that srun tells of in words."""
+    """The exit code in a message of srun."""
     found = _EXIT_CODE.match(said)
     if found is not None:
         return int(found[1])
@@ -380,12 +380,12 @@ def _requeue(job: str) -> None:
     """Queue the job of this script again; Slurm ends the script when it does."""
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        # A cluster may do it by itself (RequeueExit), or pre-empt the job already.
-        _tell(f"Slurm does not queue job {job} again: {done.stderr.strip()}")
+        # The cluster may requeue it automatically (RequeueExit), or may already have preempted the job.
+        _tell(f"Slurm did not queue job {job} again: {done.stderr.strip()}")
 
 
 def _submit(plan: LaunchPlan, inbox: Inbox) -> int:
-    """Submit the job; the exit code of the job where it is waited for, else 0."""
+    """Submit the job; return its exit code after waiting for it, else 0."""
     submission: Submission = plan.details
     try:
         done = subprocess.run(
@@ -397,12 +397,12 @@ def _submit(plan: LaunchPlan, inbox: Inbox) -> int:
         raise LaunchError(
             "Cannot submit the job to Slurm.",
             f"sbatch answered: {done.stderr.strip() or f'exit code {done.returncode}'}",
-            "Correct the options, such as --slurm_partition and --slurm_time; `sinfo` lists the partitions.",
+            "Correct the Slurm options, such as --slurm_partition and --slurm_time; `sinfo` lists the partitions.",
         )
     job = done.stdout.strip().partition(";")[0]
     if not submission.wait:
         output = _job(job).get("StdOut", "")
-        _tell(f"Slurm has job {job}; its output goes to {output}. `squeue --job {job}` shows it.")
+        _tell(f"Submitted Slurm job {job}. Its output is written to {output}. `squeue --job {job}` shows its state.")
         return 0
     return _follow(job, inbox, plan.quiet)
 
@@ -433,13 +433,13 @@ def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
 
 
 def _print_from(path: str, read: int) -> int:
-    """Print what a file has after its first `read` bytes; the number of bytes that were read."""
+    """Print the content of a file after its first `read` bytes, and return the number of bytes read so far."""
     try:
         with open(path, "rb") as file:
             file.seek(read)
             text = file.read()
     except OSError:
-        # The job has not begun.
+        # The job has not started.
         return read
     sys.stdout.buffer.write(text)
     sys.stdout.buffer.flush()
@@ -447,7 +447,7 @@ def _print_from(path: str, read: int) -> int:
 
 
 def _job(job: str) -> dict[str, str]:
-    """What Slurm knows of a job; empty when it knows nothing any more."""
+    """Slurm's information about a job; empty if Slurm has forgotten it."""
     words = shlex.split(_ask("scontrol", "--oneliner", "show", "job", job).replace("'", ""))
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -464,7 +464,7 @@ def _absent(program: str, error: OSError) -> NotFound:
     return NotFound(
         _ASKED,
         f"`{program}` cannot be started: {error.strerror or error}.",
-        "Log in to a node of a Slurm cluster, or leave out --launcher slurm.",
+        "Log in to a node of a Slurm cluster, or remove --launcher slurm.",
     )
 
 

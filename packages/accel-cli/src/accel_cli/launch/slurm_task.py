@@ -1,4 +1,4 @@
-"""One task of Slurm that is one process of a run: sets the variables of its rank, and becomes the runner.
+"""The program of a Slurm task that is one process of a run: sets the variables of its rank, and starts the runner.
 
 python slurm_task.py script train.py --lr 1e-3
 """
@@ -12,7 +12,7 @@ __all__ = ("main",)
 
 
 def main() -> None:
-    """Set the variables that torchrun would set, and let the runner take this process over."""
+    """Set the variables that torchrun would set, and replace this process by the runner."""
     from accel_cli.launch.launcher import RUNNER
     from accel_state.topology import read_topology
 
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The folder of this file came first; nothing may be imported from there by accident.
+    # Python puts the folder of this file first; nothing must be imported from there by accident.
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     main()

@@ -1,4 +1,4 @@
-"""Starting processes through torch.distributed.run: for several machines, for restarts, or on request."""
+"""Starts processes through torch.distributed.run: for several machines, for restarts, or on request."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from accel_state.network import DEFAULT_PORT, loopback_variables
 __all__ = ("AGENT", "OWN_STORES", "Torchrun", "torchrun_argv", "torchrun_environment")
 
 AGENT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent.py")
-"""The module that calls torch.distributed.run in a process of its own."""
+"""The program that calls torch.distributed.run in a separate process."""
 
 OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Variable of torch's agent: whether the processes of each attempt serve a store of their own."""
+"""Variable of torch's agent: whether the processes of each attempt serve a new store."""
 
 
 class Torchrun(Supervisor):
-    """Lets torch.distributed.run start the processes; see `Launcher`."""
+    """Starts the processes through torch.distributed.run; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """One agent of torch, which starts the processes of this machine."""
+        """Plan one agent of torch, which starts the processes of this machine."""
         settings, environ = request.settings, request.machine.environ
         check_own_launcher(settings)
         local, machines = local_processes(request), settings["num_machines"].value
@@ -37,14 +37,14 @@ class Torchrun(Supervisor):
         inside = loopback_variables(environ) if machines == 1 else {}
         plan = one_process(request, argv, "torchrun", local)
         environment = request.environment(local, **agent, **inside)
-        # The agent of a machine reads what an outer launch says of its place; each process gets its own.
+        # A machine's agent reads its rank from an outer launch; each process gets its own rank from the agent.
         return plan._replace(
             environment=environment, processes=local, world_size=local * machines, replaces=True, removed=()
         )
 
 
 def torchrun_argv(resolved: ResolvedSettings, processes: int, program: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the interpreter that starts `processes` processes of a program on this machine."""
+    """Arguments of the interpreter, to start `processes` processes of a program on this machine."""
     machines = resolved.instance(MachineSettings)
     options = resolved.instance(TorchrunSettings)
     return (
@@ -62,10 +62,10 @@ def torchrun_argv(resolved: ResolvedSettings, processes: int, program: Sequence[
 
 
 def torchrun_environment(resolved: ResolvedSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of torch's agent: how long processes may take to end after a signal, and who serves their store.
+    """Variables of torch's agent: the grace period after a signal, and which process serves the store.
 
-    An agent remembers the place of the store that it shares with its processes, and so it keeps out a machine that
-    replaces another one. Where machines come and go, the processes serve a store of their own instead.
+    An agent remembers the address of the store that it shares with its processes, so that a replacement machine cannot
+    join. If the number of machines may change, the processes serve a separate store instead.
 
     Args:
         resolved: every setting of the launch.
@@ -78,7 +78,7 @@ def torchrun_environment(resolved: ResolvedSettings, environ: Mapping[str, str])
 
 
 def _meeting(machines: MachineSettings, options: TorchrunSettings) -> Iterator[str]:
-    """How the processes find each other."""
+    """Arguments for the rendezvous."""
     conf = (f"--rdzv-conf={options.rdzv_conf}",) if options.rdzv_conf else ()
     static = options.rdzv_backend == "static"
     if static and machines.num_machines == 1 and not machines.main_process_port:

@@ -1,4 +1,4 @@
-"""Starting the processes of a TPU: torch_xla makes them, and on a pod its own launcher does so on every machine."""
+"""Starts the processes of a TPU through torch_xla, or on every machine of a pod through torch_xla's own launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _tpu: Final = partial(setting, flag="--{name}", key="{name}", group="TPU")
 
 @settings_class
 class TPUSettings:
-    """How a run on TPUs is started; see also `accel tpu-config`."""
+    """Settings of a run on TPUs; see also `accel tpu-config`."""
 
     main_training_function: str = _tpu(
         "main",
@@ -39,22 +39,22 @@ class TPUSettings:
     tpu_use_sudo: bool = _tpu(
         False,
         type=BOOLEAN,
-        help="Run commands there as root.",
+        help="Run commands on the pod as root.",
     )
     tpu_vm: tuple[str, ...] = _tpu(
         (),
         type=REPEATED,
         flag="--vm",
-        help="A machine of the pod; may be repeated.",
+        help="Address of a machine of the pod; may be repeated.",
     )
     tpu_env: tuple[str, ...] = _tpu(
         (),
         type=REPEATED,
         flag="--env",
-        help="A variable for the machines of the pod, as NAME=value; may be repeated.",
+        help="Environment variable for the machines of the pod, as NAME=value; may be repeated.",
     )
     tpu_name: str | None = _tpu(None, flag=None, help="Name of the TPU.")
-    tpu_zone: str | None = _tpu(None, flag=None, help="Zone of Google Cloud it is in.")
+    tpu_zone: str | None = _tpu(None, flag=None, help="Google Cloud zone of the TPU.")
     command_file: str | None = _tpu(None, flag=None, help="File with commands for `accel tpu-config`.")
     commands: tuple[str, ...] = _tpu((), flag=None, type=REPEATED, help="Commands for `accel tpu-config`.")
 
@@ -67,14 +67,14 @@ def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | Non
 MANIFEST: Final = LauncherManifest(
     "tpu",
     "accel_cli.launch.tpu:Tpu",
-    "let torch_xla start the processes of a TPU, or of a pod",
+    "start the processes of a TPU or of a pod through torch_xla",
     "accel_cli.launch.tpu:TPUSettings",
     _by_tpu,
     priority=30,
 )
 
 RUNNER_OF_TPU: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tpu_runner.py")
-"""The module that lets torch_xla start a script's function."""
+"""The program in which torch_xla starts a function of the script."""
 
 _POD_LAUNCHER: Final = "torch_xla.distributed.xla_dist"
 _IN_POD: Final = "ACCELERATE_IN_TPU_POD"
@@ -82,14 +82,14 @@ _BFLOAT16: Final = "bf16"
 
 
 _OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
-"""Options of `accel launch` on the machines of a pod, by the way in which a target is run."""
+"""Options of `accel launch` on the machines of a pod, by the value of `Script.how`."""
 
 
 class Tpu(Supervised):
-    """Lets torch_xla start the processes of a TPU or of a pod; see `Launcher`."""
+    """Starts the processes of a TPU or of a pod through torch_xla; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """One process, in which torch_xla starts the others."""
+        """Plan one process, in which torch_xla starts the others."""
         how, target, arguments = request.script
         if request.settings["tpu_use_cluster"].value:
             argv = pod_argv(request.settings, (*_OF_POD[how], target, *arguments))
@@ -100,7 +100,7 @@ class Tpu(Supervised):
 
 
 def tpu_variables(resolved: ResolvedSettings) -> dict[str, str]:
-    """Variables by which torch_xla computes in bfloat16."""
+    """Variables that make torch_xla compute in bfloat16."""
     settings = resolved.instance(TPUSettings)
     if resolved["mixed_precision"].value != _BFLOAT16:
         return {}
@@ -108,7 +108,7 @@ def tpu_variables(resolved: ResolvedSettings) -> dict[str, str]:
 
 
 def tpu_argv(resolved: ResolvedSettings, how: str, target: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the interpreter that starts the processes of this machine's TPU.
+    """Arguments of the interpreter, to start the processes of this machine's TPU.
 
     Raises:
         NotOffered: the target is not Python.
@@ -116,18 +116,18 @@ def tpu_argv(resolved: ResolvedSettings, how: str, target: str, arguments: Seque
     if how == "program":
         raise NotOffered(
             "Cannot combine --tpu and --no_python.",
-            "torch_xla starts a function of a Python module.",
-            "Name a script with such a function; --main_training_function says which.",
+            "torch_xla can only start a function of a Python module.",
+            "Give a Python script, and the name of its function as --main_training_function.",
         )
     return (RUNNER_OF_TPU, resolved.instance(TPUSettings).main_training_function, how, target, *arguments)
 
 
 def pod_argv(resolved: ResolvedSettings, script: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the interpreter that runs `accel launch` on every machine of a pod.
+    """Arguments of the interpreter, to run `accel launch` on every machine of a pod.
 
     Args:
         resolved: every setting of the launch.
-        script: the options, script and arguments that `accel launch` gets there.
+        script: the options, the script and its arguments for `accel launch` on these machines.
 
     Raises:
         SettingError: the TPU has no name, or a variable for its machines has no value.
@@ -136,8 +136,8 @@ def pod_argv(resolved: ResolvedSettings, script: Sequence[str]) -> tuple[str, ..
     if not settings.tpu_name:
         raise SettingError(
             "Cannot launch on a TPU pod (tpu_use_cluster).",
-            "The TPU has no name.",
-            "Write tpu_name into the config file.",
+            "The name of the TPU is missing.",
+            "Add tpu_name to the config file.",
         )
     return (
         "-m",
@@ -163,6 +163,6 @@ def _checked(variables: Sequence[str]) -> Iterator[str]:
     for variable in variables:
         if "=" not in variable:
             raise SettingError(
-                f"Cannot pass --env {variable}.", "A variable needs a value.", "Write it as --env NAME=value"
+                f"Cannot pass --env {variable}.", "The variable has no value.", "Write it as --env NAME=value"
             )
         yield variable

@@ -1,10 +1,10 @@
-"""Lets torch_xla start a script's function on every core of a TPU.
+"""Starts a function of a script on every core of a TPU, through torch_xla.
 
     python tpu_runner.py main script train.py --lr 1e-3
     python tpu_runner.py main module package.train --lr 1e-3
 
-The script is imported, not run as a program: what stands under `if __name__ == "__main__"` is left out, and each
-process calls the function that was named.
+The script is imported, not run as a program: code under `if __name__ == "__main__"` does not run, and each process
+calls the given function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ("call", "load_script", "main")
 
 
 def main() -> None:
-    """Start the processes and stay until they have ended."""
+    """Start the processes, and wait until they have ended."""
     import torch_xla  # type: ignore[import-not-found, unused-ignore]
 
     function, how, target, *arguments = sys.argv[1:]
@@ -35,7 +35,7 @@ def call(index: int, function: str, how: str, target: str, arguments: tuple[str,
 
 
 def load_script(how: str, target: str) -> ModuleType:
-    """The script as a module."""
+    """Import the script as a module."""
     if how == "module":
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(target)
@@ -45,7 +45,7 @@ def load_script(how: str, target: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    # What started is not the module that the processes import to find `call`.
+    # The started program is not the module from which the processes import `call`.
     from accel_cli.launch.tpu_runner import main as _main
 
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):

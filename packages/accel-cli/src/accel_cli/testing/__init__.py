@@ -1,6 +1,6 @@
-"""Tests for launchers: a suite that every launcher passes, and the plan of a launch as data.
+"""Tests for launchers: a suite that every launcher must pass, and the plan of a launch as data.
 
-A package that offers a launcher subclasses `LauncherSuite` in one of its test files and names the launcher.
+A package that provides a launcher subclasses `LauncherSuite` in one of its test files, and sets the launcher's name.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The tests that every launcher passes.
+"""The tests that every launcher must pass.
 
     class TestExample(LauncherSuite):
         launcher = "example"
 
-The suite runs `accel launch --launcher NAME` as users do, in processes of its own. Each process of a run locks a file
-for as long as it lives, so the suite finds orphans also where they have process numbers of another node; the folder of
-the test has to be visible to every node.
+The suite runs `accel launch --launcher NAME` in separate processes, as users do. Each process of a run locks a file
+until it ends, so that the suite also finds orphans on other nodes; the folder of the test must be visible on every
+node.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 class LauncherSuite:
-    """Subclass this in a test file, and set what is different.
+    """Base class of a launcher's tests: subclass it in a test file, and set the attributes that differ.
 
     Attributes:
-        launcher: its name.
+        launcher: name of the launcher.
         options: options of `accel launch` that start `processes` processes.
-        processes: how many processes a run has.
+        processes: number of processes of a run.
         environ: variables of `accel launch`, in addition to those of the tests.
-        patience: seconds that a run may take to start or to end.
-        not_applicable: tests that cannot hold for this launcher, by name, with the reason; they are skipped.
-        topology: Python code of a function `read_topology`, for processes that learn their place by other means than
-            the variables that `accel_state.topology` reads.
+        patience: time limit in seconds for the start and for the end of a run.
+        not_applicable: tests that do not apply to this launcher, by name, with the reason; they are skipped.
+        topology: Python code of a function `read_topology`, for processes that do not get their rank from the variables
+            that `accel_state.topology` reads.
     """
 
     launcher: ClassVar[str]
@@ -99,7 +99,7 @@ class LauncherSuite:
 
     @pytest.fixture(autouse=True)
     def applicable(self, request: pytest.FixtureRequest) -> None:
-        """Skip a test that the launcher declares."""
+        """Skip a test that the launcher declares as not applicable."""
         unknown = [name for name in self.not_applicable if not hasattr(self, name)]
         assert not unknown, f"not_applicable names no test of the suite: {unknown}"
         if request.node.name in self.not_applicable:
@@ -107,14 +107,14 @@ class LauncherSuite:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """Where the processes write; every node has to see it."""
+        """Folder into which the processes write; it must be visible on every node."""
         return tmp_path
 
     @pytest.fixture
     def start(self, folder: Path, applicable: None) -> Iterator[Start]:
         """Start a run in the background; `what` is "end", "wait", or rank and exit code such as "1:7"."""
         (folder / "job.py").write_text(f"{self.topology}\n{JOB}", encoding="utf-8")
-        # A run of tests in the background may ignore interrupts, and what it starts would inherit that.
+        # Tests in the background may ignore interrupts, which the processes would inherit.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         started = []
@@ -134,12 +134,12 @@ class LauncherSuite:
                 process.communicate(timeout=self.patience)
 
     def ended(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
-        """Exit code, output and errors of a run."""
+        """Run `accel launch` to its end; return exit code, standard output and standard error."""
         output, errors = process.communicate(timeout=self.patience)
         return process.returncode, output, errors
 
     def read(self, folder: Path, name: str) -> list[Any]:
-        """What each rank wrote under a name, waiting until all have."""
+        """Wait until every rank has written a file, and return their contents."""
         deadline = time.monotonic() + self.patience
         paths = [folder / f"{name}{rank}.json" for rank in range(self.processes)]
         while not all(path.exists() for path in paths):
@@ -148,7 +148,7 @@ class LauncherSuite:
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
     def alive(self, folder: Path) -> list[int]:
-        """Ranks whose processes live."""
+        """Ranks with running processes."""
         found = []
         for rank in range(self.processes):
             with open(folder / f"lock{rank}", "w") as lock:
@@ -168,7 +168,7 @@ class LauncherSuite:
         assert find_launcher(self.launcher, "test").help
 
     def test_each_process_knows_its_place(self, start: Start, folder: Path) -> None:
-        """Every rank exists once, knows the world size, and all name one address."""
+        """Every rank exists once and knows the world size, and all have the same address."""
         code, _, errors = self.ended(start("end"))
         assert code == 0, errors
         places = [one["place"] for one in self.read(folder, "started")]
@@ -181,7 +181,7 @@ class LauncherSuite:
         assert places[0]["master_port"]
 
     def test_arguments_settings_and_variables_reach_each_process(self, start: Start, folder: Path) -> None:
-        """Arguments are not taken apart, settings become variables, variables of the user are inherited."""
+        """Arguments are not split, settings become variables, and the user's variables are inherited."""
         arguments = ("--lr", "1e-3", "two words", "", "it's", '"$HOME"', "--num_processes=9", "--")
         code, _, errors = self.ended(start("end", *arguments, options=("--mixed_precision=bf16",)))
         assert code == 0, errors
@@ -191,14 +191,14 @@ class LauncherSuite:
             assert one["environment"]["SUITE_VARIABLE"] == "of the user"
 
     def test_output_and_errors_of_each_process_come_through(self, start: Start, folder: Path) -> None:
-        """What a process prints is on the output of the launch, what it reports among the errors."""
+        """The standard output and standard error of the processes are forwarded to those of the launch."""
         code, output, errors = self.ended(start("end"))
         assert code == 0, errors
         assert all(output.count(f"output of {rank}") == 1 for rank in range(self.processes))
         assert all(f"error of {rank}" in output + errors for rank in range(self.processes))
 
     def test_a_failure_ends_the_others_and_gives_its_exit_code(self, start: Start, folder: Path) -> None:
-        """The run has the exit code of the process that failed, and no process is left."""
+        """The run has the exit code of the failed process, and no process is left."""
         code, _, errors = self.ended(start(f"{self.processes - 1}:7"))
         assert code == 7, errors
         assert self.alive(folder) == []
@@ -228,12 +228,12 @@ class LauncherSuite:
         assert self.alive(folder) == []
 
     def test_stop_before_run_ends_the_run(self, start: Start, folder: Path) -> None:
-        """A run that was stopped before it began ends."""
+        """A run that is stopped before its start ends."""
         assert self._stopped(folder, "") != 0
         assert self.alive(folder) == []
 
     def test_a_name_that_is_unknown_is_a_typed_error(self) -> None:
-        """A misspelled name is refused, and the closest is named."""
+        """A misspelled name raises an error that suggests the closest name."""
         with pytest.raises(SettingError, match=self.launcher):
             find_launcher(f"{self.launcher}x", "--launcher")
 
@@ -255,7 +255,7 @@ def run_and_stop(words: Sequence[str], folder: str, processes: int, after: str) 
 
     Args:
         words: the arguments of `accel launch`.
-        folder: where the processes write.
+        folder: folder into which the processes write.
         processes: number of processes.
         after: name of the file that each rank writes before `stop` is called; empty to call it before `run`.
     """
@@ -274,14 +274,14 @@ def run_and_stop(words: Sequence[str], folder: str, processes: int, after: str) 
 
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
-    """The plan of the launcher that a request calls for.
+    """Create the plan of the launcher for a request.
 
     Args:
         request: the settings, the script and the machine, whose variables may describe an allocation.
 
     Raises:
-        SettingError: a setting cannot be used here; `Conflict` when two contradict each other.
-        NotOffered: the launcher does not take what is to run.
+        SettingError: a setting cannot be used here; `Conflict` if two contradict each other.
+        NotOffered: the launcher does not support this kind of script.
     """
     check_launch(request.settings)
     manifest = choose_launcher(request.settings, request.machine.environ).manifest
@@ -296,7 +296,7 @@ def prepare_launch(words: Sequence[str], environ: Mapping[str, str]) -> tuple[La
         environ: the variables of the launch.
 
     Raises:
-        AccelError: `accel launch` would refuse the command line.
+        AccelError: `accel launch` would raise the same error.
 
     Example:
         >>> prepare_launch(["--launcher", "local", "--num_processes", "2", "train.py"], {})  # doctest: +SKIP
