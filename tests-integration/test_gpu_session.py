@@ -153,4 +153,4 @@ def test_a_mark_that_does_not_say_what_differs_is_refused(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "pytest", "-p", "accel_state.testing.plugin", "-p", "no:cacheprovider"]
     done = run_command([*command, str(tmp_path)], env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert done.returncode == 4
-    assert "does not say what is different on a GPU" in done.stderr
+    assert "does not state what is different on a GPU" in done.stderr

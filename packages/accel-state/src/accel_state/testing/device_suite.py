@@ -1,11 +1,11 @@
-"""The tests that every device family must pass; a package with a family of its own inherits them.
+"""The tests that every device family must pass; a package that provides a family inherits them.
 
     class TestAbacus(DeviceSuite):
         @pytest.fixture
         def family(self):
             return Abacus()
 
-A family without generators, memory statistics or collectives of its own skips their tests.
+Tests of generators, memory statistics and collectives are skipped if the family does not have its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ("DeviceSuite",)
 
 
 def _gather_ranks(around: Callable[[], AbstractContextManager[None]]) -> tuple[str, list[float]]:
-    """Called by each process: the type of its device, and the ranks that it gathered there."""
+    """Called by each process: return the type of its device, and the ranks that it gathered there."""
     with around():
         state = PartialState()
         transport = current.process().transport
@@ -46,8 +46,8 @@ class DeviceSuite:
     """Tests of one device family; the machine must have such a device.
 
     Attributes:
-        around: returns a context manager in which the device is present. It must be importable, because other processes
-            call it too.
+        around: returns a context manager inside which the device is present. It must be importable, because other
+            processes call it too.
     """
 
     around: ClassVar[Callable[[], AbstractContextManager[None]]] = contextlib.nullcontext

@@ -1,7 +1,7 @@
-"""A process that has imported torch once, and from which the processes of tests are forked.
+"""A process that has imported torch, from which the processes of tests are forked.
 
-Importing torch takes seconds, forking takes milliseconds. Only systems with `os.fork` and open file descriptors that
-can be passed (Linux) have it; elsewhere each process of a test is a new interpreter.
+Importing torch takes seconds, forking takes milliseconds. It needs `os.fork` and the passing of file descriptors
+(Linux); on other systems each process of a test is a new interpreter.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from accel_state.testing.fresh import fresh
 __all__ = ("REQUEST_BYTES", "ForkServer", "Forked", "Start", "main", "serve")
 
 REQUEST_BYTES = 1 << 20
-"""The largest request: environment and path of a process, and names of modules."""
+"""Maximum size of a request in bytes: environment and path of a process, and names of modules."""
 
 _MOST_FILES = 64
-"""The most open files of a request."""
+"""Maximum number of open files in a request."""
 
 _FREE_FILES = 500
-"""Descriptors from here on are not in use."""
+"""Descriptors from this number on are not in use."""
 
 _PRELOADED = ("torch.", "accel_")
-"""Modules of these packages are imported before the fork, once the process of the tests has imported them."""
+"""Modules of these packages are imported before a fork if the process of the tests has imported them."""
 
 _NOT_PRELOADED = ("torch._inductor", "accel_state.testing.simulated_")
-"""Modules that start threads, which forked processes would lack, or that register a device with torch."""
+"""Modules that start threads, which are missing in forked processes, or that register a device with torch."""
 
 _STATUS = struct.Struct("i")
 
 
 class Start(TypedDict):
-    """How an interpreter was started, for a process that runs the script in its place."""
+    """How an interpreter was started, for the process that runs the script instead."""
 
     arguments: list[str]
-    """What is run (the path of a script, or `-m` or `-c` and a module or command), and its arguments."""
+    """The program (the path of a script, or `-m` or `-c` and a module or command), and its arguments."""
     unbuffered: bool
     command: list[str]
     path: list[str]
@@ -71,15 +71,15 @@ class Start(TypedDict):
     """Numbers of its open files, in the order in which they are passed."""
     umask: int
     ignored: list[int]
-    """Signals that it ignores."""
+    """Numbers of the signals that it ignores."""
     processors: set[int]
 
 
 class Forked:
-    """A process that the server forked, with the part of `subprocess.Popen` that the tests use.
+    """A process that the server forked, with the methods of `subprocess.Popen` that the tests use.
 
     Args:
-        pid: its process id; it leads a session of its own.
+        pid: its process id; it is the leader of a new session.
         status: a pipe from which its exit code can be read when it has ended.
     """
 
@@ -100,7 +100,7 @@ class Forked:
         """Wait until it has ended, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after so many seconds.
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
         found = self._read(timeout)
         if found is None:
@@ -116,7 +116,7 @@ class Forked:
     def _read(self, timeout: float | None) -> int | None:
         if self._status is not None and select.select([self._status], [], [], timeout)[0]:
             answer = self._status.read(_STATUS.size)
-            # Without an answer the server itself has been killed, and its processes with it.
+            # If there is no answer, the server itself was killed, and its processes with it.
             self.returncode = _STATUS.unpack(answer)[0] if answer else -signal.SIGKILL
             self._status.close()
             self._status = None
@@ -124,7 +124,7 @@ class Forked:
 
 
 class ForkServer:
-    """Starts the process that has imported torch, and lets it fork others. It ends with the process that made it."""
+    """Starts a process that imports torch and forks others. It ends with the process that started it."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -146,17 +146,17 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, by this process."""
+        """Whether this process can send it requests."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self, calls: int, answers: int, output: int, environment: Mapping[str, str]) -> Forked:
-        """Fork a process that serves calls, see `serve`.
+        """Fork a process that serves calls; see `serve`.
 
         Args:
             calls: the descriptor that it reads calls from.
             answers: the descriptor that it writes answers to.
             output: the descriptor that its standard output and error go to.
-            environment: its variables.
+            environment: its environment variables.
         """
         return self._fork((dict(environment), sys.path, os.getcwd()), (calls, answers, output), ())
 
@@ -166,7 +166,7 @@ class ForkServer:
         Args:
             start: how the interpreter was started.
             files: its open files, in the order of `start["files"]`.
-            modules: what the process has imported.
+            modules: modules that the process has already imported.
         """
         return self._fork(start, files, modules)
 
@@ -181,14 +181,14 @@ class ForkServer:
         return Forked(pid, status)
 
     def _to_preload(self, modules: Sequence[str]) -> list[str]:
-        """These, and what this process has imported since the last request, in the order in which it began with it."""
+        """`modules`, and the modules that this process has imported since the last request, in the order of import."""
         imported = [name for name in list(sys.modules) if _can_preload(name)]
         names = [name for name in dict.fromkeys((*imported, *modules)) if name not in self._preloaded]
         self._preloaded.update(names)
         return names
 
     def close(self) -> None:
-        """End it; processes that it forked live on until their pipes are closed."""
+        """End it; processes that it forked continue until their pipes are closed."""
         if self.alive:
             self._socket.close()
             self._process.wait()
@@ -240,7 +240,7 @@ def _can_preload(module: str) -> bool:
 
 
 def _preload(modules: Sequence[str]) -> None:
-    """Import the modules that this process finds, and exclude their objects from garbage collection."""
+    """Import the modules that exist, and exclude their objects from garbage collection."""
     for module in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
@@ -278,7 +278,7 @@ def _become_member(output: int, environment: Mapping[str, str], path: list[str],
 
 
 def _run(start: Start, files: Sequence[int]) -> NoReturn:
-    """Run a program as a new interpreter does, and end."""
+    """Run a program as a new interpreter would, and exit."""
     _become_interpreter(start, files)
     first, *arguments = start["arguments"]
     main_module = ModuleType("__main__")
@@ -306,7 +306,7 @@ def _run(start: Start, files: Sequence[int]) -> NoReturn:
         if ended.code is not None and not isinstance(ended.code, int):
             sys.stderr.write(f"{ended.code}\n")
     except BaseException as error:
-        # Without the frame of this function.
+        # The traceback should not include the frame of this function.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -314,7 +314,7 @@ def _run(start: Start, files: Sequence[int]) -> NoReturn:
 
 
 def _end_interpreter(code: int) -> NoReturn:
-    """End as an interpreter does, except that torch does not free what it has."""
+    """Exit as an interpreter does, except that torch does not free its memory."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -327,7 +327,7 @@ def _end_interpreter(code: int) -> NoReturn:
 
 
 def _become_interpreter(start: Start, files: Sequence[int]) -> None:
-    """Give a forked process what a new interpreter has from the one that started it."""
+    """Set up in a forked process everything that a new interpreter inherits from its parent."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -360,7 +360,7 @@ def _become_interpreter(start: Start, files: Sequence[int]) -> None:
 
 
 def _stream(number: int, mode: str, unbuffered: bool) -> IO[str]:
-    """A standard stream; standard error writes whole lines, and what it cannot encode with backslashes."""
+    """A standard stream; standard error is line-buffered and escapes characters that it cannot encode."""
     if mode == "r":
         return open(number, encoding="utf-8", closefd=False)
     return io.TextIOWrapper(
@@ -373,7 +373,7 @@ def _stream(number: int, mode: str, unbuffered: bool) -> IO[str]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """The module of a test file, under the name it has in the parent so that its classes can be pickled."""
+    """The module of a test file, under its name in the parent process, so that its classes can be pickled."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -381,7 +381,7 @@ def _module(name: str, file: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # pickle imports the outermost package of a module, and that of a test file may exist by name only.
+    # pickle imports the outermost package of a module, and the package of a test file may not exist.
     package = name.partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         sys.modules[package] = ModuleType(package)
@@ -408,7 +408,7 @@ def _end_reducers() -> None:
     """Free the reducers of DistributedDataParallel before their process groups.
 
     The frames of an error keep a model alive longer than the groups. Its reducer would then end the threads of the
-    groups while it holds the interpreter lock, for which these threads may be waiting.
+    groups while it holds the GIL, for which these threads may be waiting.
     """
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is None:
@@ -437,16 +437,16 @@ def _next_call(calls: IO[bytes]) -> Any:
 
 
 def serve(calls_from: int, answers_to: int) -> NoReturn:
-    """Serve calls until None comes, or the other end of the pipe is closed.
+    """Serve calls until None arrives, or the other end of the pipe is closed.
 
     Args:
-        calls_from: the descriptor that calls are read from.
-        answers_to: the descriptor that answers are written to.
+        calls_from: the descriptor from which calls are read.
+        answers_to: the descriptor to which answers are written.
     """
     torch.set_num_threads(1)
     # A shell that runs the tests in the background ignores interrupts, and this process would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where processes are not forked from this one (Python 3.14 and newer), each would import it anew.
+    # If processes are not forked from this one (Python 3.14 and newer), each would import it again.
     multiprocessing.set_forkserver_preload(["torch"])
     calls, answers = os.fdopen(calls_from, "rb"), os.fdopen(answers_to, "wb")
     while (call := _next_call(calls)) is not None:

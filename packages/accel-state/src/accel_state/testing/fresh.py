@@ -1,4 +1,4 @@
-"""A clean state for a test: the process is like a new one inside a block, and like before after it."""
+"""A clean state for a test: inside a block the process is like a new one, and afterwards it is as before."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_
 
 @contextmanager
 def fresh(launched: bool = False) -> Iterator[None]:
-    """Run a block as in a new process: without state, process groups and settings in the environment.
+    """Run a block as in a new process: without state, process groups, or settings in the environment.
 
-    Afterwards environment, generators, threads, processors, default dtype and the level of the root logger are as
-    before.
+    Afterwards it restores environment, generators, threads, processors, default dtype and the root logger's level.
 
     Args:
         launched: keep the variables in which a launcher set the rank of this process.
@@ -124,10 +123,10 @@ def _end() -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear the cache of DTensor: it has meshes whose groups are gone, and uses them for equal new meshes."""
+    """Clear DTensor's cache: it contains meshes without groups, and would reuse them for equal new meshes."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return
-    # A torch without this cache needs nothing; the tests of this module show whether that is so.
+    # A torch version without this cache needs nothing; the tests of this module check that.
     with suppress(AttributeError):
         tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

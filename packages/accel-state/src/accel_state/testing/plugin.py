@@ -1,4 +1,4 @@
-"""Fixtures and a mark for pytest: processes, clean state, devices. Use it with `pytest -p accel_state.testing.plugin`.
+"""Fixtures and a mark for pytest: processes, clean state, devices. Load it with `pytest -p accel_state.testing.plugin`.
 
     def rank():
         return PartialState().process_index
@@ -6,22 +6,22 @@
     def test_each_process_has_a_rank(two):
         assert two.run(rank) == [0, 1]
 
-The processes of a group start when the first test of a module calls them, and end with that module. None of the
-fixtures acts on a test that does not ask for it; a module in which every test needs a clean state says so once:
+The processes of a group start when the first test of a module calls them, and end with that module. No fixture affects
+a test that does not request it. A module in which every test needs a clean state requests it once:
 
     pytestmark = pytest.mark.usefixtures("fresh_state")
 
-Garbage collections during the tests spare what was there before the first of them.
+Garbage collections during the tests skip the objects that existed before the first test.
 
-A test with the mark `cuda` needs GPUs and is skipped where there are too few. The mark says in one line what is
+A test with the mark `cuda` needs GPUs and is skipped if there are too few. The mark states in one line what is
 different on a GPU: `@pytest.mark.cuda(differs="reductions add up in another order")`. `on_devices` runs one test body
-on a GPU, and on the CPU or the simulated device where there is no GPU:
+on a GPU, and on the CPU or the simulated device if there is no GPU:
 
     @on_devices("cpu", "simulated", differs="kernels run on a stream, after their call has returned")
     def test_sums(device):
         assert torch.ones(3, device=device).sum().item() == 3
 
-What other processes call works on the type of device of the test inside `working_on(device.type)`.
+Functions that other processes call use the test's type of device inside `working_on(device.type)`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = (
 
 
 SIMULATED: Final = "simulated"
-"""The device type that is made of CPU memory, see `accel_state.testing.simulated_device`."""
+"""The device type that is simulated in CPU memory; see `accel_state.testing.simulated_device`."""
 
 GPU_PROCESSES: Final = int(os.environ.get("GPU_PROCESSES", "1"))
 """Number of processes in tests that give each process a GPU."""
@@ -72,16 +72,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark."""
     config.addinivalue_line(
         "markers",
-        "cuda(differs, gpus=1): needs so many NVIDIA GPUs; `differs` says what is different on them",
+        "cuda(differs, gpus=1): needs that many NVIDIA GPUs; `differs` states what is different on them",
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Raise for a mark that does not say what is different on a GPU."""
+    """Raise for a mark that does not state what is different on a GPU."""
     silent = [item.nodeid for item in items for mark in item.iter_markers("cuda") if not mark.kwargs.get("differs")]
     if silent:
         raise pytest.UsageError(
-            f"The mark `cuda` of {', '.join(silent)} does not say what is different on a GPU. "
+            f"The mark `cuda` of {', '.join(silent)} does not state what is different on a GPU. "
             f'Write @pytest.mark.cuda(differs="...").'
         )
 
@@ -105,27 +105,27 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def fresh_state() -> Iterator[None]:
-    """A test as in a new process, which leaves environment and state as they were; see `accel_state.testing.fresh`."""
+    """Run the test as in a new process, and restore environment and state; see `accel_state.testing.fresh`."""
     with fresh():
         yield
 
 
 @pytest.fixture
 def cpu_state(fresh_state: None) -> PartialState:
-    """The state of a single process on the CPU, in an environment as in a new process."""
+    """The state of a single process on the CPU, with the environment of a new process."""
     return PartialState(cpu=True)
 
 
 def on_devices(*others: str, differs: str, gpus: int = 1) -> Any:
-    """Decorator: run a test on a CUDA device, and on others; it takes the device from the fixture `device`.
+    """Decorator: run a test on a CUDA device and on others; the fixture `device` passes the device to the test.
 
     Args:
-        others: "cpu" and "simulated", where the test is meaningful there.
-        differs: in one line, what is different on a GPU.
+        others: "cpu", "simulated" or both, if the test is meaningful there.
+        differs: what is different on a GPU, in one line.
         gpus: number of GPUs that the test needs.
     """
     if SIMULATED in others:
-        # torch must know it before the first backward pass of this process.
+        # It must be registered with torch before the first backward pass of this process.
         import accel_state.testing.simulated_device  # noqa: F401
     cuda = pytest.param("cuda", marks=pytest.mark.cuda(differs=differs, gpus=gpus))
     return pytest.mark.parametrize("device", [*others, cuda], indirect=True)
@@ -133,11 +133,11 @@ def on_devices(*others: str, differs: str, gpus: int = 1) -> Any:
 
 @contextmanager
 def working_on(kind: str, memory: int = 2**30) -> Iterator[None]:
-    """Let a state that is created inside the block use this device type.
+    """Make a state that is created inside the block use this device type.
 
     Args:
         kind: "cpu", "simulated" or "cuda".
-        memory: bytes that the simulated device has.
+        memory: memory of the simulated device in bytes.
     """
     if kind == SIMULATED:
         from accel_state.testing.simulated_device import simulated_device
@@ -169,7 +169,7 @@ def room_for(device: torch.device, size: int) -> Iterator[None]:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The device that a test of `on_devices` works on, in a clean state."""
+    """The device of a test with `on_devices`, in a clean state."""
     if request.param == SIMULATED:
         from accel_state.testing.simulated_device import POSSIBLE
 
@@ -181,7 +181,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Callable[[int], Processes]]:
-    """A function that returns a group of so many processes; the tests of a module share the groups.
+    """A function that returns a group of the given number of processes; the tests of a module share the groups.
 
     Example:
         def test_ranks(processes):
@@ -200,7 +200,7 @@ def processes() -> Iterator[Callable[[int], Processes]]:
 
 @pytest.fixture(scope="module")
 def preloaded_python(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Scripts that the tests of a module start have imported torch already; see `accel_state.testing.preloaded`.
+    """Start the scripts of a module's tests in processes that have imported torch; see `accel_state.testing.preloaded`.
 
     They have also imported the modules that the variable PRELOADED of the test's module names.
     """
@@ -215,7 +215,7 @@ def preloaded_python(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one(processes: Callable[[int], Processes]) -> Processes:
-    """One process, apart from that of the tests."""
+    """One process in addition to that of the tests."""
     return processes(1)
 
 
@@ -239,5 +239,5 @@ def four(processes: Callable[[int], Processes]) -> Processes:
 
 @pytest.fixture(scope="module")
 def gpus(processes: Callable[[int], Processes]) -> Processes:
-    """As many processes as the variable GPU_PROCESSES says, by default one, for tests that give each process a GPU."""
+    """Processes with one GPU each; the variable GPU_PROCESSES sets their number, by default one."""
     return processes(GPU_PROCESSES)

@@ -1,17 +1,17 @@
-"""Scripts of tests start in processes that have imported torch already.
+"""Starts the scripts of tests in processes that have already imported torch.
 
-A new interpreter needs seconds to import torch, and a launched script one on each of its processes. Inside
-`PreloadedPython`, an interpreter that is started with the path of a script hands it over, before it has imported
-anything, to a process that was forked from a `ForkServer`:
+A new interpreter needs seconds to import torch, and a launched script starts one for each of its processes. Inside
+`PreloadedPython`, an interpreter that is started with a script passes the script to a process that was forked from a
+`ForkServer`, before it imports anything:
 
     with PreloadedPython():
         run_command(["accel", "launch", "--cpu", "--num_processes", "2", "train.py"])
 
 The forked process has the open files, environment, folder, processors and ignored signals of the interpreter, and runs
-the script as `__main__`. The interpreter forwards signals to it, and ends with its exit code or signal. What differs is
-its process id, its parent and its session. So does a command (`-c`) that imports torch, and `-m torch.distributed.run`.
-Everything else starts as usual: other modules, programs such as `accel`, and interpreters with options. A test in which
-the difference matters does not use it.
+the script as `__main__`. The interpreter forwards signals to it, and ends with its exit code or signal. Only the
+process id, the parent and the session differ. Commands (`-c`) that import torch and `-m torch.distributed.run` are
+passed on too. Everything else starts as usual: other modules, programs such as `accel`, and interpreters with options.
+Do not use it in a test for which the difference matters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from accel_state.testing.processes import fork_server_of
 __all__ = ("PreloadedPython",)
 
 _MODULES = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._dynamo")
-"""What training on several processes imports, beside what the process of the tests has imported."""
+"""Modules that training on several processes imports, in addition to those that the tests' process has imported."""
 
 _AT_START = str(Path(__file__).with_name("at_start"))
 _STATUS = struct.Struct("i")
@@ -45,10 +45,10 @@ _MOST_FILES = 64
 
 
 class PreloadedPython:
-    """Let scripts that are started inside the block run in processes that have imported torch already.
+    """Run scripts that are started inside the block in processes that have already imported torch.
 
     Args:
-        modules: what these processes have imported too, such as `("accel_torch.accelerator",)`.
+        modules: further modules to import in these processes, such as `("accel_torch.accelerator",)`.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class PreloadedPython:
         self._listening.listen(64)
         self._awake, self._wake = os.pipe()
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_AT_START, self._before["PYTHONPATH"])))
-        # Tests also pass the paths of this process on.
+        # Tests also pass on the paths of this process.
         sys.path.insert(0, _AT_START)
         os.environ["PRELOADED_PYTHON"] = f"{self._folder}/socket|{sys.prefix}"
         self._start_thread(self._listen)
@@ -77,7 +77,7 @@ class PreloadedPython:
                 os.environ[name] = value
         sys.path.remove(_AT_START)
         os.close(self._wake)
-        # The first is the one that starts others.
+        # The first one starts the others.
         while self._threads:
             self._threads.pop(0).join()
         os.close(self._awake)
@@ -99,7 +99,7 @@ class PreloadedPython:
             self._start_thread(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Fork the process of an interpreter, and stay until one of the two has ended."""
+        """Fork the process of an interpreter, and wait until one of the two has ended."""
         with connection:
             message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, _MOST_FILES)
             if not message:
@@ -119,13 +119,13 @@ class PreloadedPython:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(forked.pid, _STATUS.unpack(asked)[0])
             elif forked.fileno() not in ready:
-                # The interpreter was killed, or the tests end: nothing of the script may be left.
+                # The interpreter was killed, or the tests end: no process of the script may remain.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(forked.pid, signal.SIGKILL)
                 forked.wait()
         with contextlib.suppress(OSError):
             connection.send(_STATUS.pack(forked.wait()))
-            # Closing the connection while a late signal is in it would take the answer back.
+            # Closing the connection while it contains a late signal would discard the answer.
             while connection.fileno() in select.select([connection.fileno(), self._awake], [], [])[0]:
                 if not connection.recv(_STATUS.size):
                     return

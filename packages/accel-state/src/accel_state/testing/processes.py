@@ -1,4 +1,4 @@
-"""Real processes for tests: started once, used for many calls, bounded in time, with every rank's output on failure.
+"""Real processes for tests: started once, used for many calls, with a timeout and every rank's output on failure.
 
 For example:
 
@@ -58,10 +58,10 @@ _END = 60.0
 """Seconds within which a killed process ends, even on a busy machine."""
 
 _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
-"""Keeps the C library from querying a name server.
+"""Prevents the C library from querying a name server.
 
-torch resolves the name of every peer, and where the answer is lost a process waits for five seconds. Names that the
-machine resolves itself, such as localhost, still work.
+torch resolves the name of every peer, and if an answer is lost, the process waits for five seconds. Names that the
+machine itself resolves, such as localhost, still work.
 """
 
 
@@ -74,7 +74,7 @@ class RankOutcome:
         value: the return value of the function.
         error: the traceback as text, or None.
         exitcode: exit code of a process that died (negative for a signal), else None.
-        output: what it printed during the call.
+        output: its output during the call.
         hung: whether it was still busy at the timeout.
     """
 
@@ -97,7 +97,7 @@ class RankOutcome:
 
 
 class ProcessesFailed(AssertionError):
-    """Raised when a rank raised, died or hung; the message shows what every rank printed."""
+    """Raised when a rank raised, died or hung; the message contains the output of every rank."""
 
     def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
         super().__init__("\n".join(str(outcome) for outcome in outcomes))
@@ -114,10 +114,9 @@ class Finished:
 
 
 class Processes:
-    """A group of real processes that have imported torch and run functions.
+    """A group of real processes that have imported torch and call functions.
 
-    Each call has a clean state and a rendezvous of its own. After a rank died or hung, the next call starts new
-    processes.
+    Each call has a clean state and its own rendezvous. After a rank died or hung, the next call starts new processes.
 
     Args:
         count: number of processes.
@@ -143,12 +142,12 @@ class Processes:
         timeout: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call a function on every rank and return each rank's value.
+        """Call a function on every rank and return the values of all ranks.
 
         Args:
             function: a module-level function; the processes import it by its file and name.
             args: its arguments, pickled.
-            timeout: timeout in seconds, instead of that of the group.
+            timeout: timeout in seconds; by default that of the group.
             environment: variables to set during the call.
 
         Raises:
@@ -166,7 +165,7 @@ class Processes:
         timeout: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[RankOutcome]:
-        """Like `run`, but returns failures and does not raise."""
+        """Like `run`, but returns failures instead of raising."""
         if any(member.process.poll() is not None for member in self._members):
             self.close()
         if not self._members:
@@ -187,12 +186,12 @@ class Processes:
             for rank in range(self.count):
                 self._members.append(_Member(rank, self.count))
         except BaseException:
-            # The timeout of the test itself, or an interrupt: a part of a group serves no call.
+            # The timeout of the test itself, or an interrupt: an incomplete group cannot serve calls.
             self.close()
             raise
 
     def close(self) -> None:
-        """End the processes; a second call goes on where an interrupt ended the first."""
+        """End the processes; if an interrupt ended a first call, a second one continues there."""
         for member in self._members:
             member.dismiss()
         while self._members:
@@ -252,9 +251,9 @@ class _Member:
         return self.output.read().decode(errors="replace")
 
     def dismiss(self) -> None:
-        """Send the end of calls.
+        """Tell the process that there are no more calls.
 
-        The end of the pipe is not enough where a process that the tests forked has the pipe as well.
+        Closing the pipe is not enough if a process that the tests forked has the pipe open too.
         """
         if self._calls.closed:
             return
@@ -280,13 +279,13 @@ class _Member:
 
 _starting = threading.Lock()
 _servers: dict[int, ForkServer] = {}
-"""A server for each rank: strings hash differently in each, so that tests notice code that depends on set order."""
+"""A server for each rank: each has another hash seed, so that tests detect code that depends on the order of sets."""
 
 
 def _start(
     rank: int, calls: int, answers: int, output: int, environment: dict[str, str]
 ) -> Forked | subprocess.Popen[bytes]:
-    """Start a process that serves calls, in a session of its own."""
+    """Start a process that serves calls, in a new session."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(
             [sys.executable, "-m", "accel_state.testing.fork_server", str(calls), str(answers)],
@@ -342,7 +341,7 @@ def run_command(
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
     except BaseException:
-        # The timeout of the test itself, or an interrupt: end the command and its pipes.
+        # The timeout of the test itself, or an interrupt: end the command and close its pipes.
         _end(process)
         process.communicate()
         raise
@@ -371,8 +370,8 @@ def _loopback() -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a command and its group.
 
-    Launchers start workers in sessions of their own, and end them on SIGTERM. A surviving worker would keep the pipes
-    open, and reading them would never end.
+    Launchers start workers in separate sessions, and end them on SIGTERM. A surviving worker would keep the pipes open,
+    and reading from them would never end.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -390,7 +389,7 @@ def _kill(process: Forked | subprocess.Popen[bytes]) -> None:
 
 
 _PORTS: Final = (20000, 31999)
-"""Below the ports that operating systems assign to connections; a free one of those may be in use a moment later."""
+"""Ports below those that operating systems assign to connections, which may be in use a moment later."""
 
 _TRIES: Final = 1000
 _random: Final = random.SystemRandom()
@@ -403,10 +402,10 @@ class ReservedPort:
         self._lock: IO[str] | None = None
 
     def reserve(self) -> int:
-        """A port on which no program listens; releases the port before.
+        """Reserve a port on which no program listens, and release the previous one.
 
         Raises:
-            OSError: there is no such port.
+            OSError: there is no free port.
         """
         self.release()
         for _ in range(_TRIES):

@@ -1,4 +1,4 @@
-"""Which functions a piece of work calls: what a test counts where a time would be noise."""
+"""Counts the functions that a piece of code calls, for tests in which a measured time would be too noisy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ("count_calls", "profile")
 
 @contextmanager
 def profile(note: Callable[[FrameType, str, Any], object]) -> Iterator[None]:
-    """Call a function at each call and return within a block, and nowhere else.
+    """Call `note` at each function call and return inside the block, and nowhere else.
 
-    No garbage is collected meanwhile: a collection calls whatever other tests have registered for their objects.
+    Garbage collection is disabled meanwhile, because it calls finalizers of objects of other tests.
 
     Args:
-        note: as `sys.setprofile` takes it: frame, event and argument.
+        note: a function for `sys.setprofile`, called with frame, event and argument.
     """
     before, collects = sys.getprofile(), gc.isenabled()
     gc.disable()
@@ -33,11 +33,11 @@ def profile(note: Callable[[FrameType, str, Any], object]) -> Iterator[None]:
 
 
 def count_calls(work: Callable[[], object], builtins: bool = True) -> int:
-    """How many functions a call calls.
+    """Count the functions that a call of `work` calls.
 
     Args:
-        work: what is called; it counts itself.
-        builtins: count functions of C too.
+        work: the function; it is counted too.
+        builtins: count C functions too.
 
     Example:
         >>> count_calls(lambda: len("four"), builtins=False)
@@ -52,5 +52,5 @@ def count_calls(work: Callable[[], object], builtins: bool = True) -> int:
 
     with profile(note):
         work()
-        # Before the block ends, which takes calls of its own.
+        # Before the end of the block, which also calls functions.
         return calls

@@ -1,4 +1,4 @@
-"""The check that a package whose names are imported lazily lists the same names everywhere.
+"""Checks that a package with lazily imported names lists the same names everywhere.
 
 For example:
 
@@ -19,8 +19,9 @@ __all__ = ("check_public_names",)
 def check_public_names(package: str) -> None:
     """Assert that `__all__`, `dir`, attributes and type checkers agree on the names of a package.
 
-    Each name of `__all__` is listed once, is in `dir`, and is imported in the stub of the package, where no other name
-    is. The attribute is the object that the module named there holds. A name that is not listed is not an attribute.
+    Each name of `__all__` is listed once, is in `dir`, and is imported in the stub of the package, which imports no
+    other name. The attribute is the object in the module that the stub names. A name that is not listed is not an
+    attribute.
 
     Args:
         package: name of the package, such as "accel_ops"; it is imported.
@@ -46,7 +47,7 @@ def check_public_names(package: str) -> None:
 
 
 def _imported_for_type_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
-    """The names that type checkers see imported, with the module that each comes from and its name there."""
+    """The names that type checkers see, each with its module and its name there."""
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
     found = {}
     for statement in stub.body:

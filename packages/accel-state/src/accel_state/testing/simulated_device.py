@@ -1,10 +1,10 @@
-"""A device made of CPU memory, for tests of what happens on a device on a machine that has none.
+"""A simulated device in CPU memory, for tests of code for devices on a machine that has none.
 
-It registers itself with torch under torch's name for foreign devices (PrivateUse1), so tensors really say
-`device='simulated:0'`, and nothing else of this project knows it. Each of its tensors holds a CPU tensor, on which
-every operation runs. Like a real device it has its own memory with a limit, its own generators, autocast and
-collectives, and refuses operations that mix its tensors with those of the CPU. It needs torch 2.10 or newer and a
-machine without a GPU, and has to be imported before the first backward pass of a process.
+It registers itself with torch under torch's name for third-party devices (PrivateUse1), so tensors have
+`device='simulated:0'`, and no other module of this project contains code for it. Each of its tensors wraps a CPU
+tensor, on which every operation runs. Like a real device it has a memory limit, its own generators, autocast and
+collectives, and refuses operations that mix its tensors with CPU tensors. It needs torch 2.10 or newer and a machine
+without a GPU, and must be imported before the first backward pass of a process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CROSSING: Final = frozenset({"aten::copy_", "aten::_copy_from", "aten::_to_copy
 
 
 class _Memory:
-    """The memory of one device: how much its tensors hold, and the most that they held."""
+    """The memory of one device: the bytes that its tensors use, and their maximum."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,7 +47,7 @@ class _Memory:
 
 
 class _Allocation:
-    """A piece of memory, given back when the last tensor that looks at it is gone."""
+    """A piece of memory, freed when the last tensor that uses it is deleted."""
 
     def __init__(self, memory: _Memory, size: int) -> None:
         memory.take(size)
@@ -59,7 +59,7 @@ class _Allocation:
 
 
 class DeviceModule:
-    """What torch reaches as `torch.simulated`."""
+    """The module `torch.simulated`."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -68,7 +68,7 @@ class DeviceModule:
         self.allocations: weakref.WeakValueDictionary[int, _Allocation] = weakref.WeakValueDictionary()
 
     def plug_in(self, devices: int, memory: int) -> None:
-        """Make devices available, each with so many bytes of memory; none takes them away."""
+        """Make devices available, each with `memory` bytes; 0 devices removes them."""
         self.index = 0
         self.memories = [_Memory(memory) for _ in range(devices)]
         self.generators = [torch.Generator() for _ in range(devices)]
@@ -92,7 +92,7 @@ class DeviceModule:
         return False
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
-        """Every operation has ended when its call returns."""
+        """Does nothing: every operation has ended when its call returns."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -140,7 +140,7 @@ class SimulatedTensor(torch.Tensor):
 
     Args:
         raw: the CPU tensor that holds its values.
-        index: the device it is on.
+        index: index of its device.
     """
 
     raw: torch.Tensor
@@ -164,7 +164,7 @@ class SimulatedTensor(torch.Tensor):
         return f"{self.raw!r} on {self.device}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the CPU tensor it holds, from which it is copied back when it is loaded into a model."""
+        """Pickle the wrapped CPU tensor, which is copied to the device when it is loaded into a model."""
         raw: Any = self.raw
         return raw.__reduce_ex__(protocol)
 
@@ -179,7 +179,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 def _allocation(raw: torch.Tensor, index: int) -> _Allocation:
-    """The piece of memory a tensor looks at; views look at that of their base."""
+    """The piece of memory that a tensor uses; views use that of their base."""
     if index >= MODULE.device_count():
         raise RuntimeError(f"There is no device {NAME}:{index}; there are {MODULE.device_count()}.")
     storage = raw.untyped_storage()
@@ -191,7 +191,7 @@ def _allocation(raw: torch.Tensor, index: int) -> _Allocation:
 
 
 def run(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the CPU tensors behind simulated ones, and wrap what comes out."""
+    """Run an operation on the wrapped CPU tensors, and wrap the results."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     ours = {id(tensor.raw): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
     _check_places(operation, tensors)
@@ -217,7 +217,7 @@ def run(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_places(operation: Any, tensors: list[torch.Tensor]) -> None:
-    """Refuse what a device refuses: tensors of several places; a CPU tensor of one element counts as a number."""
+    """Refuse tensors on different devices, as a real device does; a CPU tensor with one element counts as a number."""
     places = {str(tensor.device) for tensor in tensors if tensor.dim() > 0}
     if len(places) > 1 and operation._schema.name not in _CROSSING:
         raise RuntimeError(
@@ -231,14 +231,14 @@ def _check_sizes(tensors: Any) -> None:
         if tensor.raw.shape != tensor.shape:
             raise NotOffered(
                 "A tensor of the simulated device was resized in place.",
-                "The simulated device cannot follow that.",
-                "Make a new tensor.",
+                "The simulated device does not support that.",
+                "Create a new tensor.",
             )
 
 
 @contextmanager
 def _drawing_from(index: int) -> Iterator[None]:
-    """Let random operations on the CPU draw from the generator of a simulated device."""
+    """Make random operations on the CPU draw from the generator of a simulated device."""
     host, generator = torch.get_rng_state(), MODULE.generators[index]
     torch.set_rng_state(generator.get_state())
     try:
@@ -274,14 +274,14 @@ _RENAMED: Final = {
     "all_to_all_single": "alltoall_base",
     "reduce_scatter_single": "_reduce_scatter_base",
 }
-"""Names of torch 2.13 and later for what gloo calls by its older names."""
+"""Operation names of torch 2.13 and later, with gloo's older names for them."""
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A process group that hands the CPU tensors behind simulated ones to gloo.
+    """A process group that passes the wrapped CPU tensors to gloo.
 
     Args:
-        store: where the processes meet.
+        store: the store of the rendezvous.
         rank: index of this process.
         size: number of processes.
         timeout: how long a collective may take.
@@ -293,7 +293,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name torch.distributed gave the group."""
+        """The name of the group in torch.distributed."""
         name: Any = dist.distributed_c10d._world.pg_names[self]
         return name
 
@@ -302,7 +302,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor behind a simulated one; others are refused, as NCCL refuses what is not on its device."""
+    """The CPU tensor in a simulated one; other tensors are refused, as NCCL refuses tensors on other devices."""
     if not isinstance(tensor, SimulatedTensor):
         raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
     return tensor.raw
@@ -311,7 +311,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _over_gloo(name: str) -> Callable[..., Any]:
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _raw, (args, kwargs))
-        # torch records the collectives of groups written in C++ alone.
+        # torch records only the collectives of groups that are written in C++.
         with torch.profiler.record_function(f"c10d::{name}"):
             return getattr(self.gloo, name)(*args, **kwargs)
 
@@ -336,14 +336,14 @@ _FACTORIES: Final = (
     "eye",
     "eye.m",
 )
-"""Operations that make a tensor and that torch does not build from others without resizing."""
+"""Operations that create a tensor and that torch does not compose from others without resizing."""
 
 _AUTOCAST: Final = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 """Operations that run in the lower precision under autocast."""
 
 
 def _make(operation: Any) -> Callable[..., Any]:
-    """The kernel of an operation that makes a tensor on the device."""
+    """The kernel of an operation that creates a tensor on the device."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return run(operation, args, {**kwargs, "device": kwargs.get("device") or torch.device(NAME, MODULE.index)})
@@ -372,7 +372,7 @@ def _cast(operation: Any) -> Callable[..., Any]:
 
 
 def _register() -> tuple[Any, ...]:
-    """Register the device with torch; what is returned has to be kept, because torch forgets it with these objects."""
+    """Register the device with torch; keep the returned objects alive, because the registration ends with them."""
     library: Any = torch.library.Library
     backend_registration._setup_privateuseone_for_python_backend(NAME, MODULE)
     kernels, fallback = library("aten", "IMPL"), library("_", "IMPL")
@@ -390,10 +390,10 @@ def _register() -> tuple[Any, ...]:
 POSSIBLE: Final = (
     hasattr(backend_registration, "_setup_privateuseone_for_python_backend") and not torch.cuda.is_available()
 )
-"""Whether this torch can have a device that is written in Python, here.
+"""Whether this torch version supports a device that is written in Python, on this machine.
 
-Once there is one, torch takes it for the accelerator of the process, before a GPU: autograd would then order work on
-its streams and not on CUDA's.
+If there is one, torch uses it as the accelerator of the process in preference to a GPU: autograd would then order work
+on its streams and not on CUDA's.
 """
 
 _kept: Final = _register() if POSSIBLE else ()
@@ -402,14 +402,14 @@ _kept: Final = _register() if POSSIBLE else ()
 
 @contextmanager
 def simulated_device(devices: int = 1, memory: int = 64 * 2**20) -> Iterator[None]:
-    """Make the device available inside the block; afterwards torch knows it still, but there is none.
+    """Make the device available inside the block; afterwards it is still registered, but the device count is 0.
 
     Args:
-        devices: how many; torch's autograd works on the first only.
-        memory: bytes that each has.
+        devices: number of devices; torch's autograd works only on the first.
+        memory: memory of each device in bytes.
 
     Raises:
-        NotOffered: this torch cannot have a device that is written in Python, or there is a GPU.
+        NotOffered: this torch version does not support a device that is written in Python, or there is a GPU.
 
     Example:
         >>> with simulated_device():
@@ -418,9 +418,9 @@ def simulated_device(devices: int = 1, memory: int = 64 * 2**20) -> Iterator[Non
     """
     if not POSSIBLE:
         raise NotOffered(
-            "Cannot make the simulated device.",
-            f"torch {torch.__version__} cannot have a device that is written in Python, or there is a GPU, whose "
-            "streams autograd would leave out.",
+            "Cannot create the simulated device.",
+            f"torch {torch.__version__} does not support a device that is written in Python, or there is a GPU, and "
+            "autograd would ignore its streams.",
             "Install torch 2.10 or newer, and hide GPUs with CUDA_VISIBLE_DEVICES=''.",
         )
     MODULE.plug_in(devices, memory)

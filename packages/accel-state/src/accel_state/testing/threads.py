@@ -5,11 +5,11 @@
 
     assert run_as_threads(64, rank) == list(range(64))
 
-64 ranks begin and end within a second, where as many processes would take minutes. Each thread has a state of its own,
-and a default process group (torch's multi-threaded one) that connects it to the others. All else belongs to the
-process, and so to all ranks together: environment, modules, signals, random generators, the main thread. There are no
-messages from rank to rank, so pipelines do not work, nor does DistributedDataParallel. Threads that a rank starts have
-no rank. Use processes (`accel_state.testing.processes`) where any of this counts.
+64 ranks start and end within a second; 64 processes would take minutes. Each thread has its own state, and a default
+process group (torch's multi-threaded one) that connects it to the others. All ranks share everything else of the
+process: environment, modules, signals, random generators, the main thread. Point-to-point messages do not exist, so
+pipelines and DistributedDataParallel do not work. Threads that a rank starts have no rank. Use processes
+(`accel_state.testing.processes`) if any of this matters.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ("run_as_threads",)
 T = TypeVar("T")
 
 _WAKING: Final = 5.0
-"""Seconds for ranks that wait in a collective to end, after another has failed or time is up."""
+"""Seconds within which ranks that wait in a collective end after another rank has failed or at the timeout."""
 
 _one_world = threading.Lock()
 
 
 def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: float = 100.0) -> list[T]:
-    """Call a function on `count` ranks, each a thread of this process, and return each rank's value.
+    """Call a function on `count` ranks, each a thread of this process, and return the values of all ranks.
 
     Args:
         count: number of ranks.
@@ -114,14 +114,14 @@ class _World:
             c10d._set_thread_isolation_mode(False)
             torch.set_num_threads(threads)
             publish(launched)
-            # Each rank has put another one around it.
+            # Each rank has wrapped it.
             sys.excepthook = hook
         if not all(outcome.ok for outcome in outcomes):
             raise ProcessesFailed([outcome for outcome in outcomes if not outcome.ok])
         return [outcome.value for outcome in outcomes]
 
     def _wait(self, deadline: float) -> list[RankOutcome]:
-        """The outcome of each rank, when all have ended or at the timeout."""
+        """The outcome of each rank, after all have ended or at the timeout."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         frames = sys._current_frames()
@@ -160,7 +160,7 @@ def _wake() -> None:
 
 
 def _leave() -> None:
-    """End what the rank of this thread has opened."""
+    """Close what the rank of this thread has opened."""
     process = current.process_or_none()
     if process is not None:
         protocol_state(process.transport).monitor.stop()

@@ -1,8 +1,8 @@
-"""Hands a program over to a process that has imported torch already; see `accel_state.testing.preloaded`.
+"""Passes a program to a process that has already imported torch; see `accel_state.testing.preloaded`.
 
-Every interpreter that finds this folder in PYTHONPATH imports this file when it starts, and nothing but the standard
-library with it. The interpreter passes its open files, environment and folder on, forwards signals, and ends as the
-program ends.
+Every interpreter with this folder in PYTHONPATH imports this file when it starts; the file imports only the standard
+library. The interpreter passes on its open files, environment and working folder, forwards signals, and exits as the
+program does.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import os
 import sys
 
 _PARENT = "ACCEL_LAUNCHER_PID"
-"""Number of the launcher that this process has to die with, see `accel_cli.launch.run_script`."""
+"""Pid of the launcher; this process must end with it, see `accel_cli.launch.run_script`."""
 
 
 _MODULES = ("torch.distributed.run",)
-"""Those that import torch at once."""
+"""Modules that import torch immediately."""
 
 
 def _program(arguments: list[str]) -> list[str] | None:
-    """What is run and its arguments, or None for another way to start Python."""
+    """The program and its arguments; None if Python was started in another way."""
     rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
     first, second = (*rest, "", "")[:2]
-    # multiprocessing starts its helpers with a command.
+    # multiprocessing starts its helper processes with a command.
     command = first == "-c" and "import torch" in second and not second.startswith("from multiprocessing")
     module = first == "-m" and second in _MODULES
     return rest if command or module or first.endswith(".py") else None
 
 
 def _hand_over(address: str, arguments: list[str]) -> None:
-    """Let another process run the program, and end with it; return where it is not there any more."""
+    """Run the program in another process, and end with it; return if that process no longer exists."""
     import array
     import contextlib
     import pickle
@@ -70,13 +70,13 @@ def _hand_over(address: str, arguments: list[str]) -> None:
 
     forwarded = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     forwarded -= set(ignored)
-    # Handlers would run inside of each other when many signals come at once.
+    # Handlers would be nested if many signals arrived at the same time.
     signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
 
     def forward() -> None:
         while True:
             number = signal.sigwait(forwarded)
-            # The program may have ended a moment ago, and with it who listens.
+            # The program, and with it the listener, may have ended a moment ago.
             with contextlib.suppress(OSError):
                 connection.send(struct.pack("i", number))
 
@@ -89,11 +89,11 @@ def _hand_over(address: str, arguments: list[str]) -> None:
             with contextlib.suppress(OSError):
                 signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
-            # The thread that forwards must not take it.
+            # The forwarding thread must not receive it.
             signal.pthread_kill(threading.get_ident(), -code)
         os._exit(code)
     finally:
-        # After an error the interpreter would run the program once more.
+        # After an error the interpreter would run the program again.
         os._exit(255)
 
 
