@@ -34,7 +34,7 @@ def works(rank: Any) -> str:
     return barrier(rank).wait("done", str(rank.rank), ",".join, last=True)
 
 
-def test_all_get_what_rank_0_made_of_the_values() -> None:
+def test_all_ranks_get_the_combined_value_of_rank_0() -> None:
     def save(rank: Any) -> list[str]:
         meeting = barrier(rank)
         name = meeting.wait("open", f"folder-{rank.rank}")
@@ -86,7 +86,7 @@ def test_a_typed_error_keeps_its_class_and_remedy() -> None:
     assert "Process 1 failed: A file is damaged." in str(outcomes[0])
 
 
-def test_what_rank_0_makes_of_the_values_may_fail_on_all() -> None:
+def test_an_error_of_combine_is_raised_on_all_ranks() -> None:
     def refuse(values: Any) -> str:
         raise CheckpointError("Cannot save.", "They differ.", "Give all the same.")
 
@@ -97,7 +97,7 @@ def test_what_rank_0_makes_of_the_values_may_fail_on_all() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
-def test_the_missing_is_named_and_later_operations_meet(absent: int) -> None:
+def test_a_missing_rank_is_named_and_takes_part_in_later_operations(absent: int) -> None:
     ranks = simulated_ranks(3)
     present = [rank for rank in ranks if rank.rank != absent]
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_the_missing_is_named_and_later_operations_meet(absent: int) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
+def test_a_rank_that_arrives_after_the_deadline_raises(late: int) -> None:
     given_up = threading.Event()
 
     def save(rank: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
         assert "did not arrive within 0.5 s" in str(outcome)
 
 
-def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:
+def test_a_late_rank_raises_the_earlier_failure_of_another() -> None:
     ranks = simulated_ranks(3)
     save = save_failing(1, OSError("disk full"))
     reported = threading.Event()
@@ -150,7 +150,7 @@ def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:
     assert on_all_ranks(ranks, works) == ["0,1,2"] * 3
 
 
-def test_a_failure_that_was_reported_is_seen_without_waiting() -> None:
+def test_check_raises_a_reported_failure_without_waiting() -> None:
     first, second = (barrier(rank) for rank in simulated_ranks(2))
     second.check()
     reporting = threading.Thread(target=first.fail, args=(OSError(28, "No space left on device"),))
@@ -237,7 +237,7 @@ def test_a_failure_takes_the_rank_that_fails_as_many_requests_as_there_are_ranks
     assert ranks[0].memory.values == {}
 
 
-def test_a_failure_is_heard_while_another_rank_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_while_another_rank_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_FAREWELL", 0.2)
     ranks = simulated_ranks(3)
     reported = threading.Event()
@@ -287,7 +287,7 @@ def test_what_fails_on_one_process_fails_on_all(two: Processes) -> None:
     assert two.run(looked, (0, 1)) == ["Cannot read file 0.", "Cannot read file 1."]
 
 
-def test_ranks_that_contribute_nothing_to_a_phase_read_its_result_alone() -> None:
+def test_ranks_that_contribute_nothing_to_a_phase_only_read_its_result() -> None:
     ranks = simulated_ranks(8)
 
     def work(rank: Any) -> list[str]:

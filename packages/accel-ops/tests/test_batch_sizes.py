@@ -32,25 +32,25 @@ def tries_of(limit: int, **options: Any) -> tuple[Any, list[int]]:
     return find_executable_batch_size(run, **options), tried
 
 
-def test_each_try_is_a_tenth_smaller() -> None:
+def test_each_batch_size_is_a_tenth_smaller() -> None:
     call, tried = tries_of(60)
     assert call() == 58
     assert tried == [128, 115, 103, 92, 82, 73, 65, 58]
 
 
-def test_the_size_that_fitted_is_where_the_next_call_starts() -> None:
+def test_the_next_call_starts_with_the_batch_size_that_fitted() -> None:
     call, tried = tries_of(100, starting_batch_size=110)
     assert [call(), call()] == [99, 99]
     assert tried == [110, 99, 99]
 
 
-def test_the_next_size_can_be_chosen() -> None:
+def test_reduce_batch_size_fn_chooses_the_next_size() -> None:
     call, tried = tries_of(30, starting_batch_size=100, reduce_batch_size_fn=iter([50, 25]).__next__)
     assert call() == 25
     assert tried == [100, 50, 25]
 
 
-def test_a_choice_that_would_never_end() -> None:
+def test_reduce_batch_size_fn_must_return_a_smaller_size() -> None:
     call, _ = tries_of(30, starting_batch_size=100, reduce_batch_size_fn=lambda: 100)
     with pytest.raises(SettingError, match="would never end"):
         call()
@@ -65,7 +65,7 @@ def test_find_executable_batch_size_reaches_zero() -> None:
     assert "CUDA out of memory" in str(caught.value.__cause__)
 
 
-def test_other_errors_come_through() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     @find_executable_batch_size(starting_batch_size=8)
     def run(batch_size: int) -> None:
         raise KeyError("labels")
@@ -74,7 +74,7 @@ def test_other_errors_come_through() -> None:
         run()
 
 
-def test_the_caller_leaves_the_batch_size_out() -> None:
+def test_passing_the_batch_size_is_refused() -> None:
     @find_executable_batch_size
     def run(batch_size: int, epochs: int = 1) -> tuple[int, int]:
         return batch_size, epochs

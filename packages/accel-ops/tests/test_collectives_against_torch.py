@@ -227,7 +227,7 @@ def around_the_slot() -> list[int]:
     return wrong
 
 
-def test_nothing_is_lost_between_what_fits_into_a_slot_and_what_does_not(two: Processes) -> None:
+def test_tensors_around_the_size_of_the_eager_header_arrive_whole(two: Processes) -> None:
     assert two.run(around_the_slot) == [[], []]
 
 

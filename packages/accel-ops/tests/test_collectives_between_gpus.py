@@ -67,7 +67,7 @@ def differ() -> str:
     return str(caught.value)
 
 
-def test_a_mismatch_is_named_and_the_group_goes_on(two: Processes) -> None:
+def test_a_mismatch_on_gpus_raises_and_later_calls_work(two: Processes) -> None:
     first, second = two.run(differ)
     assert first == second
     assert "(2,) torch.float32 on rank 0" in first

@@ -107,7 +107,7 @@ def test_64_ranks_agree_or_raise_together() -> None:
     assert all("Process 9 failed: MemoryError: of rank 9" in text for rank, text in enumerate(told) if rank != 9)
 
 
-def test_simulated_ranks_say_what_this_one_says() -> None:
+def test_simulated_ranks_return_the_value_of_this_rank() -> None:
     torch.distributed.init_process_group("fake", rank=2, world_size=5, store=FakeStore())
     state = PartialState(cpu=True)
     assert gather(torch.tensor([4])).tolist() == [4] * 5

@@ -237,7 +237,7 @@ def test_ranks_outside_of_a_group_are_refused(four: Processes) -> None:
 
 
 @pytest.mark.parametrize("group", [3, object(), [0, 1]])
-def test_objects_that_are_no_groups_are_refused(cpu_state: PartialState, group: Any) -> None:
+def test_objects_that_are_not_groups_are_refused(cpu_state: PartialState, group: Any) -> None:
     with pytest.raises(SettingError, match="process group"):
         gather(torch.ones(1), group=group)
 

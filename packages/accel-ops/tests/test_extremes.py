@@ -52,7 +52,7 @@ def extremes(dtypes: list[torch.dtype], op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_every_dtype_and_size(group: Processes, op: str) -> None:
+def test_max_and_min_of_every_dtype_and_size(group: Processes, op: str) -> None:
     group.run(extremes, list(DTYPES), op)
     for dtype in DTYPES:
         group.run(extremes, [dtype], op)
@@ -80,7 +80,7 @@ def scaled() -> float:
     return float(reduce(torch.tensor(state.process_index + 1.0), "max", scale=0.5))
 
 
-def test_the_result_is_scaled(group: Processes) -> None:
+def test_the_maximum_is_scaled(group: Processes) -> None:
     answers = group.run(scaled)
     assert answers == [len(answers) / 2] * len(answers)
 
@@ -94,7 +94,7 @@ def refused(op: str, dtype: torch.dtype, scale: float) -> str:
     return "nothing was raised"
 
 
-def test_what_has_no_order_and_what_nobody_knows() -> None:
+def test_extremes_refuse_complex_tensors_scaled_integers_and_unknown_ops() -> None:
     with Processes(2) as two:
         assert all("no order" in told for told in two.run(refused, "max", torch.complex64, 1.0))
         assert all("torch.int64" in told for told in two.run(refused, "min", torch.int64, 0.5))

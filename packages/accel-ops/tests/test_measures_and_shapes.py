@@ -115,12 +115,12 @@ def test_padding_for_a_split_works_along_other_dimensions() -> None:
     assert padded[:, 5:].eq(0).all()
 
 
-def test_what_divides_already_is_not_copied() -> None:
+def test_padding_for_a_split_does_not_copy_divisible_tensors() -> None:
     tensor = torch.ones(4)
     assert pad_input_tensors(tensor, 4, 2) is tensor
 
 
-def test_padding_refuses_what_is_no_tensor() -> None:
+def test_padding_refuses_leaves_that_are_not_tensors() -> None:
     with pytest.raises(UnknownKind, match=r"\[1\]"):
         pad_input_tensors([X, "text"], 2, 4)
 
@@ -131,7 +131,7 @@ def test_slices_are_taken_of_each_tensor() -> None:
     assert sliced[1] == {"a": "text"}
 
 
-def test_a_single_item_is_joined_with_what_else_it_holds() -> None:
+def test_concatenating_a_single_item_keeps_its_other_leaves() -> None:
     joined = concatenate([{"a": torch.ones(2), "b": ["text", None]}])
     assert torch.equal(joined["a"], torch.ones(2))
     assert joined["b"] == ["text", None]
@@ -159,6 +159,6 @@ def test_nested_data_are_joined_leaf_by_leaf() -> None:
         ([X, [X]], UnknownKind, "list"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(data: Any, error: type[Exception], words: str) -> None:
+def test_concatenate_refuses_data_that_differ(data: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         concatenate(data)

@@ -106,7 +106,7 @@ def differ(name: str, known: bool) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_rank_gets_the_same_error_and_the_group_goes_on(group: Processes, name: str) -> None:
+def test_every_rank_raises_the_same_error_and_later_calls_work(group: Processes, name: str) -> None:
     for messages in (group.run(differ, name, True), group.run(differ, name, False)):
         assert len(set(messages)) == 1, messages
         for words in WORDS.get(name, []):
@@ -123,7 +123,7 @@ def known_against_unknown() -> str:
     return str(caught.value)
 
 
-def test_a_known_structure_against_an_unknown_one(group: Processes) -> None:
+def test_a_cached_plan_against_a_new_structure_is_a_mismatch(group: Processes) -> None:
     messages = group.run(known_against_unknown)
     assert len(set(messages)) == 1
     assert "['z'][0]: (5,) torch.float32 on rank" in messages[0]
@@ -151,7 +151,7 @@ def many_leaves_differ() -> str:
     return str(caught.value)
 
 
-def test_of_many_differing_leaves_some_are_told_and_the_rest_counted(group: Processes) -> None:
+def test_the_error_names_some_differing_leaves_and_counts_the_rest(group: Processes) -> None:
     (message,) = set(group.run(many_leaves_differ))
     assert "and 4995 more leaves" in message
     assert len(message) < 2000
@@ -245,7 +245,7 @@ def fails_on_one() -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_any_failure_before_the_meeting_is_told_to_the_others(two: Processes) -> None:
+def test_a_failure_before_the_header_is_raised_on_the_other_ranks(two: Processes) -> None:
     (_, mine), (theirs, told) = two.run(fails_on_one)
     assert "not enough" in mine
     assert theirs == "ShapeMismatch"
@@ -267,7 +267,7 @@ def nested_tensors() -> None:
     assert padded[1].shape == (state.num_processes,)
 
 
-def test_nested_tensors_are_refused_or_left_alone(two: Processes) -> None:
+def test_nested_tensors_are_refused_or_returned_unchanged(two: Processes) -> None:
     two.run(nested_tensors)
     with fresh():
         nested_tensors()

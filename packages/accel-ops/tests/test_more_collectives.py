@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_split_or_combined_is_refused(name: str) -> None:
+def test_tensors_that_cannot_be_split_or_reduced_are_refused(name: str) -> None:
     call, kind = REFUSED[name]
 
     def refused() -> str:

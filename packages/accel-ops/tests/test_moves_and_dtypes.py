@@ -31,7 +31,7 @@ class Broken:
         raise TypeError("something else is wrong")
 
 
-def test_tensors_are_moved_at_every_depth_and_others_kept() -> None:
+def test_send_to_device_moves_tensors_at_every_depth_and_keeps_other_values() -> None:
     moved = send_to_device({"a": [torch.ones(2), "text"], "b": (torch.ones(1), None)}, "meta")
     assert moved["a"][0].is_meta
     assert moved["a"][1] == "text"
@@ -39,13 +39,13 @@ def test_tensors_are_moved_at_every_depth_and_others_kept() -> None:
     assert moved["b"][1] is None
 
 
-def test_a_tensor_that_is_there_is_not_copied() -> None:
+def test_send_to_device_does_not_copy_a_tensor_on_the_device() -> None:
     tensor = torch.ones(2)
     assert send_to_device([tensor], torch.device("cpu"))[0] is tensor
     assert send_to_device(tensor, "cpu") is tensor
 
 
-def test_objects_with_to_are_asked() -> None:
+def test_send_to_device_calls_the_method_to_of_objects() -> None:
     assert send_to_device(Movable(), "meta") == (torch.device("meta"), False)
     assert send_to_device([Movable()], "meta", non_blocking=True) == [(torch.device("meta"), True)]
     assert send_to_device(MovableBlocking(), "meta", non_blocking=True) == torch.device("meta")
@@ -73,7 +73,7 @@ def test_skipped_keys_stay_at_every_depth(skip: Any) -> None:
     assert type(moved["d"]) is OrderedDict
 
 
-def test_half_precision_becomes_float32_and_all_else_stays() -> None:
+def test_convert_to_fp32_converts_only_half_precision() -> None:
     given = [torch.ones(1, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32)]
     converted = convert_to_fp32({"tensors": given, "text": "a", "none": None})
     dtypes = [tensor.dtype for tensor in converted["tensors"]]
@@ -94,7 +94,7 @@ def test_one_tensor_is_converted_without_a_walk() -> None:
     assert kept is double
 
 
-def test_a_wrapped_forward_converts_and_knows_the_original() -> None:
+def test_a_wrapped_forward_converts_and_has_the_original() -> None:
     def forward(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Halve."""
         return {"out": tensor.half()}
@@ -115,7 +115,7 @@ def test_gradients_flow_through_the_conversion() -> None:
     assert leaf.grad.item() == 1.0
 
 
-def test_a_wrapped_forward_cannot_be_pickled_and_says_why() -> None:
+def test_pickling_a_wrapped_forward_raises_a_typed_error() -> None:
     with pytest.raises(pickle.PicklingError, match="unwrap_model"):
         pickle.dumps(ConvertOutputsToFp32(torch.nn.Identity()))
     with pytest.raises(pickle.PicklingError, match="unwrap_model"):

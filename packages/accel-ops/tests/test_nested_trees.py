@@ -137,7 +137,7 @@ def test_results_of_torch_keep_their_type() -> None:
     assert applied.values.tolist() == [2.0, 4.0]
 
 
-def test_other_leaves_are_kept_and_arguments_passed_on() -> None:
+def test_recursively_apply_keeps_other_leaves_and_passes_arguments() -> None:
     def scaled(tensor: torch.Tensor, factor: int, *, offset: int) -> torch.Tensor:
         return tensor * factor + offset
 
@@ -146,7 +146,7 @@ def test_other_leaves_are_kept_and_arguments_passed_on() -> None:
     assert applied[1:] == ["text", None, 3]
 
 
-def test_the_test_decides_what_a_leaf_is() -> None:
+def test_recursively_apply_uses_test_type_to_find_leaves() -> None:
     assert recursively_apply(str, {"a": [1, "b"]}, test_type=lambda value: isinstance(value, int)) == {"a": ["1", "b"]}
 
 
@@ -179,7 +179,7 @@ def test_parameters_and_subclasses_of_tensors_are_leaves() -> None:
     assert leaves[1] is tagged
 
 
-def test_named_tuples_are_told_from_tuples() -> None:
+def test_is_namedtuple_distinguishes_named_tuples_from_tuples() -> None:
     assert is_namedtuple(Pair(1, 2))
     assert is_namedtuple(Typed(one(), 1))
     assert not is_namedtuple((1, 2))
@@ -195,7 +195,7 @@ def test_honor_type_makes_the_same_kind_of_sequence() -> None:
     assert made.second == 4
 
 
-def test_a_mapping_of_ones_own_is_rebuilt_from_its_items() -> None:
+def test_a_user_s_mapping_type_is_rebuilt_from_its_items() -> None:
     class Row(Mapping[str, Any]):
         def __init__(self, items: Mapping[str, Any]) -> None:
             self._items = dict(items)

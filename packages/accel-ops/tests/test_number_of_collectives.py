@@ -181,7 +181,7 @@ def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> N
     assert two.run(reduced_beyond_64_mib) == [["all_gather"] * 3 + ["all_reduce"] * 4] * 2
 
 
-def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:
+def test_the_second_call_starts_the_same_collectives_as_the_first(two: Processes) -> None:
     for first, second in two.run(first_and_second):
         assert first == second == [HEADER]
 
@@ -204,7 +204,7 @@ def fits_exactly(extra: int) -> int:
 
 
 @shares_memory
-def test_the_slot_is_used_to_its_last_byte(two: Processes) -> None:
+def test_the_eager_header_is_used_to_its_last_byte(two: Processes) -> None:
     assert two.run(fits_exactly, 0) == [1, 1]
     assert two.run(fits_exactly, 1) == [3, 3]
 
@@ -222,7 +222,7 @@ def alone() -> int:
     return len(records)
 
 
-def test_one_process_starts_none_and_copies_nothing() -> None:
+def test_one_process_starts_no_collectives_and_copies_nothing() -> None:
     with fresh():
         assert alone() == 0
 

@@ -46,7 +46,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
 
 @settings(max_examples=80, deadline=None)
 @given(kinds, st.integers(1, 3))
-def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[int]]], rows: int) -> None:
+def test_unpacking_returns_the_packed_tensors(given_kinds: list[tuple[torch.dtype, list[int]]], rows: int) -> None:
     tensors = [[tensor_of(dtype, shape) for dtype, shape in given_kinds] for _ in range(rows)]
     layout = PackedLayout(((tensor.shape, tensor.dtype) for tensor in tensors[0]), rows)
     buffer = torch.full((rows, layout.nbytes), 255, dtype=torch.uint8)
@@ -72,7 +72,7 @@ def test_each_unpacked_tensor_owns_its_memory(given_kinds: list[tuple[torch.dtyp
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
-def test_nothing_takes_no_bytes() -> None:
+def test_packing_no_tensors_takes_no_bytes() -> None:
     assert PackedLayout([], 2).nbytes == 0
 
 
@@ -93,7 +93,7 @@ def test_tensors_that_are_not_contiguous_are_packed_in_their_order(beside: list[
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64, 1000, 100_000])
-def test_slots_shrink_with_the_number_of_processes(world_size: int) -> None:
+def test_eager_headers_shrink_with_the_number_of_processes(world_size: int) -> None:
     size = eager_header_bytes(world_size)
     assert size % ALIGNMENT == 0
     assert HEADER_BYTES % ALIGNMENT == 0

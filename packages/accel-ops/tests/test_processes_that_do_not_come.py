@@ -197,7 +197,7 @@ def test_a_killed_process_is_noticed_at_once_and_named(cases: Cases) -> None:
         assert "cannot be reached" not in message
 
 
-def test_without_the_process_that_hosts_the_store_the_last_picture_is_shown(cases: Cases) -> None:
+def test_without_the_host_of_the_store_the_last_statuses_are_shown(cases: Cases) -> None:
     for message, seconds in survivors(cases[host_dies].result(), 0):
         assert seconds < SOON
         assert "Rank 0 is gone (process " in message

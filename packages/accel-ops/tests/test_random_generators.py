@@ -40,7 +40,7 @@ def test_a_seed_fixes_python_numpy_and_torch() -> None:
     assert all(new != old for new, old in zip(draws(), first, strict=True))
 
 
-def test_the_seed_is_used_as_it_is() -> None:
+def test_set_seed_uses_the_seed_unchanged() -> None:
     set_seed(7)
     expected = random.Random(7).random(), np.random.RandomState(7).rand()
     assert draws()[:2] == expected
@@ -48,7 +48,7 @@ def test_the_seed_is_used_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", None, True])
-def test_what_cannot_seed_every_generator_is_refused(seed: Any) -> None:
+def test_invalid_seeds_are_refused_and_change_no_generator(seed: Any) -> None:
     before = random.getstate()
     with pytest.raises(SettingError, match="seed"):
         set_seed(seed)
@@ -82,7 +82,7 @@ def test_taking_a_snapshot_draws_nothing() -> None:
     assert draws() == first
 
 
-def test_missing_states_are_told_and_bad_ones_refused() -> None:
+def test_restore_returns_missing_states_and_refuses_invalid_ones() -> None:
     PartialState(cpu=True)
     states = snapshot()
     del states["random_state"]
@@ -92,7 +92,7 @@ def test_missing_states_are_told_and_bad_ones_refused() -> None:
             restore({**snapshot(), key: bad})
 
 
-def test_what_numpy_itself_wrote_is_restored_and_what_is_saved_asks_for_nothing_of_numpy() -> None:
+def test_numpy_states_are_restored_and_saved_without_numpy_objects() -> None:
     PartialState(cpu=True)
     of_numpy = np.random.get_state(), np.random.get_state(legacy=False)
     states = snapshot()
@@ -121,7 +121,7 @@ def test_a_state_of_numpy_that_leads_beyond_its_key_is_refused(place: int, value
 
 
 @pytest.mark.parametrize("kind", ["dice", "cuda:7", "", "hpu"])
-def test_unknown_kinds_are_refused(kind: str) -> None:
+def test_unknown_generator_types_are_refused(kind: str) -> None:
     PartialState(cpu=True)
     with pytest.raises(SettingError, match="'torch'"):
         synchronize_rng_states([kind])
@@ -133,7 +133,7 @@ def test_a_generator_must_be_given_to_be_synchronised() -> None:
         synchronize_rng_states(["generator"])
 
 
-def test_alone_there_is_nothing_to_synchronise() -> None:
+def test_synchronising_generators_of_one_process_changes_nothing() -> None:
     PartialState(cpu=True)
     set_seed(5)
     synchronize_rng_states([RNGType.TORCH, "python", "numpy", RNGType.GENERATOR], torch.Generator())
@@ -157,7 +157,7 @@ def seeded_apart() -> tuple[Any, Any, Any]:
     return apart, together, first
 
 
-def test_processes_draw_apart_and_together(two: Processes) -> None:
+def test_device_specific_seeds_differ_and_synchronised_generators_agree(two: Processes) -> None:
     for apart, together, first in two.run(seeded_apart):
         assert all(a != b for a, b in zip(*apart, strict=True))
         assert together[0] == together[1] == first
@@ -174,7 +174,7 @@ def own_generators() -> list[Any]:
     return gather_object([drawn])
 
 
-def test_a_generator_of_ones_own_takes_the_state_of_process_0(two: Processes) -> None:
+def test_a_user_s_generator_gets_the_state_of_process_0(two: Processes) -> None:
     first, second = two.run(own_generators)
     assert first == second
     assert first[0] == first[1]
@@ -187,7 +187,7 @@ def only_one_kind() -> list[Any]:
     return gather_object([draws()])
 
 
-def test_the_kinds_that_were_not_named_are_left_alone(two: Processes) -> None:
+def test_generator_types_that_are_not_named_are_unchanged(two: Processes) -> None:
     for zero, one in two.run(only_one_kind):
         assert zero[0] != one[0]
         assert zero[1] == one[1]

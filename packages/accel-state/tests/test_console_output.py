@@ -28,16 +28,16 @@ def bars() -> list[bool]:
     return shown
 
 
-def test_one_process_of_a_node_draws(two: Processes) -> None:
+def test_only_the_local_main_process_draws_a_progress_bar(two: Processes) -> None:
     assert two.run(bars) == [[True, True, False], [False, True, False]]
 
 
-def test_the_older_first_argument() -> None:
+def test_tqdm_refuses_a_bool_as_first_argument() -> None:
     with pytest.raises(SettingError, match="main_process_only=True"):
         tqdm(True, range(2))
 
 
-def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coloured_tracebacks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.excepthook
     PartialState(cpu=True)
     assert sys.excepthook is before
@@ -47,14 +47,14 @@ def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.excepthook is not before
 
 
-def test_colours_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coloured_tracebacks_without_rich_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "importable", lambda module: module != "rich")
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
     with pytest.raises(Missing, match='pip install "rich"'):
         PartialState(cpu=True)
 
 
-def test_a_bar_does_not_make_a_process_join_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_does_not_connect_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")

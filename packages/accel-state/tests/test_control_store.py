@@ -239,7 +239,7 @@ def test_a_forked_process_is_refused() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_a_process_ends_well_while_its_store_is_stopped(host: Host) -> None:
+def test_a_process_exits_without_an_error_while_its_store_is_stopped(host: Host) -> None:
     script = f"""
 import torch.distributed as dist
 from accel_state.errors import StoreUnreachable

@@ -74,7 +74,7 @@ class TestXLA(DeviceSuite):
         return XLA()
 
 
-def test_every_family_of_the_rows_can_be_asked_for() -> None:
+def test_every_family_with_a_spec_is_found_by_its_name() -> None:
     for name, spec in SPECS.items():
         family = select.family_of(name)
         assert (family.name, family.label, family.rng_key) == (name, spec.label, spec.rng_key)
@@ -142,7 +142,7 @@ def test_an_installed_vendor_without_its_device_is_absent(mlu: VendorModule, mon
     assert not select.family_of("mlu").present()
 
 
-def test_a_vendor_s_module_answers(mlu: VendorModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vendor_s_family_calls_the_vendor_s_module(mlu: VendorModule, monkeypatch: pytest.MonkeyPatch) -> None:
     family = select.family_of("mlu")
     monkeypatch.setattr(type(family), "module", mlu)
     family.empty_cache()
@@ -152,7 +152,7 @@ def test_a_vendor_s_module_answers(mlu: VendorModule, monkeypatch: pytest.Monkey
         family.peak_memory()
 
 
-def test_a_broken_vendor_is_told_of_and_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_broken_vendor_module_warns_and_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "broken_vendor_library.py").write_text("raise OSError('libbroken.so: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
     family = TorchFamily(SPECS["npu"])
@@ -162,7 +162,7 @@ def test_a_broken_vendor_is_told_of_and_not_taken(monkeypatch: pytest.MonkeyPatc
     assert not family.present()
 
 
-def test_a_device_without_collectives_says_so() -> None:
+def test_a_device_without_collectives_refuses_several_processes() -> None:
     with pytest.raises(NotOffered, match="--cpu"):
         MPS().distributed_backend()
 
@@ -179,7 +179,7 @@ def test_errors_of_each_family_that_mean_too_little_memory() -> None:
 @pytest.mark.parametrize(
     "text", ["CPU out of memory.", "MPS backend out of memory (allocated 9 GB)", "CUDA error: out of memory"]
 )
-def test_every_family_knows_what_others_say_when_memory_runs_out(text: str) -> None:
+def test_every_family_recognises_out_of_memory_errors_of_others(text: str) -> None:
     for family in select.families():
         assert family.out_of_memory(RuntimeError(text))
         assert not family.out_of_memory(ValueError(text))
@@ -187,7 +187,7 @@ def test_every_family_knows_what_others_say_when_memory_runs_out(text: str) -> N
 
 @simulated
 @pytest.mark.usefixtures("fresh_state")
-def test_the_simulated_device_is_taken_and_left() -> None:
+def test_the_simulated_device_is_used_only_inside_its_block() -> None:
     with simulated_device():
         state = PartialState()
         assert state.device == torch.device(NAME, 0)

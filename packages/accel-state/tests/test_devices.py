@@ -32,7 +32,7 @@ def test_cpu_family_is_present_and_has_the_lowest_priority() -> None:
     assert min(select.families(), key=lambda family: family.priority) is cpu
 
 
-def test_generators_of_the_cpu_are_torch_s() -> None:
+def test_cpu_family_uses_the_generator_of_torch() -> None:
     cpu = CPU()
     before = cpu.current_rng_state()
     drawn = torch.rand(3)
@@ -40,12 +40,12 @@ def test_generators_of_the_cpu_are_torch_s() -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_an_unknown_family() -> None:
+def test_an_unknown_device_family_is_refused() -> None:
     with pytest.raises(NotOffered, match="no device family 'abacus', only cpu, cuda"):
         select.family_of("abacus:0")
 
 
-def test_a_broken_family_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_cannot_be_loaded_is_recorded_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Extension("accel.devices", "abacus", "no_such_module:Abacus", "abacus 1.0")
     monkeypatch.setattr(select, "extensions", lambda group: (broken,))
     select._load.cache_clear()
@@ -80,7 +80,7 @@ def offer(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> Exte
     return Extension("accel.devices", name, f"{distribution}:Family", f"{distribution} 1.0")
 
 
-def test_a_stranger_s_family_takes_the_place_of_a_built_in_one(
+def test_a_family_of_another_package_replaces_a_built_in_one(
     offered: list[Extension], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered.append(offer("npu", "better_npu", monkeypatch))
@@ -88,7 +88,7 @@ def test_a_stranger_s_family_takes_the_place_of_a_built_in_one(
     assert [family.name for family in select.families()].count("npu") == 1
 
 
-def test_two_strangers_with_one_name_are_both_told_of(
+def test_two_packages_with_one_family_name_are_both_named(
     offered: list[Extension], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered += [offer("abacus", "first_abacus", monkeypatch), offer("abacus", "second_abacus", monkeypatch)]
@@ -109,7 +109,7 @@ def test_a_family_is_added_at_run_time(offered: list[Extension]) -> None:
 
 
 @pytest.mark.parametrize("index", [1, 64])
-def test_a_device_that_is_named_with_its_index_is_taken_by_it(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+def test_the_device_setting_selects_the_device_with_its_index(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     with fresh():
@@ -118,7 +118,7 @@ def test_a_device_that_is_named_with_its_index_is_taken_by_it(monkeypatch: pytes
     assert chosen == [torch.device("cuda", index)]
 
 
-def test_a_device_with_an_index_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_index_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("invalid device ordinal")
 
@@ -137,13 +137,13 @@ def test_a_device_with_an_index_that_does_not_exist(monkeypatch: pytest.MonkeyPa
         (PrecisionType.BF16, "bf16"),
     ],
 )
-def test_the_text_of_a_kind_is_what_scripts_compare(kind: Any, text: str) -> None:
+def test_enum_members_are_formatted_as_scripts_compare_them(kind: Any, text: str) -> None:
     assert str(kind) == text
     assert kind.value in type(kind)
     assert kind == kind.value
 
 
-def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_device_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with fresh():
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:zero")
         with pytest.raises(SettingError, match="'cpu:zero'"):

@@ -29,7 +29,7 @@ state.wait_for_everyone()
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 @pytest.mark.usefixtures("preloaded_python")
-def test_each_rank_in_turn_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_run_continues_after_each_rank_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [

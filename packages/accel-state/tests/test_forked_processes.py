@@ -69,7 +69,7 @@ def state_made_before_the_launch() -> list[str]:
     return refused
 
 
-def test_a_state_made_before_the_fork_is_noticed_in_a_launched_process(one: Processes) -> None:
+def test_a_state_created_before_the_fork_is_refused_in_a_launched_process(one: Processes) -> None:
     (refused,) = one.run(state_made_before_the_launch)
     for message in refused:
         assert "Rank 0 of 1 created it before this process was forked" in message
@@ -89,7 +89,7 @@ def state_made_in_the_child() -> tuple[int, bool]:
     return found
 
 
-def test_a_state_made_in_the_launched_process_is_fine(one: Processes) -> None:
+def test_a_state_created_in_the_launched_process_works(one: Processes) -> None:
     assert one.run(state_made_in_the_child) == [(1, True)]
 
 
@@ -111,7 +111,7 @@ def worker_of_a_rank() -> tuple[int, int, str]:
     return index, count, f"{total.item()} {caught.value}"
 
 
-def test_a_worker_reads_who_its_rank_is_and_may_not_use_its_connections(two: Processes) -> None:
+def test_a_dataloader_worker_reads_its_rank_and_cannot_call_collectives(two: Processes) -> None:
     for rank, (index, count, told) in enumerate(two.run(worker_of_a_rank)):
         assert (index, count) == (rank, 2)
         assert told.startswith("2.0 Cannot call a collective in a process that was forked")
@@ -218,5 +218,5 @@ def forked_by_several_threads() -> bool:
     return gc.isenabled()
 
 
-def test_collecting_goes_on_after_forks_of_several_threads(one: Processes) -> None:
+def test_garbage_collection_continues_after_forks_of_several_threads(one: Processes) -> None:
     assert one.run(forked_by_several_threads) == [True]

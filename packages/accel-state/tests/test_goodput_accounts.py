@@ -146,7 +146,7 @@ def test_a_live_file_of_something_else_is_ignored(tmp_path):
         assert LiveAccount.read(path) is None
 
 
-def test_a_launcher_whose_folder_cannot_be_written_goes_on(tmp_path):
+def test_a_launcher_continues_if_its_goodput_folder_is_not_writable(tmp_path):
     (tmp_path / "file").write_text("")
     assert isinstance(LauncherLines(str(tmp_path / "file")).launch(0), OSError)
     launcher = LauncherLines(str(tmp_path / "run"))

@@ -15,7 +15,7 @@ class Loader:
     remainder = -1
 
 
-def test_one_state_is_shared_until_another_is_made() -> None:
+def test_gradient_state_returns_the_newest_state() -> None:
     shared = GradientState()
     shared.sync_gradients = False
     assert not GradientState().sync_gradients
@@ -29,7 +29,7 @@ def test_one_state_is_shared_until_another_is_made() -> None:
     assert own.plugin_kwargs == {"num_steps": 4}
 
 
-def test_the_innermost_loader_answers() -> None:
+def test_gradient_state_reads_the_innermost_loader() -> None:
     state, outer, inner = GradientState(), Loader(), Loader()
     assert not state.in_dataloader
     state.begin(outer)
@@ -45,7 +45,7 @@ def test_the_innermost_loader_answers() -> None:
     assert state.dataloader_references == [None, outer]
 
 
-def test_loaders_may_leave_in_any_order() -> None:
+def test_loaders_may_finish_in_any_order() -> None:
     state, first, second = GradientState(), Loader(), Loader()
     state.begin(first)
     state.begin(second)
@@ -56,7 +56,7 @@ def test_loaders_may_leave_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True])
-def test_steps_that_are_none(steps: object) -> None:
+def test_invalid_numbers_of_accumulation_steps_are_refused(steps: object) -> None:
     with pytest.raises(SettingError, match="at least 1"):
         GradientAccumulationPlugin(num_steps=steps)  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ def test_loaders_of_other_libraries_enter_and_leave_iteration() -> None:
     assert not state.in_dataloader
 
 
-def test_a_reset_leaves_no_state_behind() -> None:
+def test_reset_state_clears_the_gradient_state() -> None:
     GradientState(GradientAccumulationPlugin(num_steps=4))
     GradientState._reset_state()
     assert GradientState().num_steps == 1

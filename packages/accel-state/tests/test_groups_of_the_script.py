@@ -24,7 +24,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("store", [FakeStore, dist.HashStore])  # type: ignore[attr-defined]
-def test_a_rank_of_a_fake_world(store: Callable[[], Any]) -> None:
+def test_state_of_a_rank_in_a_fake_process_group(store: Callable[[], Any]) -> None:
     dist.init_process_group("fake", rank=5, world_size=1024, store=store())
     state = PartialState(cpu=True)
     assert (state.process_index, state.num_processes, state.local_process_index) == (5, 1024, 5)
@@ -84,5 +84,5 @@ def threaded() -> tuple[str | None, list[bytes]]:
     return state.backend, exchanged(state)
 
 
-def test_a_threaded_group() -> None:
+def test_state_of_a_rank_in_a_threaded_process_group() -> None:
     assert run_as_threads(3, threaded) == [("threaded", [b"from 0", b"from 1", b"from 2"])] * 3

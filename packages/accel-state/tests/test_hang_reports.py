@@ -31,7 +31,7 @@ def described_now(seen: dict[int, RankStatus], world_size: int) -> str:
     return describe_ranks({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
 
 
-def test_processes_in_one_place_share_a_sentence_and_the_smallest_group_comes_first() -> None:
+def test_ranks_at_one_position_share_a_sentence_and_the_smallest_group_comes_first() -> None:
     seen = {0: IN_REDUCE, 1: IN_REDUCE, 2: IN_REDUCE, 3: IN_GATHER}
     assert described_now(seen, 4) == (
         "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)"
@@ -59,7 +59,7 @@ def test_processes_in_one_place_share_a_sentence_and_the_smallest_group_comes_fi
         ),
     ],
 )
-def test_each_state_has_its_words(status: RankStatus, words: str) -> None:
+def test_the_report_describes_each_process_state(status: RankStatus, words: str) -> None:
     told = describe_ranks({0: status}, 1, {0: 60.0 if status.time == 1.0e9 else 0.0})
     # Names of tests must be the same in every process that collects them.
     assert told.startswith(words.replace("{pid}", str(os.getpid())))
@@ -108,7 +108,7 @@ def test_a_process_of_another_machine_is_not_looked_up_here() -> None:
     assert "gone" not in describe_ranks({0: replace(IN_GATHER, pid=2**22 + 1, host="elsewhere")}, 1)
 
 
-def test_of_many_places_the_rest_is_counted() -> None:
+def test_the_report_counts_positions_beyond_the_limit() -> None:
     seen = {rank: replace(IN_GATHER, number=rank + 1) for rank in range(100)}
     told = described_now(seen, 100)
     assert told.endswith("and 84 other places")
@@ -119,15 +119,15 @@ def test_of_many_places_the_rest_is_counted() -> None:
     ("members", "words"),
     [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")],
 )
-def test_ranks_in_words(members: list[int], words: str) -> None:
+def test_format_ranks(members: list[int], words: str) -> None:
     assert format_ranks(members) == words
 
 
-def test_a_status_survives_the_journey() -> None:
+def test_a_status_is_read_back_from_json() -> None:
     assert RankStatus.from_json(IN_TORCH.to_json()) == IN_TORCH
 
 
-def test_a_status_has_the_active_call_and_then_the_last_one() -> None:
+def test_a_status_has_the_active_call_or_else_the_last_one() -> None:
     log = CallLog()
     assert capture_status(log).number == 0
     log.enter("gather")

@@ -21,5 +21,5 @@ def told_before_and_after() -> list[bool]:
     return found
 
 
-def test_a_new_state_finds_no_old_keys(two: Processes) -> None:
+def test_a_new_state_does_not_read_store_keys_of_the_old_one(two: Processes) -> None:
     assert two.run(told_before_and_after) == [[False, True] * 3] * 2

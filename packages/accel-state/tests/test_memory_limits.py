@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 
 
-def test_memory_is_released() -> None:
+def test_release_memory_drops_the_objects() -> None:
     class Large:
         pass
 
@@ -32,7 +32,7 @@ def test_memory_is_released() -> None:
 
 
 @simulated
-def test_the_cache_of_the_device_is_asked_to_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_device_cache_calls_the_device_family(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_device():
         cleared: list[bool] = []
         monkeypatch.setattr(MODULE, "empty_cache", lambda: cleared.append(gc.isenabled()), raising=False)

@@ -35,7 +35,7 @@ def test_records_are_logged_by_main_process_all_or_in_order(two: Processes) -> N
     assert second == [(f"[RANK 1] {said}", "records") for said in ("everywhere", "in turn")]
 
 
-def test_logging_too_early() -> None:
+def test_logging_before_the_first_state_raises() -> None:
     with fresh(), pytest.raises(NotReady, match="before logging"):
         get_logger("accel.test.early").warning("lost")
 

@@ -50,7 +50,9 @@ NAMES = ("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim
         ),
     ],
 )
-def test_names_and_sizes(sizes: dict[str, int], names: tuple[list[str], ...], total: int, of_data: int) -> None:
+def test_axis_names_and_sizes_of_a_parallelism_config(
+    sizes: dict[str, int], names: tuple[list[str], ...], total: int, of_data: int
+) -> None:
     config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
     assert tuple(getattr(config, name) for name in NAMES) == names
     assert config.active_mesh_dims == names[0] + names[1]
@@ -60,7 +62,7 @@ def test_names_and_sizes(sizes: dict[str, int], names: tuple[list[str], ...], to
         assert getattr(config, f"{axis}_enabled") is (axis in sizes)
 
 
-def test_handlers_come_with_their_axis() -> None:
+def test_an_axis_gets_its_default_handler() -> None:
     config = ParallelismConfig(tp_size=2, cp_size=2)
     assert config.tp_handler == TorchTensorParallelConfig()
     assert config.cp_handler == TorchContextParallelConfig("allgather")
@@ -70,7 +72,7 @@ def test_handlers_come_with_their_axis() -> None:
     assert ParallelismConfig(cp_size=2, cp_handler=own).cp_handler is own
 
 
-def test_variables_are_read_where_nothing_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_default_to_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "None")
@@ -83,14 +85,14 @@ def test_variables_are_read_where_nothing_was_given(monkeypatch: pytest.MonkeyPa
     assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(None, True, "sdpa")
 
 
-def test_what_is_written_for_a_child_arranges_it_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parallelism_config_is_read_back_from_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=3)
     for name, value in to_environment(config).items():
         monkeypatch.setenv(name, value)
     assert ParallelismConfig() == config
 
 
-def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_is_read_from_the_environment_only_if_the_launcher_enables_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     assert parallelism_config_from_environment() is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
@@ -140,7 +142,7 @@ def test_names_and_sizes_of_the_mesh_are_known_before_it_is_built() -> None:
     assert ParallelismConfig(sp_size=2, tp_size=3)._get_mesh() == (("sp", "tp"), (2, 3))
 
 
-def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_variable_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "two")
     with pytest.raises(SettingError, match=r"\$PARALLELISM_CONFIG_CP_SIZE"):
         ParallelismConfig()
@@ -157,7 +159,7 @@ def test_attention_that_ulysses_does_not_support_is_refused(name: str) -> None:
         DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
 
 
-def test_one_length_has_to_be_known() -> None:
+def test_sequence_parallelism_requires_a_length_or_variable_lengths() -> None:
     with pytest.raises(Conflict, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
         DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
     assert DeepSpeedSequenceParallelConfig(128, False).sp_seq_length == 128
@@ -165,7 +167,7 @@ def test_one_length_has_to_be_known() -> None:
         TorchContextParallelConfig("gossip")
 
 
-def test_it_can_be_written_as_json() -> None:
+def test_a_parallelism_config_as_json() -> None:
     text = json.dumps(ParallelismConfig(cp_size=2).to_json())
     assert json.loads(text)["cp_handler"] == {"cp_comm_strategy": "allgather"}
     assert "device_mesh" not in json.loads(text)

@@ -19,7 +19,7 @@ from accel_state.testing.processes import Processes, ProcessesFailed
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
-def test_the_debug_mode_is_switched_for_every_state() -> None:
+def test_assigning_debug_changes_all_states() -> None:
     state = PartialState(cpu=True)
     state.debug = True
     assert PartialState().debug is True
@@ -27,7 +27,7 @@ def test_the_debug_mode_is_switched_for_every_state() -> None:
     assert state.debug is False
 
 
-def test_a_process_that_runs_alone() -> None:
+def test_state_of_a_single_process() -> None:
     state = PartialState(cpu=True)
 
     assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
@@ -49,7 +49,7 @@ def test_all_instances_show_the_same_process() -> None:
     assert not first.initialized
 
 
-def test_the_process_is_asked_for_too_early() -> None:
+def test_process_raises_before_the_first_state() -> None:
     with pytest.raises(NotReady, match="Create a PartialState"):
         current.process()
 
@@ -65,7 +65,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def test_two_processes_meet(two: Processes) -> None:
+def test_state_of_two_processes(two: Processes) -> None:
     assert two.run(describe) == [
         {"rank": 0, "count": 2, "type": "MULTI_CPU", "backend": "gloo", "last": False},
         {"rank": 1, "count": 2, "type": "MULTI_CPU", "backend": "gloo", "last": True},
@@ -96,7 +96,7 @@ def collectives() -> list[Any]:
     ]
 
 
-def test_the_collectives_of_the_transport(two: Processes) -> None:
+def test_collectives_of_the_transport_of_two_processes(two: Processes) -> None:
     first, second = two.run(collectives)
 
     assert first == [[0.0, 10.0, 1.0, 10.0], 3.0, 1.0, 1.0, 5.0, [5.0]]
@@ -126,7 +126,7 @@ def order(path: str) -> None:
         file.write(f"{state.process_index}")
 
 
-def test_the_main_process_goes_first(two: Processes, tmp_path: Any) -> None:
+def test_main_process_first_runs_rank_0_before_the_others(two: Processes, tmp_path: Any) -> None:
     for attempt in range(3):
         two.run(order, str(tmp_path / str(attempt)))
         assert (tmp_path / str(attempt)).read_text() == "01"
@@ -154,11 +154,11 @@ def decorated() -> list[Any]:
     return [main(), last(), first(), local()]
 
 
-def test_decorators_choose_the_process(two: Processes) -> None:
+def test_decorators_run_a_function_on_the_selected_process_only(two: Processes) -> None:
     assert two.run(decorated) == [["main", None, None, "local"], [None, "last", "one", None]]
 
 
-def test_a_process_that_is_alone_runs_what_is_for_any_one_process() -> None:
+def test_a_single_process_runs_functions_of_every_decorator() -> None:
     with fresh():
         state = PartialState(cpu=True)
         for chosen in (state.on_process(process_index=3), state.on_local_process(local_process_index=3)):
@@ -212,7 +212,7 @@ def meet_nobody() -> str:
     return str(caught.value)
 
 
-def test_an_address_where_nobody_answers(two: Processes) -> None:
+def test_a_rendezvous_address_without_a_host_raises(two: Processes) -> None:
     # Nobody else is given a port that is held, and nobody answers on it before it is listened on.
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -223,7 +223,7 @@ def test_an_address_where_nobody_answers(two: Processes) -> None:
         assert "rendezvous failed" in message
 
 
-def test_a_launched_process_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_without_a_rendezvous_address_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingError, match="MASTER_ADDR and MASTER_PORT"):
@@ -231,17 +231,17 @@ def test_a_launched_process_without_an_address(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("timeout", [5, 5.0, timedelta(seconds=5)])
-def test_timeouts_in_every_form(timeout: Any) -> None:
+def test_process_group_timeout_accepts_seconds_and_timedelta(timeout: Any) -> None:
     assert InitProcessGroupKwargs(timeout=timeout).timeout == timedelta(seconds=5)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "5", True])
-def test_timeouts_that_are_none(timeout: Any) -> None:
+def test_invalid_process_group_timeouts_are_refused(timeout: Any) -> None:
     with pytest.raises(SettingError, match="positive duration"):
         InitProcessGroupKwargs(timeout=timeout)
 
 
-def test_a_method_in_the_place_of_the_backend() -> None:
+def test_a_url_as_backend_becomes_the_init_method() -> None:
     options = InitProcessGroupKwargs("tcp://127.0.0.1:1")
     assert (options.backend, options.init_method) == (None, "tcp://127.0.0.1:1")
 
@@ -274,7 +274,7 @@ def test_splitting_with_padding() -> None:
     assert [split_inputs([1], 3, index, apply_padding=True) for index in range(3)] == [[1], [1], [1]]
 
 
-def test_splitting_what_cannot_be_split() -> None:
+def test_split_inputs_refuses_other_types() -> None:
     with pytest.raises(UnknownKind, match="of type int"):
         split_inputs(3, 2, 0)
     with pytest.raises(ShapeMismatch, match="a: 1, b: 2"):
@@ -293,6 +293,6 @@ def test_an_unknown_precision_names_the_closest() -> None:
         AcceleratorState("bf61", cpu=True)
 
 
-def test_the_precision_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert AcceleratorState(cpu=True).mixed_precision == "fp16"

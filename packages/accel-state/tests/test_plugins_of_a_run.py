@@ -64,7 +64,7 @@ def test_a_run_without_configurations_has_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
-def test_a_configuration_is_kept_as_it_was_given(name: str) -> None:
+def test_the_state_returns_the_configuration_object_that_was_passed(name: str) -> None:
     given: dict[str, Any] = {name: Sharding()}
     equal: dict[str, Any] = {name: Sharding()}
     other: dict[str, Any] = {name: Sharding(2)}
@@ -77,7 +77,7 @@ def test_a_configuration_is_kept_as_it_was_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_version_of_fsdp_is_asked_of_its_configuration(version: int) -> None:
+def test_is_fsdp2_reads_the_version_of_the_configuration(version: int) -> None:
     assert AcceleratorState(cpu=True, fsdp_plugin=Sharding(version)).is_fsdp2 is (version == 2)
 
 
@@ -129,7 +129,7 @@ def test_an_unknown_deepspeed_configuration_changes_nothing(name: str | None) ->
     assert student.selected
 
 
-def test_the_kind_of_a_run_may_be_assigned() -> None:
+def test_distributed_type_can_be_assigned() -> None:
     state = AcceleratorState(cpu=True)
     state.distributed_type = "FSDP"
     assert AcceleratorState().distributed_type is DistributedType.FSDP

@@ -37,7 +37,7 @@ def test_is_port_in_use_refuses_impossible_ports(port: Any) -> None:
         is_port_in_use(port)
 
 
-def test_a_free_port_can_be_listened_on() -> None:
+def test_get_free_port_returns_a_port_that_can_be_bound() -> None:
     def can_be_listened_on(port: int) -> bool:
         with socket.socket() as listening, suppress(OSError):
             listening.bind(("", port))
@@ -49,7 +49,7 @@ def test_a_free_port_can_be_listened_on() -> None:
     assert any(not is_port_in_use(port) and can_be_listened_on(port) for port in ports)
 
 
-def test_reserved_ports_differ_until_they_are_given_back() -> None:
+def test_reserved_ports_differ_until_they_are_released() -> None:
     holders = [ReservedPort() for _ in range(20)]
     ports = [holder.reserve() for holder in holders]
     assert len(set(ports)) == 20
@@ -60,7 +60,7 @@ def test_reserved_ports_differ_until_they_are_given_back() -> None:
         holder.release()
 
 
-def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -70,7 +70,7 @@ def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPa
             ReservedPort().reserve()
 
 
-def test_what_states_share_is_empty_until_there_is_one() -> None:
+def test_shared_state_is_empty_until_a_state_exists() -> None:
     assert PartialState._shared_state == {}
     assert AcceleratorState._shared_state == {}
     assert not is_initialized()
@@ -88,7 +88,7 @@ def test_what_states_share_is_empty_until_there_is_one() -> None:
     assert PartialState._shared_state == {}
 
 
-def test_nothing_is_done_and_nobody_waited_for() -> None:
+def test_do_nothing_and_wait_for_everyone_of_one_process_return() -> None:
     assert do_nothing(1, a=2) is None
     wait_for_everyone()
     assert PartialState().num_processes == 1

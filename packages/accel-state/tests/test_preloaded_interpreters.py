@@ -125,7 +125,7 @@ def test_processes_that_a_script_spawns_and_forks_find_its_functions(tmp_path: P
     assert python(script(tmp_path, body)) == Finished(0, "[2, 4]\n[2, 4]\n", "")
 
 
-def test_commands_and_the_launcher_of_torch_run_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_and_torchrun_run_as_in_a_new_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script(tmp_path, "import sys; print(sys.argv[1:])")
     commands = (
         ("-c", "import sys; print('torch' in sys.modules); import torch; print(sys.argv, __name__)", "--one"),
@@ -140,7 +140,7 @@ def test_commands_and_the_launcher_of_torch_run_alike(tmp_path: Path, monkeypatc
     assert here[1].stdout == new[1].stdout == "['two']\n"
 
 
-def test_what_does_not_import_torch_starts_as_usual(tmp_path: Path) -> None:
+def test_programs_that_do_not_import_torch_start_as_usual(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import sys; print('torch' in sys.modules)")
     for arguments in (("-m", "module"), ("-c", "import module"), ("-E", "-s", "module.py")):
         assert python(*arguments, cwd=tmp_path).stdout == "False\n"

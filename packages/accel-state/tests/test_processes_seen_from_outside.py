@@ -70,7 +70,7 @@ def test_a_run_is_found_by_the_pid_of_its_launcher_and_by_the_folder_it_was_star
 
 
 @on_linux
-def test_a_launcher_that_was_killed_and_another_process_with_its_pid_are_no_run(temporary: Path) -> None:
+def test_a_killed_launcher_and_a_process_that_reuses_its_pid_are_not_runs(temporary: Path) -> None:
     status = Path(announced(temporary))
     told = json.loads((status / "run.json").read_text())
     (status / "run.json").write_text(json.dumps({**told, "started": told["started"] + 1}))
@@ -78,21 +78,21 @@ def test_a_launcher_that_was_killed_and_another_process_with_its_pid_are_no_run(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": -1}', '{"pid": "1", "folder": 3}'])
-def test_folders_with_other_contents_are_no_runs(temporary: Path, content: str) -> None:
+def test_folders_with_other_contents_are_not_runs(temporary: Path, content: str) -> None:
     status = Path(announced(temporary))
     (status / "run.json").write_text(content)
     assert mine() == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
-def test_a_folder_that_others_can_enter_is_no_run(temporary: Path) -> None:
+def test_a_folder_that_other_users_can_enter_is_not_a_run(temporary: Path) -> None:
     status = Path(announced(temporary))
     status.parent.chmod(0o750)
     assert mine() == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links")
-def test_a_link_to_a_folder_is_no_run(temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_link_to_a_folder_is_not_a_run(temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     elsewhere.chmod(0o700)
     announce_run(str(elsewhere))
@@ -101,7 +101,7 @@ def test_a_link_to_a_folder_is_no_run(temporary: Path, tmp_path_factory: pytest.
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a folder away")
-def test_a_folder_of_another_user_is_no_run(temporary: Path) -> None:
+def test_a_folder_of_another_user_is_not_a_run(temporary: Path) -> None:
     status = Path(announced(temporary))
     os.chown(status.parent, 65534, 65534)
     assert mine() == []
@@ -277,7 +277,7 @@ def test_one_process_writes_the_statuses_of_all_ranks(two: Processes, tmp_path: 
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"time": 1}', '{"time": 1, "store_answers": 1, "ranks": {"a": 3}}'])
-def test_other_contents_are_no_statuses_of_all_ranks(tmp_path: Path, content: str) -> None:
+def test_files_with_other_contents_are_not_read_as_world_statuses(tmp_path: Path, content: str) -> None:
     (tmp_path / "world.json").write_text(content)
     assert read_world_status(str(tmp_path)) is None
 

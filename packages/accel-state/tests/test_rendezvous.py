@@ -85,32 +85,32 @@ def test_every_process_raises_when_two_have_the_same_rank(told: Told) -> None:
         assert "Two processes were started as rank 1" in text
 
 
-def test_rank_0_given_twice_finds_its_port_in_use(told: Told) -> None:
+def test_a_second_rank_0_reports_that_the_port_is_in_use(told: Told) -> None:
     found = told["rank 0 twice"][1].result()
     assert any("a second process that was started as rank 0" in text for text in found)
     assert all(text.startswith("CollectiveError") for text in found)
 
 
-def test_a_process_that_never_comes(told: Told) -> None:
+def test_a_missing_process_raises_a_timeout_of_the_rendezvous(told: Told) -> None:
     for text in told["missing"][1].result():
         assert text.startswith("CollectiveError")
         assert "of 3 to the others at tcp://" in text
 
 
-def test_a_process_that_never_comes_is_named_where_an_agent_hosts_the_store(told: Told) -> None:
+def test_a_missing_rank_is_named_if_an_agent_hosts_the_store(told: Told) -> None:
     for text in told["missing at an agent"][1].result():
         assert text.startswith("CollectiveError")
         assert re.search(r"Ranks that did not connect within [\d.]+ s: 1\.", text)
 
 
-def test_a_port_that_another_program_holds(told: Told) -> None:
+def test_a_port_in_use_by_another_program_is_reported(told: Told) -> None:
     first, second = told["taken"][1].result()
     assert "the port is in use" in first
     assert second.startswith("CollectiveError")
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
-def test_an_address_at_which_nobody_listens(told: Told, address: str) -> None:
+def test_an_address_without_a_listener_is_reported(told: Told, address: str) -> None:
     port, found = told[address]
     for text in found.result():
         assert text.startswith("CollectiveError")

@@ -50,7 +50,7 @@ class Example:
     unset: int = setting(3, type=INTEGER)
 
 
-def test_each_setting_knows_its_name() -> None:
+def test_settings_have_the_names_of_their_fields() -> None:
     assert list(settings_of(Example)) == ["steps", "rate", "quick", "mode", "names", "extra", "unset"]
     assert settings_of(Example)["steps"].flag == "--steps"
 
@@ -78,12 +78,12 @@ def test_variable_flag_and_key_follow_from_the_name_of_the_field(decorate: Any) 
         Example(steps=4, rate=0.1, quick=True, mode="fast", names=("a", "b"), extra={"x": [1]}),
     ],
 )
-def test_what_is_written_for_a_child_is_read_back(given: Example) -> None:
+def test_settings_are_read_back_from_the_environment(given: Example) -> None:
     assert from_environment(Example, to_environment(given)) == given
 
 
 @pytest.mark.parametrize("value", [[1], print, {"a": 1}])
-def test_an_object_without_text_is_not_written_for_a_child(value: Any) -> None:
+def test_to_environment_refuses_objects_without_a_text_form(value: Any) -> None:
     with pytest.raises(SettingError, match="Cannot pass mode of Example on to another process"):
         to_environment(Example(mode=value))
 
@@ -121,12 +121,12 @@ def test_a_variable_that_cannot_be_read_is_named(variable: str, text: str) -> No
         from_environment(Example, {variable: text})
 
 
-def test_a_misspelt_choice_is_answered_with_the_closest() -> None:
+def test_the_error_for_a_misspelt_choice_suggests_the_closest_one() -> None:
     with pytest.raises(SettingError, match="Did you mean 'fast'"):
         from_environment(Example, {"ACCEL_TEST_MODE": "fats"})
 
 
-def test_publishing_writes_and_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_writes_and_removes_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     monkeypatch.setenv("ACCEL_TEST_OLD", "1")
@@ -144,7 +144,7 @@ def test_errors_have_three_parts_and_can_be_pickled() -> None:
     assert isinstance(error, AccelError)
 
 
-def test_a_requirement_that_is_not_met_gives_the_install_line() -> None:
+def test_a_requirement_that_is_not_met_gives_the_install_command() -> None:
     absent = Requirement("no_such_module", distribution="no-such", versions=">=2", install="no-such[plots]>=2")
     with pytest.raises(Missing, match=r'pip install "no-such\[plots\]>=2"'):
         absent.demand("Nothing was asked for.")
@@ -153,12 +153,14 @@ def test_a_requirement_that_is_not_met_gives_the_install_line() -> None:
     assert Requirement("packaging", versions=">=1").obstacle() is None
 
 
-def test_what_can_be_imported() -> None:
+def test_importable() -> None:
     assert importable("json")
     assert not importable("no_such_module.inside")
 
 
-def test_one_look_leaves_out_modules_that_are_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possibly_importable_leaves_out_modules_that_are_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["json.decoder", "sys", "a_folder.inside", "a_file", "in_an_archive", "made_by_a_finder", "no_such_module"]
     (tmp_path / "a_folder").mkdir()
     (tmp_path / "a_file.py").touch()

@@ -46,13 +46,13 @@ class Ending:
 
 
 @pytest.mark.parametrize("given", ["sigint", Signals.SIGINT, "1"])
-def test_members_names_and_numbers_are_read_as_members(given: Any) -> None:
+def test_enum_fields_accept_members_names_and_numbers(given: Any) -> None:
     ending = Ending(given)
     assert ending.signal is Signals.SIGINT
     assert plain_value(ending, "signal") == "SIGINT"
 
 
-def test_a_field_that_was_not_given_follows_the_others() -> None:
+def test_the_fallback_of_a_field_reads_other_fields() -> None:
     ending = Ending()
     assert ending.signal is Signals.SIGTERM
     ending.usual = "SIGINT"
@@ -63,13 +63,13 @@ def test_a_field_that_was_not_given_follows_the_others() -> None:
     assert plain_value(ending, "usual") == "SIGINT"
 
 
-def test_variables_give_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enum_fields_are_read_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDING_SIGNAL", "2")
     assert from_environment(Ending).signal is Signals.SIGTERM
 
 
 @pytest.mark.parametrize("given", ["SIGKILL", Signals.SIGKILL, 3, 0, True, 1.0, object()])
-def test_what_is_not_known_is_refused(given: Any) -> None:
+def test_enum_fields_refuse_unknown_values(given: Any) -> None:
     with pytest.raises(SettingError, match="SIGINT, SIGTERM, NOTHING"):
         Ending(given)
     ending = Ending()
@@ -78,7 +78,7 @@ def test_what_is_not_known_is_refused(given: Any) -> None:
     assert ending.signal is Signals.SIGTERM
 
 
-def test_an_object_is_made_when_it_is_read_and_once_for_each_value() -> None:
+def test_an_object_field_creates_the_object_once_when_it_is_read() -> None:
     MADE.clear()
     ending = Ending(box="one")
     assert MADE == []

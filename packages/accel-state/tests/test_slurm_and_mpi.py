@@ -20,26 +20,26 @@ STEP = {
 }
 
 
-def test_a_task_of_a_step() -> None:
+def test_topology_of_a_task_of_a_slurm_step() -> None:
     assert read_topology(STEP) == Topology(3, 4, 0, 1, 2, "gpu007", 15000 + 123458 % 10000, scheme="Slurm")
 
 
-def test_an_address_that_was_set_comes_first() -> None:
+def test_a_set_master_addr_precedes_the_hosts_of_slurm() -> None:
     place = read_topology({**STEP, "MASTER_ADDR": "login1", "MASTER_PORT": "4000"})
     assert (place.master_addr, place.master_port) == ("login1", 4000)
 
 
-def test_a_step_that_tells_no_nodes() -> None:
+def test_a_slurm_step_without_a_node_list() -> None:
     place = read_topology({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
     assert place == Topology(1, 2, 1, 2, 0, scheme="Slurm")
 
 
-def test_the_script_of_a_job_is_alone_though_the_job_has_tasks() -> None:
+def test_a_slurm_batch_script_is_a_single_process() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert read_topology(batch) == Topology()
 
 
-def test_what_a_launcher_inside_a_job_says_counts() -> None:
+def test_a_launcher_inside_a_slurm_job_has_precedence() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     mpi = {
         "OMPI_COMM_WORLD_RANK": "1",
@@ -53,14 +53,14 @@ def test_what_a_launcher_inside_a_job_says_counts() -> None:
         assert (place.rank, place.world_size, place.local_rank, place.scheme) == (1, 2, 1, name)
 
 
-def test_slurm_knows_more_than_the_part_of_pmi_that_it_speaks() -> None:
+def test_slurm_variables_precede_its_pmi_variables() -> None:
     assert read_topology({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"}).scheme == "Slurm"
     place = read_topology({"PMI_RANK": "1", "PMI_SIZE": "2"})
     assert (place.rank, place.world_size, place.scheme) == (1, 2, "PMI")
 
 
 @pytest.mark.parametrize("kind", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD"])
-def test_mpi_on_one_node_meets_there_and_on_several_wants_an_address(kind: str) -> None:
+def test_mpi_uses_localhost_on_one_node_and_requires_an_address_on_several(kind: str) -> None:
     one = {f"{kind}_RANK": "1", f"{kind}_SIZE": "2", f"{kind}_LOCAL_RANK": "1", f"{kind}_LOCAL_SIZE": "2"}
     assert (read_topology(one).master_addr, read_topology(one).master_port) == ("127.0.0.1", 29500)
     assert read_topology({**one, "MASTER_PORT": "5"}).master_port == 5
@@ -100,19 +100,19 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
         ({"SLURM_STEP_NUM_TASKS": "-1"}, "SLURM_STEP_NUM_TASKS='-1'"),
     ],
 )
-def test_variables_of_slurm_that_make_no_sense(changed: dict[str, str], named: str) -> None:
+def test_invalid_slurm_variables_are_named(changed: dict[str, str], named: str) -> None:
     with pytest.raises(SettingError) as caught:
         read_topology({**STEP, **changed})
     assert named in str(caught.value)
 
 
-def test_a_number_of_processes_without_a_rank() -> None:
+def test_a_world_size_without_a_rank_is_refused() -> None:
     with pytest.raises(SettingError, match="RANK is not set"):
         read_topology({"WORLD_SIZE": "2"})
     assert read_topology({"WORLD_SIZE": "1"}).rank == 0
 
 
-def test_the_place_in_the_variables_of_torchrun_reads_the_same() -> None:
+def test_topology_variables_are_read_back_equal() -> None:
     place = read_topology(STEP)
     again = read_topology(place.variables())
     assert again.variables() == place.variables()

@@ -33,11 +33,11 @@ def test_processes_of_a_node_share_its_cores(two: Processes) -> None:
         assert found == max(1, cores // 2)
 
 
-def test_a_number_of_threads_that_was_told_stays(two: Processes) -> None:
+def test_omp_num_threads_is_respected(two: Processes) -> None:
     assert [found for found, _ in two.run(threads, "3")] == [7, 7]
 
 
-def test_a_process_alone_keeps_its_threads() -> None:
+def test_a_single_process_keeps_its_number_of_threads() -> None:
     torch.set_num_threads(3)
     PartialState(cpu=True)
     assert torch.get_num_threads() == 3
@@ -53,7 +53,7 @@ def layout(root: Path, nodes: dict[int, str], siblings: dict[int, str]) -> Path:
     return root
 
 
-def test_the_layout_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_and_numa_nodes_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = layout(tmp_path, {0: "0-1,8", 10: "2-3", 2: ""}, {0: "0,2", 2: "0,2", 1: "1,3", 3: "1,3"})
     assert processors.numa_nodes(root) == {0: {0, 1, 8}, 10: {2, 3}}
     monkeypatch.setattr(processors, "available_processors", lambda: frozenset({0, 1, 2, 3, 8}))
@@ -86,7 +86,7 @@ def test_each_process_runs_on_the_processors_of_its_node(two: Processes) -> None
 
 
 @can_bind
-def test_an_unknown_node_is_told_of_and_leaves_the_process_unbound(
+def test_an_unknown_numa_node_warns_and_leaves_the_process_unbound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = os.sched_getaffinity(0)
@@ -96,7 +96,7 @@ def test_an_unknown_node_is_told_of_and_leaves_the_process_unbound(
     assert "stays unbound" in caplog.text
 
 
-def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_raises_on_systems_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
     with pytest.raises(NotOffered, match="Unset ACCELERATE_CPU_AFFINITY"):
@@ -133,7 +133,7 @@ def test_a_process_is_bound_to_the_node_of_its_device_not_of_its_local_rank(
     assert bound_to == [node]
 
 
-def test_no_device_is_counted_for_a_process_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_does_not_count_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(CPU):
         """A family whose devices are opened when they are counted, after which they cannot be arranged."""
 

@@ -42,7 +42,7 @@ def test_a_state_belongs_to_its_thread() -> None:
     assert current.process_or_none() is not None
 
 
-def test_barriers_and_order_between_threads() -> None:
+def test_barriers_and_main_process_first_between_threads() -> None:
     came: list[int] = []
 
     def first() -> int:
@@ -100,7 +100,7 @@ def test_ranks_that_wait_too_long_are_shown_where_they_are() -> None:
     assert run_as_threads(2, place)[0][0] == 0
 
 
-def test_one_set_of_threads_at_a_time() -> None:
+def test_a_second_run_as_threads_at_the_same_time_is_refused() -> None:
     with pytest.raises(ProcessesFailed, match="NotReady: Cannot run 2 ranks as threads"):
         run_as_threads(2, run_as_threads, 2, place)
     with pytest.raises(SettingError, match="Cannot run 0 ranks"):

@@ -8,7 +8,7 @@ from accel_state.errors import SettingError
 from accel_state.topology import Topology, read_topology
 
 
-def test_alone_when_no_launcher_left_a_trace() -> None:
+def test_read_topology_without_launcher_variables_is_a_single_process() -> None:
     place = read_topology({})
     assert place == Topology()
     assert not place.distributed
@@ -89,7 +89,7 @@ def test_read_topology_of_each_launcher(environ: dict[str, str], expected: Topol
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     ],
 )
-def test_variables_that_make_no_sense_are_named(environ: dict[str, str], named: str) -> None:
+def test_read_topology_names_invalid_variables(environ: dict[str, str], named: str) -> None:
     with pytest.raises(SettingError) as caught:
         read_topology(environ)
     assert named in str(caught.value)

@@ -105,11 +105,11 @@ def broadcasts() -> None:
     [gathers, gathers_in_inference_mode, gathers_at_the_same_time, reduces, broadcasts],
     ids=lambda c: c.__name__,
 )
-def test_every_process_has_what_it_should(group: Processes, calls: Any) -> None:
+def test_gloo_collectives_return_the_right_values_on_every_process(group: Processes, calls: Any) -> None:
     group.run(calls)
 
 
-def test_sums_are_equal_bit_by_bit(group: Processes) -> None:
+def test_sums_are_bitwise_equal_on_all_processes(group: Processes) -> None:
     first, *others = group.run(sums_of_what_needs_rounding)
     assert all(other == first for other in others)
 

@@ -136,7 +136,7 @@ def test_processes_that_drive_several_devices_meet_on_the_host(two: Processes) -
 
 @pytest.mark.skipif(not importable("torch_xla"), reason="needs torch_xla")
 @pytest.mark.parametrize("stand_in_for", [all_gather, all_reduce])
-def test_torch_xla_takes_what_the_stand_ins_take(stand_in_for: Any) -> None:
+def test_torch_xla_has_the_signatures_of_the_stand_ins(stand_in_for: Any) -> None:
     import torch_xla.core.xla_model as xla_model
 
     real = inspect.signature(getattr(xla_model, stand_in_for.__name__)).parameters
