@@ -214,7 +214,7 @@ def test_device_meshes_that_are_refused() -> None:
     with pytest.raises(Conflict, match="requires 4 processes"):
         ParallelismConfig(tp_size=4).build_device_mesh("cpu")
     config = ParallelismConfig(tp_size=16)
-    with pytest.raises(SettingError, match="Give the device type"):
+    with pytest.raises(SettingError, match="Pass the device type"):
         config.get_device_mesh()
     config.get_device_mesh("cpu")
     with pytest.raises(Conflict, match="'cuda'"):

@@ -204,7 +204,7 @@ class StoreBarrier:
             self._end()
 
     def leave(self) -> None:
-        """End an operation whose phases all succeeded; called on every rank, or as `last=True` of `wait`.
+        """End an operation after all its phases have succeeded; call it on every rank, or pass `last=True` to `wait`.
 
         The process that hosts the store waits until the other ranks have the last result; rank 0 removes the keys.
         """

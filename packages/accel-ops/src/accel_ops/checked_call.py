@@ -166,9 +166,9 @@ def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
             f"The processes of {transport.group} have other ranks."
             if transport.group
             else f"There are {transport.world_size} processes, with ranks from 0.",
-            f"Give one of {', '.join(map(str, ranks))}; these are ranks of the run."
+            f"Pass one of {', '.join(map(str, ranks))}; these are ranks of the run."
             if transport.group and len(ranks) <= _MOST_NAMED
-            else f"Give a rank from {min(ranks)} to {max(ranks)}.",
+            else f"Pass a rank from {min(ranks)} to {max(ranks)}.",
         )
     return ranks.index(rank)
 
@@ -215,7 +215,7 @@ def check_writable(tensor: Any) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UnknownKind(
             f"Cannot overwrite a DTensor with placements {tensor.placements}.",
-            "Each process holds a partial sum, not a part of the value.",
+            "Each process has a partial sum, not a part of the value.",
             "Redistribute it to Shard or Replicate first.",
         )
 
@@ -280,7 +280,7 @@ class Plan:
         if self._generation != header.generation:
             self._generation, self._by_rank = header.generation, {}
             nbytes = self.layout.nbytes
-            # Views made in inference mode could not be written to outside it.
+            # Views that are created in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 own, rows = header.own_payload(nbytes), header.payloads(nbytes)
                 self._eager_parts = self.layout.parts(own), self.layout.parts(rows)

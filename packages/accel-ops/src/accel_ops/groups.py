@@ -93,7 +93,7 @@ def _along_axis(axis: str, operation: str, process: Process) -> Members:
         f"The mesh of this run has the axes {', '.join(map(repr, names))}."
         if names
         else "This run has no device mesh.",
-        "Give one of its axes, a DeviceMesh of one dimension, or a process group.",
+        "Pass one of its axes, a one-dimensional DeviceMesh, or a process group.",
     )
 
 
@@ -107,7 +107,7 @@ def _of_process_group(group: Any, name: str, operation: str, process: Process) -
         raise SettingError(
             f"Cannot run {operation}() in group={group!r}.",
             f"It is of type {type(group).__name__}.",
-            "Give a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh.",
+            "Pass a process group, a one-dimensional DeviceMesh, or the name of an axis of the mesh.",
         )
     label = _label(name, ranks)
     if process.rank not in ranks:

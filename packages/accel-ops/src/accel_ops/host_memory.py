@@ -80,7 +80,7 @@ class HostMemory:
         self._taken = [0] * _SLOTS
         self._file = os.dup(files[rank])
         weakref.finalize(self, os.close, self._file)
-        # Tensors made in inference mode could not be written to outside it.
+        # Tensors that are created in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self._memories = [torch.frombuffer(mmap.mmap(file, _FILE_BYTES), dtype=torch.uint8) for file in files]
 

@@ -107,7 +107,7 @@ def _check_list(given: Any) -> None:
         raise UnknownKind(
             f"Cannot use an object of type {type(given).__name__} in broadcast_object_list().",
             "Its items cannot be overwritten in place.",
-            "Give a list, for example [object].",
+            "Pass a list, for example [object].",
         )
 
 
@@ -117,7 +117,7 @@ def _items(given: Any) -> list[Any]:
     raise UnknownKind(
         f"Cannot use an object of type {type(given).__name__} in gather_object().",
         "The function joins lists, and this is not a list.",
-        "Give a list, for example [object].",
+        "Pass a list, for example [object].",
     )
 
 

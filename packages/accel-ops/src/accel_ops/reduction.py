@@ -85,7 +85,7 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
         raise SettingError(
             f"Cannot reduce with op={op!r}.",
             "There is no such reduction.",
-            f"Give one of {', '.join(map(repr, _REDUCTIONS))}.",
+            f"Pass one of {', '.join(map(repr, _REDUCTIONS))}.",
         )
     transport = transport_of(group, "reduce")
     if op == "none":
@@ -124,7 +124,7 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
         raise SettingError(
             f"Cannot reduce and scatter with op={op!r}.",
             "There is no such reduction.",
-            f"Give one of {', '.join(map(repr, _SENT))}.",
+            f"Pass one of {', '.join(map(repr, _SENT))}.",
         )
     transport = transport_of(group, "reduce_scatter")
     count, check = transport.world_size, _check_of(op, 1.0)

@@ -180,10 +180,10 @@ def _source(kind: str, generator: torch.Generator | None) -> _Source:
         raise SettingError(
             f"Cannot synchronise random number generators of kind {kind!r}.",
             "This process has no generators of this kind.",
-            f"Give one of {', '.join(map(repr, (*sources, 'generator')))}.",
+            f"Pass one of {', '.join(map(repr, (*sources, 'generator')))}.",
         )
     return sources[kind]
 
 
 def _seed_error(seed: Any, obstacle: str) -> SettingError:
-    return SettingError(f"Cannot seed generators with {seed!r}.", obstacle, f"Give an int from 0 to {2**32 - 1}.")
+    return SettingError(f"Cannot seed generators with {seed!r}.", obstacle, f"Pass an int from 0 to {2**32 - 1}.")

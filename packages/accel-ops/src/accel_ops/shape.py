@@ -245,7 +245,7 @@ class _Concatenation:
                 raise UnknownKind(
                     "Cannot concatenate nested data with leaves that are not tensors.",
                     f"{f'The leaf {where}' if where else 'An item'} is of type {type(part).__name__}.",
-                    "Give tensors, or lists, tuples and mappings of tensors.",
+                    "Pass tensors, or lists, tuples and mappings of tensors.",
                 ) from None
 
     def _structure_error(self) -> ShapeMismatch:
@@ -253,7 +253,7 @@ class _Concatenation:
         return ShapeMismatch(
             "Cannot concatenate data of different structures.",
             f"{f'At {where}' if where else 'At the top'}, types, lengths or keys differ.",
-            "Give items that have the same keys and lengths everywhere.",
+            "Pass items that have the same keys and lengths everywhere.",
         )
 
     def _where(self) -> str:

@@ -252,7 +252,7 @@ class SharedMemoryStream:
         if self._rank == self._src:
             return None
         if not self._buffers:
-            # The source has made the file longer by now.
+            # The source has extended the file by now.
             self._map()
         place = (self._next - self._first) % _PLACES
         self._next += 1
@@ -288,7 +288,7 @@ class SharedMemoryStream:
     def _map(self) -> None:
         shape = (_PLACES, self._receivers, self._size)
         memory = mmap.mmap(self._file, self._end)
-        # Views made in inference mode could not be written to outside it.
+        # Views that are created in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             ring = torch.frombuffer(memory, dtype=torch.uint8, offset=self._start).view(shape)
             mine = range(self._receivers)
@@ -331,7 +331,7 @@ class SharedMemoryStream:
         self._waits[self._rank] = exchanges - self._exchanges
 
     def _look(self, rank: int) -> None:
-        """Raise when a peer waits in a call that this process has not made."""
+        """Raise if a peer waits in a call that this process is not in."""
         elsewhere = self._waits[rank] > self._log.exchanges - self._exchanges
         self._looks = self._looks + 1 if elsewhere else 0
         if self._looks == _LOOKS:

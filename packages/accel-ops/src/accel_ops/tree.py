@@ -72,7 +72,7 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
     """A sequence of the same type as another, which may be a named tuple.
 
     Args:
-        obj: the sequence whose type the result has.
+        obj: a sequence of the type of the result.
         generator: the values of the result; for a named tuple, as many as it has fields.
 
     Example:
@@ -306,7 +306,7 @@ def find_batch_size(data: Any) -> int:
             raise SettingError(
                 "Cannot find the batch size of nested data.",
                 f"An empty {type(first).__name__} contains no tensor.",
-                "Give data whose first leaf is a tensor.",
+                "Pass data whose first leaf is a tensor.",
             )
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
@@ -314,7 +314,7 @@ def find_batch_size(data: Any) -> int:
         raise UnknownKind(
             "Cannot find the batch size of nested data.",
             f"The first leaf is {what}, and has no batch size.",
-            "Give data whose first leaf is a tensor with a batch dimension.",
+            "Pass data whose first leaf is a tensor with a batch dimension.",
         )
     return first.shape[0]
 

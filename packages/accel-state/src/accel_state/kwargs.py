@@ -57,6 +57,6 @@ def _duration(given: object) -> timedelta:
         raise SettingError(
             f"Cannot use InitProcessGroupKwargs(timeout={given!r}).",
             "The timeout must be a positive duration.",
-            "Give seconds or a datetime.timedelta.",
+            "Pass seconds or a datetime.timedelta.",
         )
     return duration

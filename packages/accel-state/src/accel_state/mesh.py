@@ -152,14 +152,14 @@ class DeepSpeedSequenceParallelConfig:
             raise SettingError(
                 f"Cannot use DeepSpeedSequenceParallelConfig(sp_attn_implementation={name!r}).",
                 "This attention does not support a sharded sequence.",
-                f"Give one of {', '.join(_ATTENTION)}, or a FlashAttention kernel such as "
+                f"Pass one of {', '.join(_ATTENTION)}, or a FlashAttention kernel such as "
                 "'kernels-community/flash-attn2'.",
             )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise Conflict(
                 "Cannot use DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).",
                 "It requires the length of the sequences, and sp_seq_length is missing.",
-                "Give sp_seq_length, or set PARALLELISM_CONFIG_SP_SEQ_LENGTH.",
+                "Pass sp_seq_length, or set PARALLELISM_CONFIG_SP_SEQ_LENGTH.",
             )
 
 
@@ -247,7 +247,7 @@ class ParallelismConfig:
                 raise SettingError(
                     f"Cannot use ParallelismConfig({axis}_handler={handler!r}).",
                     f"The handler must be a {kind.__name__}.",
-                    f"Give {axis}_handler={kind.__name__}(...).",
+                    f"Pass {axis}_handler={kind.__name__}(...).",
                 )
 
     def size(self, axis: str) -> int:
@@ -394,7 +394,7 @@ class ParallelismConfig:
             raise SettingError(
                 "Cannot build a device mesh.",
                 "No device type was given.",
-                'Give the device type, such as "cuda".',
+                'Pass the device type, such as "cuda".',
             )
         else:
             self.device_mesh = self.build_device_mesh(device_type)

@@ -68,7 +68,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         raise SettingError(
             f"Cannot check the port {port!r}.",
             f"A port must be an integer from 0 to {_LAST}.",
-            "Give an integer from 0 to 65535; with 0 the system chooses.",
+            "Pass an integer from 0 to 65535; with 0 the system chooses.",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return number != 0 and probe.connect_ex(("localhost", number)) == 0

@@ -98,7 +98,7 @@ def _check_equal_lengths(inputs: dict[Any, Any]) -> None:
         raise ShapeMismatch(
             "Cannot split a dict between processes.",
             "Its values have different lengths: " + ", ".join(f"{key}: {n}" for key, n in lengths.items()) + ".",
-            "Give values of equal length.",
+            "Pass values of equal length.",
         )
 
 
@@ -180,7 +180,7 @@ class PartialState:
             raise Conflict(
                 "Cannot use the CPU in this process.",
                 f"Its state already uses the device {existing.device}.",
-                "Give cpu=True to the first state or Accelerator, or launch with --cpu.",
+                "Pass cpu=True to the first state or Accelerator, or launch with --cpu.",
             )
 
     def __repr__(self) -> str:

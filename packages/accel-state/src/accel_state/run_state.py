@@ -234,7 +234,7 @@ class _RunPlugins:
             raise SettingError(
                 f"Cannot select the DeepSpeed configuration {name!r}.",
                 "No configuration has this name.",
-                f"Give one of {', '.join(map(repr, plugins))}.",
+                f"Use one of {', '.join(map(repr, plugins))}.",
             )
         return plugins[name]
 

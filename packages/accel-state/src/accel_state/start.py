@@ -102,7 +102,7 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
         raise SettingError(
             f"Cannot use the device {settings.device!r}.",
             str(error).splitlines()[0],
-            "Give a device such as cpu or cuda:0.",
+            "Use a device such as cpu or cuda:0.",
         ) from None
     if given.index is None:
         return family.device(topology.local_rank)
@@ -112,7 +112,7 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
         raise SettingError(
             f"Cannot use the device {settings.device!r}.",
             str(error).splitlines()[0],
-            f"Give the index of one of the {family.count()} devices that this process sees, or none.",
+            f"Use the index of one of the {family.count()} devices that this process sees, or none.",
         ) from error
 
 

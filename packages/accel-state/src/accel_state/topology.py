@@ -30,7 +30,7 @@ _NATURAL: Final = int_at_least(0)
 
 _FIRST_SLURM_PORT: Final = 15000
 _SLURM_PORTS: Final = 10000
-"""Ports for the store of a job; all below those that operating systems assign to clients."""
+"""Ports for the store of a job, below the range that operating systems assign to clients."""
 
 
 def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str, str]], Mapping[str, str]]:

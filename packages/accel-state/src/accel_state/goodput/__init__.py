@@ -1,1 +1,1 @@
-"""Where the time of a run goes, over all its restarts."""
+"""How a run spends its time, over all its restarts."""

@@ -63,7 +63,7 @@ def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: 
         [0, 1, 2]
     """
     if count < 1:
-        raise SettingError(f"Cannot run {count} ranks.", "There must be at least one rank.", "Give 1 or more.")
+        raise SettingError(f"Cannot run {count} ranks.", "There must be at least one rank.", "Pass 1 or more.")
     if not _one_world.acquire(blocking=False):
         raise NotReady(
             f"Cannot run {count} ranks as threads.",

@@ -1,1 +1,1 @@
-"""Transports: how tensors and bytes travel between the processes of a run."""
+"""Transports: they send tensors and bytes between the processes of a run."""
