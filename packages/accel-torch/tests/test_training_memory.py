@@ -246,7 +246,7 @@ def test_a_read_of_values_outside_of_operations_is_named_with_its_line() -> None
         (lambda model, batch: None, "returned a NoneType, not a tensor"),
         (lambda model, batch: {"loss": model(batch).sum()}, "returned a dict, not a tensor"),
         (lambda model, batch: model(batch), r"a tensor of shape \(8, 2\), not a scalar"),
-        (lambda model, batch: model(batch).detach().sum(), "depends on no parameter that is trained"),
+        (lambda model, batch: model(batch).detach().sum(), "does not depend on a trained parameter"),
     ],
 )
 def test_a_loss_without_gradients_is_refused(loss: Any, obstacle: str) -> None:
@@ -307,7 +307,7 @@ def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
 
 
 def test_a_global_batch_that_processes_cannot_divide_is_refused() -> None:
-    with pytest.raises(SettingError, match="2 slices of 3 samples are not of one size"):
+    with pytest.raises(SettingError, match="2 shards of 3 samples have different sizes"):
         compared(memory_models.cnn, 2, global_batch=3)
 
 
@@ -373,7 +373,7 @@ def test_the_command_names_the_nearest_plan_where_none_fits(capsys: pytest.Captu
     [
         ("nowhere.py", "There is no such file"),
         ("nowhere", "There is no such file or folder"),
-        ("torch.nn:Identity", "returned a Identity of another form"),
+        ("torch.nn:Identity", "returned a Identity of an unexpected form"),
     ],
 )
 def test_a_source_that_is_not_usable_is_refused(source: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory of training, before the launch: one step of a plan under fake tensors and a fake process group."""
+"""Estimates the memory of training before the launch: steps of a plan with fake tensors and a fake process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _estimates = False
 
 
 def is_estimating() -> bool:
-    """Whether the code runs in an estimate, where tensors have shapes and no values.
+    """Whether the code runs in an estimate, in which tensors have shapes but no values.
 
     Example:
         >>> rows = capacity if is_estimating() else int(mask.sum())  # doctest: +SKIP
@@ -36,7 +36,7 @@ def estimating() -> Iterator[None]:
 
 @contextmanager
 def _without_truncation() -> Iterator[None]:
-    """Let truncated normal draws leave tensors without values as they are: torch reads what it drew, to reject some."""
+    """Make truncated normal initialisation skip fake tensors, because torch reads the values that it draws."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.nn import init
 

@@ -1,4 +1,4 @@
-"""`accel estimate-memory --training`: the memory of each rank under each plan, before anything is launched."""
+"""`accel estimate-memory --training`: the memory of a rank under each plan, before the launch."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ __all__ = ("ESTIMATE", "TrainingMemory")
 
 
 class TrainingMemory:
-    """What `--training` adds to the command; the entry point `accel.memory`."""
+    """The part of the command for `--training`; the entry point `accel.memory`."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options that apply with --training."""
         group = parser.add_argument_group("with --training")
         group.add_argument("--processes", type=int, default=1, help="Processes of the plans (default: 1).")
         group.add_argument("--memory", type=_size, metavar="SIZE", help="Memory of a device, such as 80GiB.")
-        group.add_argument("--global-batch", type=int, help="Samples of one step of all processes.")
+        group.add_argument("--global-batch", type=int, help="Samples of one step on all processes.")
         group.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="Mixed precision.")
         group.add_argument("--optimizer", default="AdamW", help="Class of torch.optim (default: AdamW).")
-        group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Kind of device (default: cuda).")
-        group.add_argument("--batch-size", type=int, default=8, help="Samples of a batch, for a config (default: 8).")
+        group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Device type (default: cuda).")
         group.add_argument(
-            "--sequence-length", type=int, default=512, help="Tokens of a sample, for a config (default: 512)."
+            "--batch-size", type=int, default=8, help="Samples of a batch, for a model config (default: 8)."
+        )
+        group.add_argument(
+            "--sequence-length", type=int, default=512, help="Tokens of a sample, for a model config (default: 512)."
         )
         group.add_argument("--rank", type=int, default=0, help="Rank whose memory is estimated (default: 0).")
-        group.add_argument("--script_arguments", default="", metavar="ARGUMENTS", help="Arguments of a script, as one.")
-        group.add_argument("--json", action="store_true", help="Print one line of JSON.")
-        group.add_argument("--picture", metavar="FILE.svg", help="Write the bars as a picture.")
+        group.add_argument(
+            "--script_arguments", default="", metavar="ARGUMENTS", help="Arguments of a script, as one quoted text."
+        )
+        group.add_argument("--json", action="store_true", help="Print the estimates as one line of JSON.")
+        group.add_argument("--picture", metavar="FILE.svg", help="Write the bars to this file, as SVG.")
 
     def run(self, arguments: Namespace, options: Mapping[str, Any]) -> int:
-        """Estimate the plans and print them; the exit code is 1 where none fits.
+        """Estimate the plans and print them; the exit code is 1 if no plan fits.
 
         Args:
             arguments: the arguments of the command.
-            options: those of the function that makes the model.
+            options: options for the function that creates the model.
 
         Raises:
             SettingError: the model cannot be built or needs the values of tensors, or a number is below 1.
@@ -57,9 +61,9 @@ class TrainingMemory:
         numbers = (arguments.processes, arguments.batch_size, arguments.sequence_length, arguments.global_batch or 1)
         if min(numbers) < 1:
             raise SettingError(
-                "Cannot estimate a step with numbers below 1.",
+                "Cannot estimate the memory of a step with a number below 1.",
                 "The numbers of processes, samples and tokens must be at least 1.",
-                "Give numbers from 1.",
+                "Give numbers of at least 1.",
             )
         if not 0 <= arguments.rank < arguments.processes:
             raise SettingError(

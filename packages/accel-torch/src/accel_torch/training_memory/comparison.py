@@ -1,4 +1,4 @@
-"""All plans of a number of processes: which fit into the memory of a device, and what they cost."""
+"""Compares all plans for a number of processes: which fit into the memory of a device, and their cost."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = (
 _OPERATIONS: Final = 200e12
 _BETWEEN: Final = 100e9
 _HOST: Final = 25e9
-"""What the cost assumes a second: operations of a device, bytes between devices, bytes between host and device."""
+"""Rates that the cost assumes, per second: device operations, bytes between devices, bytes between host and device."""
 _RECOMPUTED: Final = 4 / 3
 """Backward takes twice the time of forward, and recomputing runs forward once more."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the plans of a model depend on.
+    """Facts about a model that its plans depend on.
 
     Args:
         batch: samples of the example batch.
-        blocks: names of the classes of the blocks that it repeats.
-        divides_tensors: whether it has a plan of tensor parallelism.
+        blocks: class names of the model's repeated blocks.
+        divides_tensors: whether the model has a plan for tensor parallelism.
         operations: floating-point operations of forward and backward for one sample.
     """
 
@@ -54,7 +54,7 @@ class PlanEstimate:
 
     Args:
         plan: the plan.
-        memory: what its first rank holds, which no other rank exceeds.
+        memory: the memory of its first rank, which no other rank exceeds.
         seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes of
             collectives / 100e9, plus bytes between host and device / 25e9.
         limit: bytes of a device; None for no limit.
@@ -67,12 +67,12 @@ class PlanEstimate:
 
     @property
     def missing(self) -> int:
-        """Bytes that the device lacks; 0 where the plan fits."""
+        """Bytes by which the plan exceeds the device; 0 if it fits."""
         return 0 if self.limit is None else max(self.memory.peak - self.limit, 0)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for the peak."""
+        """Whether the peak fits into the device."""
         return not self.missing
 
 
@@ -81,8 +81,8 @@ class PlanComparison:
     """Every plan for a number of processes.
 
     Args:
-        facts: what the plans of the model depend on.
-        estimates: plans that fit by their cost, then the others by what is missing.
+        facts: facts about the model.
+        estimates: first the plans that fit, by cost; then the others, by missing bytes.
         refused: plans that do not apply to the model or to the global batch, and why.
         limit: bytes of a device; None for no limit.
     """
@@ -104,7 +104,7 @@ def read_facts(case: TrainingCase) -> ModelFacts:
 
 
 def model_facts(model: Module, batch: Any, operations: float) -> ModelFacts:
-    """What the plans of a model depend on; `operations` are those of the whole batch."""
+    """The facts about a model; `operations` are those of the whole batch."""
     samples = find_batch_size(batch)
     plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return ModelFacts(samples, tuple(block_names(model)), bool(plan), operations / samples)
@@ -122,28 +122,28 @@ def compare_plans(
 ) -> PlanComparison:
     """Estimate every plan for a number of processes.
 
-    The micro-batch of a plan is the largest half, quarter, ... of what a process has of the global batch that fits;
-    accumulation keeps the global batch.
+    The micro-batch of a plan is a process's shard of the global batch, halved until it fits; accumulation keeps the
+    global batch.
 
     Args:
-        facts: what the plans of the model depend on.
+        facts: facts about the model.
         measure: runs a trial of a plan.
-        processes: how many.
-        memory: bytes of a device; the whole share of a process is one micro-batch when None.
-        global_batch: samples of one step of all processes; one example batch for each process when None.
+        processes: the number of processes.
+        memory: bytes of a device. With None, the whole shard of a process is one micro-batch.
+        global_batch: samples of one step on all processes. None is one example batch for each process.
         mixed_precision: "no", "bf16" or "fp16".
         device: "cpu", or another one.
         progress: called before each trial.
 
     Raises:
         SettingError: no plan applies.
-        Exception: that of the trials, where all fail alike.
+        Exception: the error of the trials, if all fail with the same one.
     """
     samples = global_batch or facts.batch * processes
     estimates, refused, failures = [], [], []
     for plan in _plans(facts, processes, mixed_precision, device):
         if samples % plan.data_processes:
-            refused.append((plan, f"{plan.data_processes} slices of {samples} samples are not of one size"))
+            refused.append((plan, f"{plan.data_processes} shards of {samples} samples have different sizes"))
             continue
         try:
             estimates.append(_largest_that_fits(facts, measure, plan, samples // plan.data_processes, memory, progress))
@@ -171,7 +171,7 @@ def _largest_that_fits(
     limit: int | None,
     progress: Callable[[TrainingPlan], None] | None,
 ) -> PlanEstimate:
-    """The estimate of a plan with the largest micro-batch that fits, or with the smallest where none does."""
+    """The estimate of a plan with the largest micro-batch that fits, or with the smallest if none fits."""
     estimate = None
     for micro_batch in _halves(share):
         sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
@@ -181,7 +181,7 @@ def _largest_that_fits(
         estimate = PlanEstimate(sized, memory, _seconds(facts, sized, memory), limit)
         if estimate.fits:
             break
-    assert estimate is not None  # The smallest micro-batch is 1.
+    assert estimate is not None  # This is the smallest micro-batch.
     return estimate
 
 

@@ -1,7 +1,7 @@
-"""How many bytes of tensors are alive, by what they are for, after each operation of torch.
+"""Counts the bytes of live tensors by purpose after each operation of torch.
 
-Nothing is allocated: the tensors are fake ones of `torch._subclasses.FakeTensorMode`, which have shapes and storages
-and no values.
+No memory is allocated: the tensors are those of `torch._subclasses.FakeTensorMode`, with shapes and storages but
+    without values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ("LiveBytes", "MemoryKind")
 
 
 class MemoryKind(str, Enum):
-    """What a tensor is for."""
+    """The purpose of a tensor."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -39,7 +39,7 @@ _FSDP: Final = "fsdp"
 
 
 class _Storage:
-    """One storage that is alive."""
+    """One live storage."""
 
     __slots__ = ("bytes", "kind", "reference")
 
@@ -50,16 +50,16 @@ class _Storage:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that are alive, and keeps the largest count.
+    """Counts the bytes of live storages, and records the peak.
 
-    A storage counts once however many tensors view it. Sharding frees gathered parameters by making their storages
-    empty, which is not an operation: their sizes are read again at each operation.
+    A storage counts once, however many tensors view it. FSDP frees gathered parameters by resizing their storages to
+    zero, which is not an operation, so sizes are read again at each operation.
 
     Args:
-        mode: the mode whose fake tensors count.
-        on_host: kinds that the host keeps; they do not count for the peak of the device.
-        granularity: bytes that the allocator rounds up to.
-        workspace: bytes that an operation holds besides its results until it returns, by name, arguments and results.
+        mode: the mode whose fake tensors are counted.
+        on_host: kinds that are stored on the host, and not counted in the device's peak.
+        granularity: bytes to which the allocator rounds up.
+        workspace: temporary bytes of an operation besides its results, by name, arguments and results.
 
     Example:
         >>> with mode, LiveBytes(mode) as live:  # doctest: +SKIP
@@ -77,15 +77,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[MemoryKind, int] = dict.fromkeys(MemoryKind, 0)
-        """Bytes alive, by kind."""
+        """Live bytes, by kind."""
         self.peak = 0
-        """The largest number of bytes of the device that were alive together."""
+        """The largest number of live bytes on the device."""
         self.at_peak: Mapping[MemoryKind, int] = dict(self.now)
-        """Bytes alive when the device held the most, by kind."""
+        """Live bytes at the device's peak, by kind."""
         self.host_peak = 0
-        """The largest number of bytes that the host held."""
+        """The largest number of live bytes on the host."""
         self.default = MemoryKind.ACTIVATIONS
-        """The kind of what is allocated next."""
+        """The kind of the next allocations."""
         self.after_collective: Callable[[], None] | None = None
         """Called after each collective."""
         self.moved = 0
@@ -96,12 +96,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resizable: dict[int, _Storage] = {}
 
     def track(self, tensor: Tensor, kind: MemoryKind) -> None:
-        """Count a tensor as one of a kind from now on."""
+        """Count a tensor under a kind from now on."""
         self._add(tensor, kind)
         self._compare()
 
     def reset_peak(self) -> None:
-        """Forget the largest count."""
+        """Reset the peaks."""
         self.peak = self.host_peak = 0
         self._compare()
 
@@ -112,13 +112,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.after_collective = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The operation on the local tensors comes here by itself.
+        # The operation on the local tensors is dispatched here separately.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         self._read_again()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if given and not any(isinstance(leaf, FakeTensor) for leaf in given):
-            # The ranks of a mesh, for example: code that divides models reads their values.
+            # For example the ranks of a mesh, whose values sharding code reads.
             with unset_fake_temporarily():
                 return function(*args, **(kwargs or {}))
         made = function(*args, **(kwargs or {}))
@@ -147,14 +147,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if held is not None and held.kind is MemoryKind.ACTIVATIONS and not name.startswith("_c10d"):
                 self._put(held, MemoryKind.COMMUNICATION)
         if not name.endswith("wait_tensor"):
-            # An all-reduce reads and writes its tensors; the tensors that others write are among their arguments.
+            # An all-reduce reads and writes its tensors; the outputs of other collectives are among their arguments.
             passes = 2 if "all_reduce" in name or "allreduce" in name else 1
             self.moved += passes * sum(tensor.nbytes for tensor in given)
         if self.after_collective is not None:
             self.after_collective()
 
     def _sharding(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
-        """An operation that FSDP copies with: parameters into buffers, and buffers into whole parameters."""
+        """An operation with which FSDP copies shards to buffers, and buffers to full parameters."""
         whole = name.startswith("fsdp::split_with_sizes_copy")
         for position, tensor in enumerate((*given, *results)):
             held = self._add(tensor)
@@ -206,7 +206,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None:
                 self._resize(held, storage.nbytes())
                 if not held.bytes:
-                    # It is an argument of an operation again before it is used again.
+                    # Before its next use it is an argument of an operation, which counts it again.
                     self._resizable.pop(id(held), None)
 
     def _compare(self) -> None:

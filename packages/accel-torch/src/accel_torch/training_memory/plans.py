@@ -1,6 +1,6 @@
-"""The plans of training: a backend, a division of the processes, micro-batches; and how each is launched.
+"""Plans of training: a backend, parallelism, micro-batches; and how to launch each plan.
 
-The backends are those whose manifests name their `memory_plans`, other people's among them.
+The backends are those whose manifests declare `memory_plans`, including third-party backends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PlannedBackend(NamedTuple):
     """A backend whose memory is estimated.
 
     Args:
-        manifest: what it declares.
-        plans: how it trains.
+        manifest: the backend's manifest.
+        plans: its `memory_plans`.
     """
 
     manifest: Manifest
@@ -45,9 +45,9 @@ class PlannedBackend(NamedTuple):
 
 @cache
 def planned_backends() -> Mapping[str, PlannedBackend]:
-    """By name, the installed backends that can run and have plans, in the order of their priority.
+    """The installed backends that can run and have plans, by name and in order of priority.
 
-    One whose plans cannot be imported is left out with a warning.
+    A backend whose plans cannot be imported is omitted with a warning.
     """
     manifests = [found.manifest for found in resolve.available() if found.manifest is not None and not found.obstacle]
     planned = {}
@@ -64,7 +64,7 @@ def planned_backend(name: str) -> PlannedBackend:
     """A backend by its name.
 
     Raises:
-        SettingError: none of that name has plans.
+        SettingError: there is no backend of that name with plans.
     """
     known = planned_backends()
     if name not in known:
@@ -81,15 +81,15 @@ class TrainingPlan:
     """How a number of processes train.
 
     Args:
-        processes: how many.
+        processes: the number of processes.
         backend: name of a backend with `memory_plans`.
-        variant: one of those of its plans, such as "offload".
-        tp: how many processes divide each tensor.
-        recompute: compute the activations of the blocks again in backward.
-        micro_batch: samples of one forward; those of the example batch when 0.
+        variant: a variant of the backend's plans, such as "offload".
+        tp: the size of tensor parallelism.
+        recompute: recompute the activations of blocks in backward.
+        micro_batch: samples of one forward; 0 for those of the example batch.
         accumulation: micro-batches of one step.
         mixed_precision: "no", "bf16" or "fp16".
-        device: "cpu", or another one, whose optimizers work on all parameters at once.
+        device: "cpu", or another device, on which optimizers update all parameters at once.
     """
 
     processes: int = 1
@@ -104,22 +104,22 @@ class TrainingPlan:
 
     @property
     def data_processes(self) -> int:
-        """How many processes read different samples."""
+        """The number of processes that read different samples."""
         return self.processes // self.tp
 
     @property
     def name(self) -> str:
-        """The plan in a few words."""
+        """A short name of the plan."""
         parts = [self.backend, self.variant, f"tp={self.tp}" if self.tp > 1 else "", self.recompute and "recompute"]
         return " + ".join(part for part in parts if part)
 
 
 def plan_settings(plan: TrainingPlan, blocks: Sequence[str]) -> dict[str, Any]:
-    """The fields of the settings class of a plan's backend that the plan sets.
+    """The fields that a plan sets in its backend's settings class.
 
     Args:
         plan: the plan.
-        blocks: names of the classes of the blocks that the model repeats.
+        blocks: class names of the model's repeated blocks.
     """
     manifest, plans = planned_backend(plan.backend)
     return {**manifest.settings, **plans.settings(plan.variant, blocks, plan.recompute)}
@@ -131,7 +131,7 @@ def config_values(plan: TrainingPlan, blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def launch_command(plan: TrainingPlan, blocks: Sequence[str], script: str = "train.py") -> str:
-    """The command that launches a script, given with its arguments, under a plan."""
+    """The command that launches a script and its arguments under a plan."""
     words = ["accel", "launch"]
     for _, flags, _ in _launch_values(plan, blocks):
         words += flags
@@ -139,7 +139,7 @@ def launch_command(plan: TrainingPlan, blocks: Sequence[str], script: str = "tra
 
 
 def _launch_values(plan: TrainingPlan, blocks: Sequence[str]) -> Iterator[tuple[str, list[str], Any]]:
-    """(key of the config file, words of the command line, value) of everything that a launch of a plan sets."""
+    """(key of the config file, words of the command line, value) of each setting in the launch of a plan."""
     manifest, _ = planned_backend(plan.backend)
     on_cpu = plan.device == "cpu"
     kind = "NO" if plan.processes == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
@@ -181,7 +181,7 @@ def _launch_settings(manifest: Manifest, values: Mapping[str, Any]) -> Iterator[
 
 
 def needs_in_script(plan: TrainingPlan) -> str:
-    """What the script itself must say for a plan; empty where the launch says everything."""
+    """What the script itself must set for a plan; empty if the launch sets everything."""
     if plan.recompute and not planned_backend(plan.backend).plans.recomputes:
         return "Accelerator(transforms=[accel_plugins.transforms.activation_checkpoint.ActivationCheckpoint()])"
     return ""

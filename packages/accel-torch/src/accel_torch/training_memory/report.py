@@ -25,7 +25,7 @@ _COLOURS: Final = {
     MemoryKind.GATHERED: ("g", "#a463f2"),
     MemoryKind.COMMUNICATION: ("~", "#9c6b4e"),
 }
-"""The letter and the colour of each kind."""
+"""The letter and colour of each kind."""
 _WIDTH: Final = 50
 
 
@@ -46,7 +46,7 @@ def as_text(found: PlanComparison, script: str) -> str:
         for one in estimates
     ]
     lines = [*columns(head, rows, status="fits"), "", *_bars(estimates, limit), ""]
-    lines.append("host: what offload keeps there, and the copy that an asynchronous checkpoint makes.")
+    lines.append("host: offloaded tensors, and the copy that an asynchronous checkpoint makes.")
     lines += [f"{plan.name} does not apply: {reason}" for plan, reason in found.refused]
     fitting = [one for one in estimates if one.fits]
     for number, one in enumerate(fitting, 1):
@@ -65,7 +65,7 @@ def as_text(found: PlanComparison, script: str) -> str:
 
 
 def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
-    """One bar for each plan; coloured where the terminal has colours, with a letter for each kind elsewhere."""
+    """One bar for each plan; with colours if the terminal supports them, otherwise with a letter for each kind."""
     most = _scale(estimates, limit)
     width = max(len(one.plan.name) for one in estimates)
     mark = round(_WIDTH * limit / most) if limit and limit <= most else None
@@ -91,7 +91,7 @@ def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
 
 
 def as_json(found: PlanComparison, script: str) -> str:
-    """Everything in one line of JSON; sizes are bytes."""
+    """The comparison as one line of JSON; sizes are bytes."""
     return json.dumps(
         {
             "memory": found.limit,
@@ -126,7 +126,7 @@ def _row(facts: ModelFacts, one: PlanEstimate, script: str) -> dict[str, Any]:
 
 
 def draw_svg(path: str, found: PlanComparison) -> None:
-    """Write the bars as a picture (SVG), with the memory of a device as a line.
+    """Write the bars to an SVG file, with the memory of a device as a line.
 
     Raises:
         OSError: the file cannot be written.

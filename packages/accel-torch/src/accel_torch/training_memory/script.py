@@ -1,7 +1,7 @@
 """The memory of a training script: the script runs until it prepares its model, and a fork of it tries each plan.
 
-Parameters have no values from the start, so that a model takes no memory. Data do: the script reads its batches as
-always. Each fork continues the script until the end of its second optimizer step.
+Parameters never have values, so that a model needs no memory. Data have values: the script reads its batches as usual.
+    Each fork continues the script until the end of its second optimizer step.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ def compare_plans_of_script(
     """Run a script until it prepares its model, and compare the plans there.
 
     Args:
-        script: its path.
-        arguments: its arguments.
-        compare: is given the facts of the model, and what runs a trial of a plan.
+        script: the path of the script.
+        arguments: the script's arguments.
+        compare: called with the facts about the model, and the function that runs a trial of a plan.
         mixed_precision: "no", "bf16" or "fp16".
-        rank: number of the rank that the trials run as.
+        rank: the rank whose memory the trials measure.
 
     Raises:
-        SettingError: there is no such script, it prepares no model, it fails, or it ends before its second optimizer
-            step.
+        SettingError: the script does not exist, prepares no model, fails, or ends before its second optimizer step.
     """
     failure = f"Cannot estimate the memory of training {script!r}."
     if not Path(script).is_file():
@@ -66,7 +65,7 @@ def compare_plans_of_script(
     observer = _ScriptObserver(failure, compare, mixed_precision, mode, rank)
     arguments_before, path_before = sys.argv, list(sys.path)
     try:
-        # What the script prints is not part of the report.
+        # The output of the script is not part of the report.
         with estimating(), naming_values(), contextlib.redirect_stdout(sys.stderr), _parameters_without_values(mode):
             run_script(script, arguments, observer)
     except BaseException as error:
@@ -92,17 +91,17 @@ def compare_plans_of_script(
 
 
 class _ScriptObserver(RunObserver):
-    """Compares the plans when the script prepares its first model; in a fork, `fork` runs the trial of one."""
+    """Compares the plans when the script prepares its first model; `fork` runs the trial of one plan in a fork."""
 
     def __init__(self, failure: str, compare: _Compare, mixed_precision: str, mode: FakeTensorMode, rank: int) -> None:
         self._failure, self._compare, self._mode, self._rank = failure, compare, mode, rank
-        # The two have the same size, and fp16 would need the values of a scaler.
+        # bf16 has the same size as fp16, which would need the values of a scaler.
         self._precision = "no" if mixed_precision == "no" else "bf16"
         self.found: PlanComparison | None = None
         self.fork: _Fork | None = None
 
     def configures(self, options: Options) -> Options:
-        """Leave the plan of the script itself out."""
+        """Remove the script's own plan."""
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         return options._replace(
             cpu=True,
@@ -117,7 +116,7 @@ class _ScriptObserver(RunObserver):
         )
 
     def begins(self, accelerator: Any) -> None:
-        """Compare the plans before anything is prepared."""
+        """Compare the plans before the script prepares objects."""
         prepare = accelerator._prepare
         # It compares values.
         accelerator._guards_first_steps = False
@@ -137,11 +136,11 @@ class _ScriptObserver(RunObserver):
         accelerator._prepare = prepare_after_plans
 
     def _in_fork(self, accelerator: Any, plan: TrainingPlan | None) -> Any:
-        """What a fork found; raises `_Forked` in the fork itself."""
+        """The result of a fork; raises `_Forked` in the fork itself."""
         read, write = os.pipe()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # The fork uses no thread of this process.
+            # The fork does not use threads of this process.
             warnings.simplefilter("ignore", DeprecationWarning)
             number = os.fork()
         if number == 0:
@@ -160,7 +159,7 @@ class _ScriptObserver(RunObserver):
 
 
 class _Forked(BaseException):
-    """Leads a fork back into the script."""
+    """Returns control from a fork to the script."""
 
     def __init__(self, fork: _Fork) -> None:
         super().__init__()
@@ -168,18 +167,18 @@ class _Forked(BaseException):
 
 
 class _Fork:
-    """A process that continues the script in a trial, sends what it finds, and ends.
+    """A fork that continues the script in a trial, sends the result, and exits.
 
     Args:
-        write: the end of a pipe.
-        accelerator: that of the script.
-        plan: None for the facts of the model.
-        trial: that of the plan.
+        write: the write end of a pipe.
+        accelerator: the script's Accelerator.
+        plan: the plan; None for the facts about the model.
+        trial: the trial of the plan.
     """
 
     def __init__(self, write: int, accelerator: Any, plan: TrainingPlan | None, trial: Trial) -> None:
         self._write, self._accelerator, self._plan, self._trial = write, accelerator, plan, trial
-        # Weak, since whole parameters are freed when they are sharded.
+        # Weak references, since full parameters are freed when they are sharded.
         self._replaced: Any = WeakTensorKeyDictionary()
         self._contexts = contextlib.ExitStack()
         self._numbers = _NumbersOfLogs()
@@ -188,7 +187,7 @@ class _Fork:
         self._batch: Any = None
 
     def begin(self) -> None:
-        """Take the place of the strategy."""
+        """Replace the strategy."""
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
@@ -205,7 +204,7 @@ class _Fork:
         strategy.wrap_loader = lambda loader: _BatchesWithoutValues(loader, self._batch_without_values)
 
     def send(self, found: Any) -> NoReturn:
-        """Send what was found, and end the process."""
+        """Send the result, and exit."""
         if isinstance(found, BaseException) and not isinstance(found, AccelError):
             found = f"{type(found).__name__}: {found}".partition("\n")[0]
         with open(self._write, "wb") as pipe:
@@ -265,14 +264,14 @@ class _BatchesWithoutValues:
 
 
 class _NumbersOfLogs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers `loss.item()` and the like with 1, as scripts log numbers; not inside of a model, which may need them."""
+    """Returns 1 for `loss.item()` and similar reads outside of models, since scripts log numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depth = 0
 
     def refuse_in(self, model: Module) -> None:
-        """Leave reads in the forward of a model alone."""
+        """Do not change reads inside a model's forward."""
         model.register_forward_pre_hook(self._entered, prepend=True)
         model.register_forward_hook(self._left, always_call=True)
 
@@ -294,7 +293,7 @@ class _NumbersOfLogs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _parameters_without_values(mode: FakeTensorMode) -> Iterator[None]:
-    """A context in which parameters lose their values as soon as a module has them."""
+    """Context manager in which parameters become fake tensors as soon as a module has them."""
     register, convert = Module.register_parameter, Module._apply
 
     def register_without_values(module: Module, name: str, parameter: Parameter | None) -> None:
@@ -312,7 +311,7 @@ def _parameters_without_values(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _convert_without_values(module: Module, function: Callable[..., Any], recurse: bool = True) -> Module:
-    """As `Module._apply`, which swaps tensors; those without values cannot be swapped."""
+    """Like `Module._apply`, which swaps tensors; fake tensors cannot be swapped."""
     made: dict[torch.Tensor, Any] = {}
     for one in module.modules() if recurse else [module]:
         for held in (one._parameters, one._buffers):
@@ -328,6 +327,6 @@ def _convert_without_values(module: Module, function: Callable[..., Any], recurs
 def _converted(tensor: torch.Tensor, function: Callable[..., Any]) -> Any:
     if not isinstance(tensor, Parameter):
         return function(tensor)
-    # Optimizers may hold the parameter; it has no values to move.
+    # Optimizers may refer to the parameter, so it is kept; it has no values to move.
     converted = function(tensor.detach())
     return tensor if converted.dtype == tensor.dtype else Parameter(converted, tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""What `accel estimate-memory --training` trains: a function of the user, or a config of transformers."""
+"""The model that `accel estimate-memory --training` trains: from a function of the user, or a transformers config."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ _HOW: Final = "Return (model, loss_function, batch), where loss_function(model, 
 def training_case(
     source: str, arguments: Mapping[str, Any], optimizer: str, batch_size: int, sequence_length: int
 ) -> TrainingCase:
-    """What a text names: "module:function" or "file.py:function", or a folder or file with a config of transformers.
+    """Load "module:function" or "file.py:function", or a folder or file with a transformers config.
 
     Args:
         source: the text.
-        arguments: for the function.
+        arguments: arguments for the function.
         optimizer: name of a class of `torch.optim`.
-        batch_size: samples of a batch for a config.
-        sequence_length: tokens of a sample for a config.
+        batch_size: samples of a batch, for a config.
+        sequence_length: tokens of a sample, for a config.
 
     Raises:
-        SettingError: nothing of that name is found.
+        SettingError: the source or the optimizer does not exist.
         Missing: transformers is needed and not installed.
     """
     failure = f"Cannot estimate the memory of training {source!r}."
     made = getattr(torch.optim, optimizer, None)
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        raise SettingError(failure, f"torch.optim has no optimizer {optimizer!r}.", "Name one, such as AdamW or SGD.")
+        raise SettingError(
+            failure, f"torch.optim has no optimizer {optimizer!r}.", "Give the name of one, such as AdamW or SGD."
+        )
     if ":" in source:
         function = load_callable(failure, source)
 
@@ -50,7 +52,7 @@ def training_case(
         return TrainingCase(build, made)
     if not Path(source).exists():
         raise SettingError(
-            failure, "There is no such file or folder.", f"Name module:function, or a config.json. {_HOW}"
+            failure, "There is no such file or folder.", f"Give module:function, or a config.json. {_HOW}"
         )
     Requirement("transformers").demand(failure)
     return TrainingCase(lambda: _from_config(source, batch_size, sequence_length), made)
@@ -58,7 +60,7 @@ def training_case(
 
 def _checked(failure: str, made: Any) -> Any:
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], Module) and callable(made[1])):
-        raise SettingError(failure, f"The function returned a {type(made).__name__} of another form.", _HOW)
+        raise SettingError(failure, f"The function returned a {type(made).__name__} of an unexpected form.", _HOW)
     return made
 
 
@@ -66,7 +68,7 @@ def _from_config(path: str, batch_size: int, sequence_length: int) -> Any:
     """A model of the first architecture of a config, its own loss, and a batch of its main input."""
     library: Any = importlib.import_module("transformers")
     config = library.AutoConfig.from_pretrained(path)
-    # Training reads no cache of the tokens before.
+    # Training does not use a key-value cache.
     config.use_cache = False
     names = list(getattr(config, "architectures", None) or ())
     kind = getattr(library, names[0], None) if names else None
@@ -82,7 +84,7 @@ def _from_config(path: str, batch_size: int, sequence_length: int) -> Any:
 
 
 def _mean_loss(model: Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of logits over tokens or classes; the mean of the first output where there are none."""
+    """Cross entropy of logits over tokens or classes; the mean of the first output if there are no logits."""
     outputs = model(**batch)
     logits: Tensor | None = getattr(outputs, "logits", None)
     if logits is None:

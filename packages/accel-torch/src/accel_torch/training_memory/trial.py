@@ -1,4 +1,4 @@
-"""One training step of a plan under fake tensors, as one rank of a fake process group runs it."""
+"""Runs a training step of a plan with fake tensors, as one rank of a fake process group."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ __all__ = (
 
 PRECISIONS: Final = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCK: Final = 512
-"""Bytes that torch's allocator of an accelerator rounds up to."""
+"""Bytes to which torch's device allocator rounds up."""
 
 _STATES: Final = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
-"""What a backend that offloads keeps on the host between uses."""
+"""Kinds of tensors that an offloading backend stores on the host."""
 
 _NO_VALUES: Final = ("numpy() is not supported for tensor subclasses", "Cannot access data pointer of Tensor")
-"""What torch says where a function outside of its operations asks a tensor without values for them."""
+"""Error texts of torch if a function reads the values of a fake tensor."""
 
 _LIBRARIES: Final = ("torch", "accelerate", "contextlib", "runpy")
-"""Packages whose lines are not the user's, as those of this library are not."""
+"""Packages whose lines are not the user's code, besides this library."""
 
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """What is trained.
+    """The training to measure.
 
     Args:
         build: returns the model, the loss function and one example batch of one process. The loss function takes the
-            model and a batch and returns a scalar. The samples are along the first dimension of the batch.
-        optimizer: makes the optimizer of parameters; `torch.optim.AdamW` when None.
+            model and a batch and returns a scalar. The first dimension of the batch is that of the samples.
+        optimizer: creates an optimizer from parameters; None for `torch.optim.AdamW`.
     """
 
     build: Callable[[], tuple[Module, Callable[[Module, Any], Tensor], Any]]
@@ -75,17 +75,17 @@ class TrainingCase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds.
+    """The memory of one rank.
 
     Args:
-        rank: its number.
+        rank: the rank.
         peak: bytes of its device at the peak.
-        parts: bytes at the peak, by what they are for.
-        on_host: those parts that are in the memory of the host.
-        host: bytes that its host holds at most, checkpoint staging not counted.
-        staging: bytes of the host that an asynchronous checkpoint copies the state into.
+        parts: bytes at the peak, by purpose.
+        on_host: the purposes whose tensors are in host memory.
+        host: peak bytes of host memory, without the copy of a checkpoint.
+        staging: bytes of host memory for the copy that an asynchronous checkpoint makes.
         moved: bytes that collectives read and write in one step.
-        copied: bytes that travel between host and device in one step.
+        copied: bytes copied between host and device in one step.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class RankMemory:
 
 
 def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankMemory:
-    """Run two steps of a plan as one rank and return its memory; the first step makes the optimizer's states.
+    """Run two steps of a plan as one rank and return its memory; the first step creates the optimizer's states.
 
     Raises:
         SettingError: the model needs the values of tensors, or the plan does not apply to it.
@@ -110,7 +110,7 @@ def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankM
         optimizer = (case.optimizer or torch.optim.AdamW)(one for one in model.parameters() if one.requires_grad)
         trial.prepare_optimizer(optimizer)
         dtype = PRECISIONS[plan.mixed_precision]
-        # All micro-batches but the last one hold the same, so that two of them are enough.
+        # All micro-batches except the last one use equal memory, so two of them are enough.
         micro_batches = min(plan.accumulation, 2)
         while not trial.is_complete:
             for number in range(micro_batches):
@@ -125,7 +125,7 @@ def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankM
 
 
 def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
-    """The model and the example batch under fake tensors, and the floating-point operations of forward and backward.
+    """Build the model and the example batch with fake tensors, and count the floating-point operations of a step.
 
     Raises:
         SettingError: the model needs the values of tensors.
@@ -142,31 +142,31 @@ def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
 
 
 def _checked(loss: Any) -> Tensor:
-    """What a loss function returned.
+    """Check the result of a loss function.
 
     Raises:
-        SettingError: no gradients can be computed from it.
+        SettingError: gradients cannot be computed from it.
     """
     if not isinstance(loss, Tensor):
         obstacle = f"The loss function returned a {type(loss).__name__}, not a tensor."
     elif loss.numel() != 1:
         obstacle = f"The loss function returned a tensor of shape {tuple(loss.shape)}, not a scalar."
     elif not loss.requires_grad:
-        obstacle = "The loss depends on no parameter that is trained: all are frozen, or it is detached from them."
+        obstacle = "The loss does not depend on a trained parameter: all are frozen, or the loss is detached."
     else:
         return loss
     raise SettingError(
         "Cannot estimate the memory of a step.",
         obstacle,
-        "Let loss_function(model, batch) return the mean or the sum of what the model computes.",
+        "Return the mean or the sum of the model's outputs from loss_function(model, batch).",
     )
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Make a step.
+    """Step an optimizer.
 
     Raises:
-        SettingError: the optimizer needs more than dense gradients, a closure for example.
+        SettingError: the optimizer needs more than dense gradients, for example a closure.
     """
     try:
         optimizer.step()
@@ -174,17 +174,17 @@ def _step(optimizer: Optimizer) -> None:
         raise SettingError(
             f"Cannot estimate the memory of training with the optimizer {type(optimizer).__name__}.",
             f"Its step fails: {error}",
-            "Name another one with --optimizer.",
+            "Give another one with --optimizer.",
         ) from error
 
 
 class Trial:
-    """A context in which two optimizer steps of a plan run as one rank, without values.
+    """Context manager in which two optimizer steps of a plan run as one rank, with fake tensors.
 
     Args:
         plan: the plan.
-        rank: number of the rank.
-        mode: that of tensors which have no values already.
+        rank: the rank.
+        mode: the mode of existing fake tensors.
     """
 
     def __init__(self, plan: TrainingPlan, rank: int = 0, mode: FakeTensorMode | None = None) -> None:
@@ -223,11 +223,11 @@ class Trial:
         self._contexts.__exit__(*failure)
 
     def prepare_model(self, model: Module) -> Module:
-        """A model as the plan divides it, with tensors that have no values."""
+        """Prepare a model of fake tensors as the plan shards it."""
         plan, live = self.plan, self._live
         live.default = MemoryKind.COMMUNICATION
         model = self._without_values(model)
-        # Neither transform reads the context where it is given a mesh.
+        # Neither transform reads the context if it receives a mesh.
         context: Any = None
         if plan.tp > 1:
             model = TensorParallel(mesh=self._along_tensors).apply(model, context)
@@ -250,7 +250,7 @@ class Trial:
         return model
 
     def prepare_batch(self, batch: Any) -> Any:
-        """A batch with the samples of a micro-batch."""
+        """Resize a batch to the samples of a micro-batch."""
         size, present = self.plan.micro_batch, find_batch_size(batch)
 
         def sized(tensor: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Trial:
         return recursively_apply(sized, batch)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Count the states of an optimizer, whose steps are those of the trial."""
+        """Count the states of an optimizer, and use its steps as those of the trial."""
         if self.plan.device != "cpu" and not self._on_host:
             for group in optimizer.param_groups:
                 if group.get("foreach", True) is None and not group.get("fused"):
@@ -274,7 +274,7 @@ class Trial:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forward and backward of a micro-batch before the last."""
+        """Context manager for forward and backward of a micro-batch that is not the last."""
         before = self._live.moved
         sharded = [module for module in self._modules if isinstance(module, FSDPModule)]
         for module in sharded:
@@ -286,14 +286,14 @@ class Trial:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step has run that tells the memory: the second one, which begins with the optimizer's states."""
+        """Whether the measured step is done: the second one, which begins with the optimizer's states."""
         return self._steps == 2
 
     def memory(self) -> RankMemory:
-        """What the rank held in the last step."""
+        """The memory of the rank in the last step."""
         held = sum(_local(one).nbytes for one in self._tensors)
         states = sum(_local(one).nbytes for one in self._states())
-        # All micro-batches without synchronisation move the same.
+        # All micro-batches without synchronisation move equally many bytes.
         moved = self._moved + self._moved_unsynced * max(self.plan.accumulation - 2, 0)
         copied = 0
         if self._on_host:
@@ -315,10 +315,10 @@ class Trial:
         live.default = MemoryKind.ACTIVATIONS
         self._steps += 1
         self._moved = live.moved + self._bytes_of_strategy
-        # Shards that are smaller than those of other ranks are filled up in the first forward.
+        # Shards that are smaller than those of other ranks are padded in the first forward.
         self._mark_parameters()
         if not self.is_complete:
-            # DTensor infers shapes with whole tensors, once for each operation.
+            # DTensor infers shapes with full tensors, once for each operation.
             live.reset_peak()
             live.moved = 0
 
@@ -339,7 +339,7 @@ class Trial:
             self._mark_gradient(parameter)
 
     def _without_values(self, model: Module) -> Module:
-        """A model whose tensors are fake ones of the host, whatever device they were made on."""
+        """A model whose tensors are fake ones on the host, whatever their device was."""
         made: dict[Tensor, Tensor] = {}
         for module in model.modules():
             for held in (module._parameters, module._buffers):
@@ -355,12 +355,12 @@ class Trial:
 
 
 def block_names(model: Module) -> list[str]:
-    """Names of the classes of the blocks that a model repeats."""
+    """Class names of a model's repeated blocks."""
     return list(dict.fromkeys(type(block).__name__ for block in repeated_blocks(model)))
 
 
 def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> int:
-    """Copies that the allocator shows: in another layout for convolutions of oneDNN, of the whole tensor for gloo."""
+    """Temporary copies in the allocator: in another layout for oneDNN convolutions, of the full tensor for gloo."""
     if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
         return max(tensor.nbytes for tensor in given)
     if name == "aten::convolution":
@@ -378,12 +378,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def naming_values() -> Iterator[None]:
-    """Turn what torch says of an operation that needs values into an error with its place in the user's code."""
+    """Convert torch's error for an operation that needs values into one with the line of the user's code."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            operation = f"{error.func} makes a number or a shape of values"
+            operation = f"{error.func} computes a number or a shape from values"
         elif any(text in str(error) for text in _NO_VALUES):
             operation = f"Values are read ({error})"
         else:
@@ -396,8 +396,8 @@ def naming_values() -> Iterator[None]:
         raise SettingError(
             "Cannot estimate the memory of a model whose shapes or branches depend on values.",
             f"{operation}, in {where}",
-            "Give the shape where accel_torch.training_memory.is_estimating() is true: a fixed capacity instead "
-            "of a count, and the branch that needs the most memory.",
+            "If accel_torch.training_memory.is_estimating() is true, use a fixed shape instead of a count, and the "
+            "branch that needs most memory.",
         ) from error
 
 
@@ -409,7 +409,7 @@ def _fake_group(processes: int, rank: int) -> Iterator[None]:
         raise SettingError(
             "Cannot estimate the memory of a plan.",
             "This process belongs to a process group.",
-            "Estimate in a process of its own, without a launcher.",
+            "Run the estimate in another process, without a launcher.",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
