@@ -197,7 +197,7 @@ def test_a_loop_that_never_steps_is_an_error(cpu_state: None) -> None:
 
 def test_too_few_samples_for_a_step_are_an_error(cpu_state: None) -> None:
     world = World([(1, 0)], batches=8)
-    with pytest.raises(DataError, match="It has 4 samples, and a step of the run has 16"):
+    with pytest.raises(DataError, match="It has 4 samples, but a step of the run has 16"):
         list(elastic(4, 2, world.begin_step, drop_last=True))
 
 

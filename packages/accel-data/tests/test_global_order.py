@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "shard of its own",
     ),
     "sharded stream": (lambda: DataLoader(Files(8)), {}, "shard of its own"),
-    "stream without order": (lambda: DataLoader(Stream(8)), {}, "no order of its own"),
+    "stream without order": (lambda: DataLoader(Stream(8)), {}, "order of the stream may not be repeatable"),
     "stream with workers": (lambda: DataLoader(EpochStream(8), num_workers=1), {}, "DataLoader workers divide"),
     "out of order": (
         lambda: DataLoader(DATA, num_workers=1, in_order=False),  # type: ignore[arg-type]

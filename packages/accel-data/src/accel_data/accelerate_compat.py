@@ -1,4 +1,4 @@
-"""Positions in the states that Hugging Face Accelerate saves: those of torchdata's loader, in `dl_state_dict.bin`."""
+"""Reads positions from the states that Hugging Face Accelerate saves: torchdata's, in `dl_state_dict.bin`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ("is_torchdata_state", "position_in")
 
 
 def is_torchdata_state(state: Mapping[str, Any]) -> bool:
-    """Whether a state was saved by Accelerate or torchdata, and not by a prepared loader."""
+    """Whether a state was saved by Accelerate or torchdata instead of a prepared loader."""
     return "version" not in state
 
 
 def position_in(state: Mapping[str, Any], source: Source, epoch: int, name: str) -> Position | None:
-    """Where a state continues the epoch; None when the epoch has not begun or is over.
+    """The position of a state in its epoch; None if the epoch has not begun or is over.
 
     Args:
-        state: of torchdata's loader.
-        source: of the loader that continues.
-        epoch: number of the epoch, which such a state does not hold.
-        name: of the loader in a message.
+        state: the state of torchdata's loader.
+        source: the source of the loader that continues.
+        epoch: number of the epoch, which such a state does not contain.
+        name: the loader's name in messages.
 
     Raises:
-        CheckpointError: the state is not one of a loader, or it does not hold enough to continue exactly.
+        CheckpointError: the state is not that of a loader, or does not contain enough to continue exactly.
     """
     steps = steps_in(state)
     if steps is None:
         raise CheckpointError(
             f"{name}: cannot load this state.",
             f"It is not the state of a loader: it has {', '.join(sorted(map(str, state))) or 'nothing'}.",
-            "Give what state_dict() of a loader returned, or the dl_state_dict.bin of a checkpoint.",
+            "Give the result of a loader's state_dict(), or the dl_state_dict.bin of a checkpoint.",
         )
     if not steps:
         return None
@@ -44,7 +44,7 @@ def position_in(state: Mapping[str, Any], source: Source, epoch: int, name: str)
         raise CheckpointError(
             f"{name}: cannot restore its position from a state of the original library.",
             obstacle,
-            "Leave restoring off (use_stateful_dataloader=False) and call skip_first_batches.",
+            "Disable restoring (use_stateful_dataloader=False) and call skip_first_batches.",
         )
     samples = None if source.counts_steps or source.step_size is None else steps * source.step_size
     base = dict(state) if source.continues_from_base and source.processes == 1 else None

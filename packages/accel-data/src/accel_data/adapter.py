@@ -1,4 +1,4 @@
-"""A loader around another one: torch and users take it for a `DataLoader`, and it shows all attributes of the inner."""
+"""A wrapper of a loader that `isinstance` accepts as a `DataLoader`, with all attributes of the inner loader."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ("DataLoaderAdapter",)
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """Holds an inner `DataLoader` and shows its attributes as its own.
+    """Wraps an inner `DataLoader` and has all its attributes.
 
     Args:
         dataset: the data set.
-        use_stateful_dataloader: make torchdata's `StatefulDataLoader`.
-        batch_sampler: gives the batches of indices.
-        kwargs: of `torch.utils.data.DataLoader`.
+        use_stateful_dataloader: create torchdata's `StatefulDataLoader`.
+        batch_sampler: yields batches of indices.
+        kwargs: arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
         base_dataloader: the inner loader.
-        dl_state_dict: what `state_dict` returned last.
+        dl_state_dict: the last result of `state_dict`.
 
     Raises:
         Missing: torchdata is needed and not installed.
@@ -46,22 +46,22 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the inner loader, so that `isinstance` answers for both."""
+        """The class of the inner loader, so that `isinstance` accepts both classes."""
         return type(self.__dict__.get("base_dataloader", self))
 
     def __copy__(self) -> DataLoaderAdapter:
         return _made_of(type(self), self.__dict__)
 
     def __reduce__(self) -> Any:
-        # Pickle refuses to make an object of a class other than the one that `__class__` names.
+        # Pickle refuses to create an object of another class than `__class__`.
         return _made_of, (type(self), self._kept())
 
     def _kept(self) -> dict[str, Any]:
-        """The attributes that a pickle holds."""
+        """The attributes to pickle."""
         return self.__dict__
 
     def __getattr__(self, name: str) -> Any:
-        # A copy or a pickle that is being made has no inner loader yet.
+        # During copying or unpickling there is no inner loader yet.
         if name.startswith("__") or "base_dataloader" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base_dataloader, name)
@@ -77,27 +77,27 @@ class DataLoaderAdapter(DataLoader[Any]):
         return len(self.base_dataloader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands.
+        """The loader's position.
 
         Raises:
-            NotOffered: the inner loader does not know its position.
+            NotOffered: the inner loader has no `state_dict`.
         """
         self.dl_state_dict = self._state()
         self.adjust_state_dict_for_prefetch()
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` says.
+        """Continue from the position of `state_dict`.
 
         Raises:
-            NotOffered: the inner loader does not know its position.
+            NotOffered: the inner loader has no `load_state_dict`.
         """
         self._positioned().load_state_dict(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` in place before it is returned; for subclasses.
 
-        This class corrects nothing: positions count what the loop received, not what was read ahead.
+        This class corrects nothing: positions count the batches that the loop received, not prefetched ones.
         """
 
     def _state(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         if not hasattr(base, "state_dict"):
             raise NotOffered(
                 f"Cannot save or load the position of a {type(base).__name__}.",
-                "Only torchdata's StatefulDataLoader and prepared loaders know their position.",
+                "Only torchdata's StatefulDataLoader and prepared loaders have a position.",
                 "Give use_stateful_dataloader=True, or prepare the loader.",
             )
         return base

@@ -1,8 +1,8 @@
-"""Processes with streams of their own, whose lengths are unknown, taking the same number of steps.
+"""An equal number of steps for processes that read separate streams of unknown length.
 
-At every step each process announces how many samples it has for the next one, and how many of them its own sampler did
-not add. A process whose stream has ended repeats samples from the beginning, all of them marked as added, until the
-stream of every process has ended.
+At every step each process sends its number of samples for the next step, and how many of them are not padding of its
+sampler. A process whose stream has ended repeats samples from the beginning, marked as padding, until the streams of
+all processes have ended.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ("AgreedSource", "in_step")
 
 _OVER: Final = object()
 _FAILED: Final = -1
-"""What a process that could not read announces in place of a size."""
+"""The size that a process sends after an error of reading."""
 
 _SIZES: Final = struct.Struct("<qq")
-"""Samples of the next batch, and how many of them are real."""
+"""The number of samples in the next batch, and how many of them are real."""
 
 
 class AgreedSource(WrappedSource):
-    """Batches out of a source that is this process's own shard already.
+    """Batches from a source that is already this process's shard.
 
     Args:
-        inner: gives this process's batches.
-        processes: how many have such a source.
-        even: let all take the same number of steps, with batches of one size in each.
+        inner: yields this process's batches.
+        processes: the number of processes with such a source.
+        even: make all processes take the same number of steps, with batches of equal size in each step.
         drop_last: end as soon as the stream of one process ends.
-        ranks: by shard of the data, a process that reads it; empty where this process cannot reach the others.
-        real: samples of an epoch of this process before those that its own sampler adds; None when it adds none.
+        ranks: by shard of the data, a process that reads it; empty if this process cannot communicate with the others.
+        real: samples of this process's epoch without the padding of its sampler; None if it adds none.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AgreedSource(WrappedSource):
         self.ranks = ranks
         self.real = real
         self._processes = processes
-        # Of the epoch that was opened last.
+        # The reader of the last opened epoch.
         self._reader: _AgreeingReader | None = None
 
     @property
@@ -75,12 +75,12 @@ class AgreedSource(WrappedSource):
 
     @property
     def counts_steps(self) -> bool:
-        """True: the processes have no order in common."""
+        """True: the processes have no common order."""
         return True
 
     @property
     def pads(self) -> bool:
-        """False: which batches are padded is agreed on step by step."""
+        """False: the processes agree on padding at each step."""
         return False
 
     @property
@@ -89,19 +89,19 @@ class AgreedSource(WrappedSource):
         return not self.even or self.drop_last
 
     def length(self) -> int | None:
-        """None: this process does not know what the others have."""
+        """None: this process does not know the data of the others."""
         return None
 
     def remainder(self, start: int | None) -> int:
-        """-1: this process does not know what the others have."""
+        """-1: this process does not know the data of the others."""
         return -1
 
     def shortage(self) -> str | None:
-        """None: this process does not know what the others have."""
+        """None: this process does not know the data of the others."""
         return None
 
     def steps(self, at: Position | None) -> int | None:
-        """None: this process does not know what the others have."""
+        """None: this process does not know the data of the others."""
         return None
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
@@ -127,11 +127,11 @@ class AgreedSource(WrappedSource):
 
     @property
     def padded(self) -> Collection[int]:
-        """None of them: padded batches carry their padding."""
+        """Empty: padded batches contain their padding."""
         return ()
 
     def padding(self, number: int) -> Padding | None:
-        """None: padded batches carry their padding."""
+        """None: padded batches contain their padding."""
         return None
 
     def skipped(self) -> tuple[int, int | None]:
@@ -154,15 +154,15 @@ class AgreedSource(WrappedSource):
 
 
 def in_step(reader: _AgreeingReader, drop_last: bool, head: Any = None) -> Iterator[Any]:
-    """The batches of one process, as many as the process that has most of them.
+    """The batches of one process, as many as on the process with most batches.
 
     Args:
-        reader: reads them and announces their sizes.
-        drop_last: as many as the process that has fewest of them instead.
-        head: the first batch of the epoch; that of `batches` when None.
+        reader: reads batches and exchanges their sizes.
+        drop_last: as many as on the process with fewest batches instead.
+        head: the first batch of the epoch; None for the first one that is read.
 
     Raises:
-        DataError: a process has no sample at all; or another process could not read.
+        DataError: a process has no samples, or another process could not read.
     """
     reader.read()
     try:
@@ -180,14 +180,14 @@ def in_step(reader: _AgreeingReader, drop_last: bool, head: Any = None) -> Itera
 
 
 class _AgreeingReader:
-    """Reads one batch ahead and exchanges its size with the other processes.
+    """Prefetches one batch and exchanges its size with the other processes.
 
     Args:
-        batches: this process's own.
-        ranks: by shard of the data, the process whose answer counts.
-        single: what comes are samples that are not batched.
-        base_state: what torchdata needs to continue after the batch that was read last.
-        real: how many samples are to come before those that the process's sampler adds; None when it adds none.
+        batches: this process's batches.
+        ranks: by shard of the data, the process whose size is used.
+        single: the batches are unbatched samples.
+        base_state: returns torchdata's state after the batch read last.
+        real: samples left before the padding of the process's sampler; None if it adds none.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class _AgreeingReader:
         self.failure: Exception | None = None
 
     def read(self) -> None:
-        """Read the next batch, so that the one before counts as given out, and start to announce its size."""
+        """Read the next batch, so that the previous one counts as yielded, and start to send its size."""
         try:
             self.base_given = self.base_read
             self.batch = next(self.batches, _OVER)
@@ -228,7 +228,7 @@ class _AgreeingReader:
         return 1 if self.single else samples_in(self.batch) or 0
 
     def _count(self, size: int) -> int:
-        """How many samples of the next batch, which has this size, are real."""
+        """The number of real samples in the next batch, which has this size."""
         if self.real is None:
             return size
         real = min(size, self.real)
@@ -236,7 +236,7 @@ class _AgreeingReader:
         return real
 
     def answers(self, fails: bool = True) -> tuple[Any, list[int], list[int]]:
-        """The batch, or `_OVER`; its size in each shard of the data; and how many samples of each are real."""
+        """The batch, or `_OVER`; its size in each shard of the data; and the number of real samples in each."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self.announced = [_SIZES.unpack(row) for row in pending.wait()]
@@ -245,7 +245,7 @@ class _AgreeingReader:
             raise self.failure
         if fails and _FAILED in sizes:
             raise DataError(
-                "Cannot get the next batch of streams that every process reads for itself.",
+                "Cannot get the next batch of streams that the processes read separately.",
                 f"Process {sizes.index(_FAILED)} could not read its stream.",
                 f"See the error of process {sizes.index(_FAILED)}.",
             )
@@ -256,14 +256,14 @@ def _check_all_have(sizes: list[int], ranks: Sequence[int]) -> None:
     if not all(sizes):
         without = [rank for rank, size in zip(ranks, sizes, strict=True) if not size]
         raise DataError(
-            "Cannot begin an epoch of streams that every process reads for itself.",
-            f"The stream of process {without[0]} has no sample, so it cannot take part in any step.",
+            "Cannot begin an epoch of streams that the processes read separately.",
+            f"The stream of process {without[0]} has no samples, so it cannot take part in a step.",
             "Divide the stream into shards that all have samples, use fewer processes, or set even_batches=False.",
         )
 
 
 def _filled(batch: Any, head: Any, wanted: int, real: list[int], single: bool) -> Any:
-    """The batch, or samples from the beginning in its place, with its padding."""
+    """The batch, or samples from the beginning instead of it, with its padding."""
     if all(count == wanted for count in real):
         return batch
     if single:

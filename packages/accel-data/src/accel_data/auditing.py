@@ -1,4 +1,4 @@
-"""`audit`: which samples an epoch gives to which process, and whether it gives each of them once."""
+"""`audit`: which process receives which samples in an epoch, and whether each sample is read exactly once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ("Audit", "audit")
 
 @dataclass(frozen=True)
 class Audit:
-    """What an epoch gives.
+    """The samples of an epoch.
 
-    The id of a sample is its index. In a stream that every process reads it is "DataLoader worker:position"; in a
-    stream that is divided at its source it is a digest of the contents, so equal samples count as one.
+    The id of a sample is its index. In a stream that every process reads, it is "DataLoader worker:position". In a
+    stream that is sharded at its source, it is a digest of the contents, so equal samples count as one.
 
     Args:
-        per_process: number of samples that each process gets, without those that were added.
-        added: samples that complete steps, over all processes.
-        twice: samples that came more than once.
-        missing: samples that did not come, as far as their ids are known.
+        per_process: number of samples that each process receives, without padding.
+        added: number of samples that pad steps, over all processes.
+        twice: samples that were read more than once.
+        missing: samples that were not read, if their ids are known.
     """
 
     per_process: tuple[int, ...]
@@ -40,21 +40,21 @@ class Audit:
 
     @property
     def exact(self) -> bool:
-        """Whether every sample came once."""
+        """Whether every sample was read exactly once."""
         return not self.twice and not self.missing
 
 
 def audit(loader: Any, *others: Any) -> Audit:
-    """Go through the epoch that comes next, on all processes, without reading the samples of a data set with indices.
+    """Simulate the next epoch on all processes, without reading the samples of a map-style data set.
 
-    The position of the loader stays, and no generator advances. All processes have to call it.
+    The position of the loader and the random-number generators do not change. Call it on every process.
 
     Args:
         loader: a prepared loader.
-        others: those of further processes, when one process simulates them.
+        others: the loaders of further processes, if one process simulates them.
 
     Raises:
-        UnknownKind: it is not a prepared loader.
+        UnknownKind: `loader` is not a prepared loader.
 
     Example:
         >>> assert audit(train_loader).exact
@@ -72,12 +72,12 @@ def audit(loader: Any, *others: Any) -> Audit:
 
 
 def _ids_of(loader: Any) -> tuple[list[Hashable], int]:
-    """Ids of the samples of one process, and how many were added."""
+    """The sample ids of one process, and the number of padding samples."""
     if not isinstance(loader, PreparedLoader):
         raise UnknownKind(
             f"Cannot audit a {type(loader).__name__}.",
-            "Only a prepared loader knows how its samples are sharded.",
-            "Give what prepare or prepare_data_loader returned.",
+            "Only a prepared loader defines how its samples are sharded.",
+            "Give a loader that prepare or prepare_data_loader returned.",
         )
     source, generators, gradient = loader.source, snapshot(), current.gradient()
     upcoming = source.upcoming_rng()
@@ -107,7 +107,7 @@ def _shared(loader: Any) -> bool:
 
 
 def _index(loader: Any) -> int:
-    """Which shard of the data this process gets."""
+    """The index of this process's shard of the data."""
     if not _shared(loader):
         return int(loader.source.index)
     process = current.process_or_start()

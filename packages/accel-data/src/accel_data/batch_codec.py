@@ -1,8 +1,8 @@
-"""Batches as data: cutting and joining them by samples, and packing one into a message of bytes.
+"""Slices and concatenates batches by samples, and serialises a batch to a message of bytes.
 
-A message has an announcement of fixed size, then the tensors, then the other objects, pickled. All sizes are known
-before a message travels, because each one announces the length of the next. The structure of a batch travels once, and
-again only when it changes.
+A message has an announcement of fixed size, then the tensors, then the other objects, pickled. Each message announces
+the length of the next, so receivers always know the size. The structure of a batch is sent once, and again only when it
+changes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = (
 
 
 def samples_in(batch: Any) -> int | None:
-    """Number of samples in a batch: the first dimension of its first tensor that has one, else the length of a list.
+    """Number of samples in a batch: the first dimension of its first tensor with dimensions, else the length of a list.
 
-    None when it has neither.
+    None if it has neither.
     """
     for _, leaf in leaves_with_paths(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -50,8 +50,8 @@ def samples_in(batch: Any) -> int | None:
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of a batch.
 
-    Tensors whose first dimension has one entry for each sample are cut, and lists that have one object for each; other
-    leaves are kept.
+    Tensors with one entry per sample in the first dimension, and lists with one object per sample, are sliced. Other
+    leaves are unchanged.
     """
     size = samples_in(batch)
 
@@ -66,10 +66,10 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Batches of one structure as one batch.
+    """Concatenate batches of one structure.
 
     Raises:
-        DataError: they differ in structure, or in the shape of their samples.
+        DataError: their structures or the shapes of their samples differ.
     """
     if len(batches) == 1:
         return batches[0]
@@ -93,7 +93,7 @@ def _sample_leaves(batch: Any, size: int | None) -> list[Any]:
 
 
 def _with_sample_leaves(batch: Any, size: int | None, replace: Callable[[Any], Any]) -> Any:
-    """The batch with everything in it that has one entry for each sample replaced."""
+    """The batch with each leaf that has one entry per sample replaced."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -131,10 +131,10 @@ def _is_container(value: Any) -> bool:
 
 def _unequal(obstacle: str) -> DataError:
     return DataError(
-        "Cannot dispatch a batch: the main process cannot join batches and split them over the processes.",
+        "Cannot dispatch a batch: the main process cannot concatenate batches and split them between processes.",
         obstacle,
         "Let the collate function return batches of one structure and sample shape, use split_batches=True, or let "
-        "every process read for itself (dispatch_batches=False).",
+        "every process read its own batches (dispatch_batches=False).",
     )
 
 
@@ -151,15 +151,15 @@ ANNOUNCED: Final = _WORDS.size
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the next message will be, and how much of this one's step is real.
+    """Describes the next message, and the number of real samples in this step.
 
     Args:
         kind: END, BATCH or FAILURE.
         nbytes: length of the next message.
-        new_spec: whether a new `BatchSpec` travels before it.
-        total: real samples of this step; -1 when nothing was added.
+        new_spec: whether a new `BatchSpec` is sent before it.
+        total: real samples of this step; -1 without padding.
         batch_size: samples of each process in this step.
-        single: whether the step has samples that are not batched.
+        single: whether the step has unbatched samples.
         objects: length of the pickled objects in this message.
     """
 
@@ -203,10 +203,10 @@ _OBJECT: Final = _Leaf(False)
 
 @dataclass
 class BatchSpec:
-    """Structure of a batch: everything about it except the contents.
+    """The structure of a batch, without its contents.
 
     Args:
-        tree: the containers, with marks in place of tensors and other objects.
+        tree: the pytree, with marks instead of tensors and other objects.
         tensors: shape and dtype of each tensor.
     """
 
@@ -231,12 +231,12 @@ class BatchSpec:
 
 @dataclass
 class PackedBatch:
-    """The batch of one process, ready to be written into a message.
+    """The batch of one process, ready to be written to a message.
 
     Args:
         spec: its structure.
         tensors: its tensors.
-        objects: its other leaves, pickled; empty when there are none.
+        objects: its other leaves, pickled; empty without any.
     """
 
     spec: BatchSpec
@@ -250,7 +250,7 @@ class PackedBatch:
 
 
 def pack(batch: Any) -> PackedBatch:
-    """A batch, taken apart into structure, tensors and other objects."""
+    """Separate a batch into structure, tensors and other objects."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
 
@@ -271,10 +271,10 @@ def pack(batch: Any) -> PackedBatch:
 
 
 class Message:
-    """A buffer for messages, with the views of it that the announcement and the tensors of each need.
+    """A buffer for messages, with views for the announcement and the tensors of each.
 
     Args:
-        data: uint8 of shape (bytes,), at least as many as its messages have.
+        data: uint8 of shape (bytes,), at least as long as its messages.
     """
 
     __slots__ = ("_data", "_head", "_parts", "_spec")
@@ -290,7 +290,7 @@ class Message:
         return Announcement.of(bytes(self._data[:ANNOUNCED].tolist()) if self._head is None else self._head)
 
     def write(self, announcement: bytes, batch: PackedBatch) -> None:
-        """Put in an announcement and the contents of a batch; into a buffer of the CPU."""
+        """Write an announcement and the contents of a batch to a buffer on the CPU."""
         assert self._head is not None
         self._head[:] = announcement
         batch.spec.packing.write(batch.tensors, self._tensors_of(batch.spec))
@@ -300,7 +300,7 @@ class Message:
             self._data[at : at + len(batch.objects)] = objects
 
     def unpack(self, spec: BatchSpec, objects: int) -> Any:
-        """The batch in the message; every tensor has memory of its own.
+        """The batch in the message; its tensors do not share the buffer's memory.
 
         Args:
             spec: its structure.

@@ -13,10 +13,10 @@ from accel_state.settings.schema import closest
 __all__ = ("ORDERS", "SHARDINGS", "TORCHDATA", "DataLoaderConfiguration", "OrderOf", "Sharding")
 
 Sharding = Literal["auto", "already", "dispatch"] | Callable[[Any, int, int], Any]
-"""How a stream is divided; a function gets (data set, number of processes, index) and returns a data set."""
+"""How a stream is sharded; a function receives (data set, number of processes, index) and returns a data set."""
 
 OrderOf = Literal["sampler", "global"]
-"""What decides the order of samples; see `DataLoaderConfiguration`."""
+"""What determines the order of samples; see `DataLoaderConfiguration`."""
 
 ORDERS: Final = ("sampler", "global")
 
@@ -27,35 +27,36 @@ TORCHDATA: Final = Requirement("torchdata", versions=">=0.11")
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are prepared.
+    """How an Accelerator prepares DataLoaders.
 
     Args:
-        split_batches: cut each batch of the script's loader into one shard per process, so that its batch size is the
-            global one; otherwise it is that of one process.
-        dispatch_batches: let the main process read every batch and send the others their shard; None does so for
-            streams that cannot be divided at their source.
-        even_batches: complete the last step with samples from the beginning, so that all processes have equal batches.
-        use_seedable_sampler: shuffle by seed and epoch alone, whatever else draws random numbers.
-        data_seed: seed of that sampler; torch's initial seed when None.
-        non_blocking: let copies to the device overlap with what follows.
+        split_batches: split each batch of the script's DataLoader into one shard per process, so that its batch size is
+            the global batch size. Otherwise it is the batch size of one process.
+        dispatch_batches: read every batch on the main process and send the other processes their shards. None does so
+            for streams that cannot be sharded at their source.
+        even_batches: pad the last global batch with samples from the beginning, so that all processes have batches of
+            equal size.
+        use_seedable_sampler: shuffle in an order that depends only on seed and epoch, not on other random draws.
+        data_seed: seed of that sampler. None uses torch's initial seed.
+        non_blocking: copy batches to the device asynchronously.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader` and restore the position after a load.
-        use_configured_sampler: keep the sampler that the script gave to its loader, with `use_seedable_sampler` too.
-        gradient_accumulation_kwargs: fields of the `GradientAccumulationPlugin` that the Accelerator makes when none is
-            given to it.
-        sharding: how the samples of a stream are divided between the processes. "auto" divides at the source where the
-            source can, "already" leaves a stream that is divided already as it is, "dispatch" reads in the main
-            process; a function gets (data set, number of processes, index) and returns the data set of one process.
+        use_configured_sampler: use the script's own sampler even with `use_seedable_sampler`.
+        gradient_accumulation_kwargs: fields of the `GradientAccumulationPlugin` that the Accelerator creates if it
+            receives none.
+        sharding: how the samples of a stream are sharded between processes. "auto" shards at the source if the source
+            supports it, "already" means that the stream is sharded already, "dispatch" reads on the main process. A
+            function receives (data set, number of processes, index) and returns the data set of one process.
         restore_position: continue in the middle of the epoch after a load, without `skip_first_batches`.
-        seed_samples: seed the generators for each sample from seed, epoch and index, so that random draws in
-            `__getitem__` are the same after a resume.
-        order: "sampler" keeps the order that the script's sampler draws. "global" shuffles by seed and epoch alone, as
-            `use_seedable_sampler` does, and refuses a loader whose order depends on anything else, such as the number
-            of processes or DataLoader workers.
+        seed_samples: seed the random-number generators for each sample from seed, epoch and index, so that random draws
+            in `__getitem__` are the same after a resume.
+        order: "sampler" uses the order of the script's sampler. "global" shuffles in an order that depends only on seed
+            and epoch, like `use_seedable_sampler`, and raises an error for a DataLoader whose order depends on anything
+            else, such as the number of processes or DataLoader workers.
 
     Raises:
-        Conflict: two of the choices contradict each other.
-        Missing: torchdata is not installed.
-        SettingError: there is no such way of sharding, or no such order.
+        Conflict: two fields contradict each other.
+        Missing: torchdata is needed and not installed.
+        SettingError: `sharding` or `order` has an unknown value.
     """
 
     split_batches: bool = False
@@ -80,37 +81,37 @@ class DataLoaderConfiguration:
 
 
 def check_order(order: str) -> None:
-    """Refuse an order that does not exist.
+    """Check an order.
 
     Raises:
-        SettingError: there is no such order.
+        SettingError: the order is unknown.
     """
     if order not in ORDERS:
         near = closest(str(order), ORDERS)
         raise SettingError(
             f"Cannot use order={order!r}.",
             f"The value must be one of {', '.join(ORDERS)}.",
-            f"Did you mean {near!r}?" if near else "Leave it at 'sampler'.",
+            f"Did you mean {near!r}?" if near else "Use 'sampler', the default.",
         )
 
 
 def check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:
-    """Refuse a way of sharding that does not exist, or that `dispatch_batches` contradicts.
+    """Check a way of sharding, alone and with `dispatch_batches`.
 
     Raises:
-        Conflict: one of the two means dispatching, the other does not.
-        SettingError: there is no such way of sharding.
+        Conflict: one of the two means dispatch, the other does not.
+        SettingError: the way of sharding is unknown.
     """
     if not callable(sharding) and sharding not in SHARDINGS:
         near = closest(str(sharding), SHARDINGS)
         raise SettingError(
             f"Cannot use sharding={sharding!r}.",
             f"The value must be one of {', '.join(SHARDINGS)}, or a function.",
-            f"Did you mean {near!r}?" if near else "Leave it at 'auto' unless the stream is special.",
+            f"Did you mean {near!r}?" if near else "Use 'auto', the default.",
         )
     if dispatch_batches is not None and sharding != "auto" and dispatch_batches != (sharding == "dispatch"):
         raise Conflict(
             f"Cannot combine sharding={sharding!r} with dispatch_batches={dispatch_batches}.",
-            "One lets the main process read all batches, the other lets every process read its own.",
-            "Leave dispatch_batches at None and let sharding decide.",
+            "One makes the main process read all batches, the other makes every process read its own.",
+            "Remove dispatch_batches, so that sharding decides.",
         )

@@ -1,7 +1,7 @@
-"""The dispatching loader: the main process reads for all, and each process receives its own shard of every step.
+"""The dispatching loader: the main process reads for all, and each process receives its shard of every step.
 
-Every step is one message to each process. It announces the next one, so no process asks for sizes; the message after it
-is under way while the loop works on this one.
+Every step is one message to each process. It announces the size of the next one, which is sent while the loop works on
+this one.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ SliceFunction = Callable[..., Any]
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """Gives each process its shard of what the main process reads.
+    """Yields this process's shard of the batches that the main process reads.
 
     Args:
         dataset: the data set; only the main process reads it.
-        split_batches: cut each batch of the loader; otherwise a step takes one batch for each process.
-        skip_batches: batches left out at the beginning of every epoch, counted in what a process receives.
+        split_batches: split each batch of the loader; otherwise a step takes one batch for each process.
+        skip_batches: batches to skip at the beginning of every epoch, counted on one process.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
-        slice_fn: `f(batch, slice, process_index=, num_processes=)` that cuts a batch for one process.
-        torch_device_mesh: mesh whose data axes say which processes get different shards.
+        slice_fn: `f(batch, slice, process_index=, num_processes=)` that returns the samples of one process.
+        torch_device_mesh: mesh whose data axes determine which processes receive different shards.
         iteration: number of the first epoch.
-        gradient: state of the Accelerator that the loader belongs to; the current one when None.
+        gradient: gradient state of the loader's Accelerator. None uses the current one.
         restore_position: continue in the middle of the epoch after `load_state_dict`.
-        kwargs: of `torch.utils.data.DataLoader`.
+        kwargs: arguments of `torch.utils.data.DataLoader`.
     """
 
     source: DispatchedSource
@@ -103,16 +103,16 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch of the loader is cut."""
+        """Whether each batch of the loader is split."""
         return self.source.split
 
     @property
     def slice_fn(self) -> SliceFunction | None:
-        """The function that cuts a batch for one process, if one was given."""
+        """The function that returns the samples of one process, if one was given."""
         return self.source.slice_fn
 
     def _epoch_info(self, at: Position | None, samples: int | None) -> EpochInfo:
-        """That of the main process, which alone reads its data."""
+        """The data set of the main process; the other processes do not read theirs."""
         own = super()._epoch_info(at, samples)
         if current.process_or_start().world_size == 1:
             return own
@@ -133,9 +133,9 @@ class DataLoaderDispatcher(PreparedLoader):
         name = next((name for name, value in theirs.items() if value != main[name]), None)
         if name is not None:
             raise self._error(
-                "cannot begin an epoch that the main process reads for all.",
+                "cannot begin an epoch that the main process reads for all processes.",
                 f"Process 0 has {name}={main[name]}, process {rank} has {name}={theirs[name]}.",
-                "Make the loader with the same arguments on every process.",
+                "Create the loader with the same arguments on every process.",
             )
 
     def _open(self, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
@@ -188,14 +188,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class DispatchedSource(WrappedSource):
-    """Global steps, read in the main process out of a source that gives the script's own batches.
+    """Global steps, read on the main process from the batches of the script's loader.
 
     Args:
-        inner: gives the batches of the loader as the script made it.
+        inner: yields the batches of the script's loader.
         processes: number of shards of a step.
-        split: cut each batch; otherwise a step takes one batch for each process.
-        drop_last: leave out a last step that lacks batches.
-        slice_fn: `f(batch, slice, process_index=, num_processes=)` that cuts a batch for one process.
+        split: split each batch; otherwise a step takes one batch for each process.
+        drop_last: drop an incomplete last step.
+        slice_fn: `f(batch, slice, process_index=, num_processes=)` that returns the samples of one process.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class DispatchedSource(WrappedSource):
 
     @property
     def index(self) -> int:
-        """0: the main process reads for all."""
+        """0: the main process reads for all processes."""
         return 0
 
     @property
@@ -235,7 +235,7 @@ class DispatchedSource(WrappedSource):
 
     @property
     def pads(self) -> bool:
-        """False: the last samples are cut into equal shards, and padded only where they do not divide evenly."""
+        """False: the last samples are split into equal shards, and padded only if they do not divide evenly."""
         return False
 
     @property
@@ -246,7 +246,7 @@ class DispatchedSource(WrappedSource):
     def remainder(self, start: int | None) -> int:
         """See `Source`."""
         length, size = self.length(), self.step_size
-        # A sample that is not batched may hold any number of samples.
+        # An unbatched sample may contain any number of samples.
         if length is None or not size or self.drop_last or self.base.batch_sampler is None:
             return -1
         return max(length - (start or 0), 0) % size
@@ -268,7 +268,7 @@ class DispatchedSource(WrappedSource):
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[GlobalStep]:
         """See `Source`; the steps of all processes, for the main process only.
 
-        Errors are raised when the first step is read, since the other processes receive them there.
+        Errors are raised when the first step is read, because the other processes receive them there.
         """
         steps, first = self.inner.skipped()[0] if at is None else at.steps, None
         if steps and not self.drop_last:
@@ -278,11 +278,11 @@ class DispatchedSource(WrappedSource):
 
     @property
     def padded(self) -> Collection[int]:
-        """None of them: the steps carry their padding."""
+        """Empty: the steps contain their padding."""
         return ()
 
     def padding(self, number: int) -> Padding | None:
-        """None: the steps carry their padding."""
+        """None: the steps contain their padding."""
         return None
 
     def skipping(self, steps: int) -> DispatchedSource:
@@ -306,7 +306,7 @@ class DispatchedSource(WrappedSource):
     def obstacle_to_counting(self) -> str | None:
         """See `Source`."""
         if self.processes > 1:
-            return "It counts what the main process had read ahead for all, so the position is not known."
+            return "The state includes batches that the main process had prefetched, so the position is unknown."
         return self.inner.obstacle_to_counting()
 
 
@@ -318,9 +318,9 @@ class GlobalStep:
     """One step of all processes.
 
     Args:
-        batches: one for each process.
-        padding: of a step that was cut at the end of the epoch or to which samples were added, else None.
-        base: what torchdata needs to continue after it; None where a position is enough.
+        batches: one batch for each process.
+        padding: the padding of a step at the end of the epoch, else None.
+        base: torchdata's state after the step; None if a position is enough.
     """
 
     batches: list[Any]
@@ -337,19 +337,20 @@ def global_steps(
     first: list[Any] | None = None,
     base_state: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> Iterator[GlobalStep]:
-    """The steps of all processes out of the batches of a loader.
+    """Build the steps of all processes from the batches of a loader.
 
-    A step takes one batch for each process, or one batch that is cut. Whole batches are given out unchanged. The last
-    step is joined, padded from the beginning of the epoch until all processes have equal shards, and cut.
+    A step takes one batch for each process, or one batch to split. Batches that need no split are unchanged. The last
+    step is concatenated, padded with samples from the beginning of the epoch until all processes have equal shards, and
+    split.
 
     Args:
-        batches: of the loader.
+        batches: the batches of the loader.
         processes: number of shards of a step.
-        split: cut each batch, instead of taking one for each process.
-        drop_last: leave out a last step that lacks batches.
-        slice_fn: cuts a batch, instead of `accel_data.batch_codec.cut`.
-        first: the batches of the first step of the epoch; those of `batches` when None.
-        base_state: what torchdata needs to continue after the batch that was read last.
+        split: split each batch, instead of taking one for each process.
+        drop_last: drop an incomplete last step.
+        slice_fn: slices a batch, instead of `accel_data.batch_codec.cut`.
+        first: the batches of the epoch's first step; None for the first ones of `batches`.
+        base_state: returns torchdata's state after the batch read last.
     """
     per_step = 1 if split else processes
     head: Any = _first_samples(first, processes) if first else None
@@ -373,11 +374,11 @@ def global_steps(
 
 
 def _take(batches: Iterator[Any], count: int) -> tuple[list[Any], Exception | None]:
-    """The next batches; an error is kept until the step before was given out."""
+    """The next batches; an error is raised only after the previous step was yielded."""
     taken: list[Any] = []
     try:
         for batch in islice(batches, count):
-            taken.append(batch)  # noqa: PERF402 - those before the failure count
+            taken.append(batch)  # noqa: PERF402 - batches before the failure count
     except Exception as error:
         return taken, error
     return taken, None
@@ -389,7 +390,7 @@ def _first_samples(taken: list[Any], processes: int) -> Any:
     if size is None:
         return first
     joined = join(taken) if size < processes - 1 else first
-    # Copies, so that the whole first step is not kept alive for the epoch.
+    # Copies, so that the first step's memory is not kept for the whole epoch.
     return recursively_apply(torch.clone, cut(joined, 0, max(processes - 1, 1)))
 
 
@@ -414,12 +415,12 @@ def _shard_of(batch: Any, index: int, width: int, processes: int, slice_fn: Slic
 
 
 def _unbatched_step(taken: list[Any], head: Any, processes: int) -> GlobalStep:
-    """Samples that are not batched: one for each process, the first one again where there are too few."""
+    """Unbatched samples: one for each process, repeating the first one if there are too few."""
     padding = Padding(len(taken), 1, processes).of_single() if len(taken) < processes else None
     return GlobalStep([*taken, *[head] * (processes - len(taken))], padding)
 
 
-# ------------------------------------------------------------------ one message to each process
+# ------------------------------------------------------------------ one message for each process
 
 
 @dataclass
@@ -427,10 +428,10 @@ class ReceivedBatch:
     """One step as a process receives it.
 
     Args:
-        batch: of this process.
+        batch: the batch of this process.
         padding: see `GlobalStep`.
-        last: whether the epoch ends with it.
-        base: what torchdata needs to continue after it, in the main process.
+        last: whether this is the last step of the epoch.
+        base: torchdata's state after the step, on the main process.
     """
 
     batch: Any
@@ -448,7 +449,7 @@ def _alone(steps: Iterator[GlobalStep]) -> Iterator[ReceivedBatch]:
 
 
 def _send(steps: Iterator[GlobalStep], shard_of_rank: Sequence[int]) -> Iterator[ReceivedBatch]:
-    """The main process's own batches, while it sends the others theirs."""
+    """The batches of the main process, which sends the others theirs."""
     sender = _Sender(steps, shard_of_rank)
     outgoing, following = sender.read(), None
     _, stream = open_scatter_stream(_announced(outgoing).to_bytes(), *_CALLS, Message, _MAIN)
@@ -475,8 +476,8 @@ class _OutgoingStep:
 
     Args:
         step: its batches.
-        shard_of_rank: by rank, which shard each process gets.
-        known: the structures that the processes know already.
+        shard_of_rank: the index of each rank's shard.
+        known: the structures that were already sent.
     """
 
     def __init__(self, step: GlobalStep, shard_of_rank: Sequence[int], known: list[BatchSpec] | None) -> None:
@@ -488,7 +489,7 @@ class _OutgoingStep:
 
 
 def _shared_specs(packed: list[PackedBatch], known: list[BatchSpec]) -> list[BatchSpec]:
-    """The structures of the batches, or one when they are alike; those known already, which have their packing."""
+    """The structures of the batches, or one if they are equal. Known ones are reused with their layout."""
     specs = [batch.spec for batch in packed]
     if all(spec == specs[0] for spec in specs[1:]):
         specs = specs[:1]
@@ -499,7 +500,7 @@ def _shared_specs(packed: list[PackedBatch], known: list[BatchSpec]) -> list[Bat
 
 
 _Upcoming = _OutgoingStep | Exception | None
-"""What follows a step: another one, an error of reading, or the end."""
+"""The successor of a step: another step, an error of reading, or the end."""
 
 
 class _Sender:
@@ -509,7 +510,7 @@ class _Sender:
         self.specs: list[BatchSpec] | None = None
 
     def read(self) -> _Upcoming:
-        """The next step; an error is kept until its turn comes."""
+        """The next step; an error is returned after the step before it."""
         try:
             step = next(self.steps, None)
             if step is None:
@@ -535,14 +536,14 @@ class _Sender:
 
 
 def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
-    """The batches of a process that the main process reads for.
+    """The batches of a process that receives them from the main process.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         processes: number of different shards of a step.
 
     Raises:
-        CollectiveError: the main process is gone.
+        CollectiveError: the main process has ended.
         DataError: the main process could not read.
     """
     said, stream = open_scatter_stream(b"", *_CALLS, Message, _MAIN)
@@ -563,13 +564,13 @@ def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
         broadcast_object_list(reason, _MAIN)
         raise DataError(
             "Cannot get the next batch.",
-            f"The main process, which reads for all, could not read it: {reason[0]}",
+            f"The main process, which reads for all processes, could not read it: {reason[0]}",
             "See the error of process 0.",
         )
 
 
 def _expected(announced: Announcement, spec: BatchSpec, rank: int, stream: ScatterStream) -> BatchSpec:
-    """Start to receive the message that was announced, if one was; the structure of its batch."""
+    """Start to receive the announced message, if any, and return the structure of its batch."""
     if announced.kind != BATCH:
         return spec
     if announced.new_spec:

@@ -1,10 +1,9 @@
-"""Loaders of a run whose members change between two optimizer steps: every sample still comes once an epoch.
+"""Loaders for runs whose world size changes between optimizer steps; every sample is still read once an epoch.
 
-The position in the data is a function of the number of optimizer steps that were made, of nothing else: step s has the
-samples sG up to (s + 1)G of the global order, counted over all epochs, where G is the same for any number of
-processes. A step that is repeated therefore gets its samples again, and a process that joins or comes back continues
-where the others are. The samples of a step are cut into batches of one process, which are dealt to the members: fewer
-members accumulate more batches.
+The position in the data depends only on the number of optimizer steps: step s has the samples sG up to (s + 1)G of the
+    global order, counted over all epochs, with the same G for any number of processes. So a repeated step reads the
+    same samples again, and a process that joins or restarts continues at the position of the others. The samples of a
+    step are split into batches, which are distributed over the processes: fewer processes accumulate more batches.
 """
 
 from __future__ import annotations
@@ -28,43 +27,43 @@ __all__ = ("ElasticLoader", "MicroBatchShare", "StepMembers", "StepPlan")
 
 _Order = Order | list[int]
 _OF_THE_RUN: Final = ("begin_step", "trains", "share")
-"""Attributes that a pickle leaves out."""
+"""Attributes that are not pickled."""
 
 
 class StepMembers(Protocol):
-    """Who makes the next optimizer step; a backend answers with it."""
+    """The processes of the next optimizer step, as a backend returns them."""
 
     @property
     def number(self) -> int:
-        """Optimizer steps that the run has made before this one."""
+        """The number of optimizer steps before this one."""
 
     @property
     def count(self) -> int:
-        """How many processes share the samples of the step."""
+        """The number of processes that share the samples of the step."""
 
     @property
     def index(self) -> int:
-        """Which of them this process is."""
+        """The index of this process among them."""
 
     @property
     def batches(self) -> int:
-        """Batches of one process that every step of the run has, whatever `count` is."""
+        """The number of batches in every step of the run, for any `count`."""
 
 
 @dataclass
 class MicroBatchShare:
-    """Which part of an optimizer step the batch given out last is.
+    """The share of the last yielded batch in an optimizer step.
 
     Args:
         step: number of the optimizer step.
-        samples: samples of this batch that count; 0 where the process only takes part.
-        total: samples of the step that all members read together.
-        members: how many processes share the step.
-        last: whether it is this process's last batch of the step.
+        samples: samples of this batch that count; 0 if the process has none and only joins the collectives.
+        total: samples of the step on all processes.
+        members: the number of processes that share the step.
+        last: whether this is the process's last batch of the step.
 
     Attributes:
         accumulated: whether the loop entered `accumulate` for it.
-        stepped: whether the loop tried to step an optimizer with it.
+        stepped: whether the loop called an optimizer's `step` for it.
     """
 
     step: int
@@ -77,7 +76,7 @@ class MicroBatchShare:
 
     @property
     def factor(self) -> float:
-        """What the mean loss of the batch is multiplied by, so that the mean over the members is that of the step."""
+        """Factor for the mean loss of the batch, so that the mean over processes is the mean loss of the step."""
         return self.members * self.samples / self.total
 
 
@@ -89,7 +88,7 @@ class StepPlan:
         length: samples of the epoch.
         batch_size: samples of one batch.
         batches: batches of a step.
-        drop_last: leave out what does not fill a step.
+        drop_last: drop an incomplete last step.
 
     Example:
         >>> plan = StepPlan(length=10, batch_size=2, batches=3)
@@ -104,7 +103,7 @@ class StepPlan:
 
     @property
     def step_size(self) -> int:
-        """Samples of a step of all processes."""
+        """Samples of a step on all processes."""
         return self.batch_size * self.batches
 
     def __len__(self) -> int:
@@ -115,9 +114,9 @@ class StepPlan:
         return min(self.step_size, self.length - step * self.step_size)
 
     def share(self, step: int, count: int, index: int) -> list[tuple[range, int]]:
-        """The batches of one of `count` processes: positions in the order, and how many of them count.
+        """The batches of one of `count` processes: positions in the order, and the number of samples that count.
 
-        A process for which no batch is left repeats one of another, and none of its samples count.
+        A process without a batch repeats one of another process, and its samples do not count.
         """
         first, size = step * self.step_size, self.batch_size
         end = first + self.samples(step)
@@ -127,14 +126,14 @@ class StepPlan:
 
 
 class ElasticLoader(DataLoaderShard):
-    """Asks for the members of each optimizer step before it draws the indices of the step's batches.
+    """A loader that agrees on the processes of each optimizer step before it draws the indices of the step's batches.
 
-    It does so in epochs that train. In others, those of an evaluation, it is the loader that it was made from.
+    This applies to epochs of training. In epochs of evaluation it behaves like the original loader.
 
     Attributes:
-        begin_step: agrees on the members of the next optimizer step.
-        trains: whether the epoch that begins trains.
-        share: the part of a step that the batch given out last is; None while nothing is trained.
+        begin_step: agrees on the processes of the next optimizer step.
+        trains: returns whether the beginning epoch is one of training.
+        share: the share of the last yielded batch in a step; None in evaluation.
     """
 
     source: MapSource
@@ -144,10 +143,10 @@ class ElasticLoader(DataLoaderShard):
 
     @staticmethod
     def check(loader: Any) -> None:
-        """Refuse a loader that nothing can make follow optimizer steps, before it is prepared.
+        """Check before preparation that a loader can follow optimizer steps.
 
         Args:
-            loader: as the script made it.
+            loader: the script's loader.
 
         Raises:
             Conflict: it reads a stream.
@@ -163,8 +162,8 @@ class ElasticLoader(DataLoaderShard):
 
         Args:
             loader: what `prepare_data_loader` returned.
-            begin_step: agrees on the members of the next optimizer step.
-            trains: whether the epoch that begins trains.
+            begin_step: agrees on the processes of the next optimizer step.
+            trains: returns whether the beginning epoch is one of training.
 
         Raises:
             Conflict: the order of its samples depends on more than the seed and the epoch.
@@ -182,7 +181,7 @@ class ElasticLoader(DataLoaderShard):
         return elastic
 
     def skipping(self, steps: int) -> ElasticLoader:
-        """See `PreparedLoader`; where it trains, the number of the step decides the position alone."""
+        """See `PreparedLoader`; in training, the position depends only on the number of the step."""
         other = super().skipping(steps)
         other.begin_step, other.trains = self.begin_step, self.trains
         return other
@@ -209,11 +208,11 @@ class ElasticLoader(DataLoaderShard):
             self.end()
 
     def _steps(self, begin_step: Callable[[], StepMembers]) -> Generator[Any, None, int]:
-        """The batches of the epoch's steps; returns how many they were."""
+        """Yield the batches of the epoch's steps, and return their number."""
         members = begin_step()
         plan = self._plan(members)
         epoch = drawn = members.number // len(plan)
-        # The others finished the epoch before this process joined.
+        # The other processes finished the epoch before this process joined.
         if epoch > self.progress.epoch:
             return 0
         order, batches, planned, given = self._order(epoch), iter(()), None, 0
@@ -240,9 +239,9 @@ class ElasticLoader(DataLoaderShard):
             planned, before, members = (now, members.number + 1, who), members.number, begin_step()
             if members.number == before and latest is not None and not latest.stepped:
                 raise self._error(
-                    f"cannot go on after optimizer step {before}.",
-                    "The loop took all batches of the step and stepped no prepared optimizer.",
-                    "Call optimizer.step() for each batch, or model.eval() before a loop that does not train.",
+                    f"cannot continue after optimizer step {before}.",
+                    "The loop read all batches of the step, but did not step a prepared optimizer.",
+                    "Call optimizer.step() for each batch, or model.eval() before a loop without training.",
                 )
         return given
 
@@ -260,8 +259,8 @@ class ElasticLoader(DataLoaderShard):
         if not len(plan):
             raise self._error(
                 "cannot begin an epoch.",
-                f"It has {plan.length} samples, and a step of the run has {plan.step_size}.",
-                "Use a smaller batch size or more samples, or leave drop_last off.",
+                f"It has {plan.length} samples, but a step of the run has {plan.step_size}.",
+                "Use a smaller batch size, more samples, or drop_last=False.",
             )
         return plan
 
@@ -271,24 +270,24 @@ class ElasticLoader(DataLoaderShard):
         return list(order) if isinstance(order, Iterator) else order
 
     def _read(self, indices: _StepIndices) -> Iterator[Any]:
-        """Batches from a step on, read ahead by DataLoader workers as long as the members stay the same."""
+        """Batches from a step on, prefetched by DataLoader workers while the processes do not change."""
         source = self.source
         reading = loader_over(source.base, indices, source.sample_seed)
-        # Torch draws a seed for each iterator. How often members change must not show in the process's generator.
+        # Torch draws a seed for each iterator. Changes of processes must not advance the process's generator.
         reading.generator = torch.Generator().manual_seed(torch.initial_seed())
         return opened(reading, epoch=0)
 
 
 def _cannot_follow() -> Conflict:
     return Conflict(
-        "Cannot follow optimizer steps whose members change with this loader.",
-        "It reads a stream or receives its batches from another process, so it cannot start at any step.",
-        "Use a data set with indices, and leave dispatch_batches at None.",
+        "Cannot use this loader in a run whose world size may change.",
+        "It reads a stream or receives its batches from another process, so it cannot start at an arbitrary step.",
+        "Use a map-style data set, and remove dispatch_batches.",
     )
 
 
 class _StepIndices(BatchSampler):
-    """The indices of one process's batches, from a step of the epoch on, while the members stay the same."""
+    """The indices of one process's batches from a step of the epoch on, while the processes do not change."""
 
     def __init__(self, order: _Order, plan: StepPlan, step: int, who: tuple[int, int]) -> None:
         self._order, self._plan, self._step, self._who = order, plan, step, who

@@ -1,4 +1,4 @@
-"""What may be attached to a prepared loader: a transfer of its batches, and an observer of its epochs."""
+"""Interfaces of objects attached to a prepared loader: a device transfer of batches, and an observer of epochs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ("DeviceTransfer", "LoaderObserver", "accompanied", "transferred")
 
 
 class DeviceTransfer(Protocol):
-    """Brings the batches of an epoch to the device: in threads, for example, or with a signal where a step ends.
+    """Copies the batches of an epoch to the device, for example in threads, or with a signal at the end of a step.
 
-    A backend sets `PreparedLoader.device_transfer` for devices that need more than a copy. The transfer sees batches
-    alone, so a loader keeps account of its position in the loop's own time.
+    A backend sets `PreparedLoader.device_transfer` for devices that need more than a copy. The transfer receives only
+    batches; the loader itself tracks the position.
 
     Example:
         >>> def plain(pairs, ahead):
@@ -21,27 +21,27 @@ class DeviceTransfer(Protocol):
     """
 
     def __call__(self, pairs: Iterator[tuple[Any, Any]], ahead: bool) -> Iterator[tuple[Any, Any]]:
-        """The pairs in their order, the tensors of their first halves on the device; the second halves unchanged.
+        """Yield the pairs in order, with the tensors of the first element on the device.
 
-        The next pair is read when the loop has finished with the batch before the last one that was given.
+        The next pair is read when the loop has finished with the batch before the last yielded one.
 
         Args:
-            pairs: (batch, what travels with it). What it raises must be raised from here, after the pairs before.
+            pairs: (batch, attached value). Its errors must be raised from here, after the earlier pairs.
             ahead: whether another thread may read it, any number of pairs ahead.
         """
 
 
 class LoaderObserver(Protocol):
-    """What sees the epochs and the batches of a loader, as the loop receives them."""
+    """Observes the epochs and batches of a loader as the loop receives them."""
 
     def epoch_begins(self) -> None:
-        """Called before an epoch begins: before its position is looked at, and before anything is drawn for it."""
+        """Called before an epoch begins, before its position is read and random numbers are drawn."""
 
     def batch_given(self, batch: Any) -> None:
-        """Called with each batch, on its device, before the loop has it."""
+        """Called with each batch, on its device, before the loop receives it."""
 
     def epoch_ends(self) -> None:
-        """Called when the loop has received the last batch and asked for another one, or when it was left."""
+        """Called when the loop requests a batch after the last one, or when it ends early."""
 
 
 def transferred(
@@ -51,14 +51,14 @@ def transferred(
     batch_of: Callable[[Any], Any],
     replaced: Callable[[Any, Any], Any],
 ) -> Iterator[Any]:
-    """Items that carry batches, with these on the device.
+    """Items with their batches copied to the device.
 
     Args:
-        items: what a loader reads.
-        transfer: brings batches to the device.
+        items: the items that a loader reads.
+        transfer: copies batches to the device.
         ahead: whether another thread may read the items.
-        batch_of: the batch of an item.
-        replaced: the item with another batch.
+        batch_of: returns the batch of an item.
+        replaced: returns the item with another batch.
     """
     pairs = ((batch_of(item), item) for item in items)
     for batch, item in transfer(pairs, ahead):
@@ -68,7 +68,7 @@ def transferred(
 def accompanied(
     steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
 ) -> Generator[Any, None, int]:
-    """The same batches, with a call before each is read, and each shown to an observer."""
+    """The same batches, with a call before each is read, and an observer that receives each."""
     try:
         if between is not None:
             between(True)
