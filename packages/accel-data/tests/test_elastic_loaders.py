@@ -191,7 +191,7 @@ def test_generators_of_the_process_do_not_see_how_often_members_change(cpu_state
 
 def test_a_loop_that_never_steps_is_an_error(cpu_state: None) -> None:
     world = World([(1, 0)], batches=1)
-    with pytest.raises(DataError, match=r"stepped no prepared optimizer(.|\n)*model\.eval\(\)"):
+    with pytest.raises(DataError, match=r"did not step a prepared optimizer(.|\n)*model\.eval\(\)"):
         list(elastic(4, 2, world.begin_step))
 
 

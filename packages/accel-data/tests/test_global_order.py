@@ -245,11 +245,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "DistributedSampler": (
         lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)),  # type: ignore[arg-type]
         {},
-        "shard of its own",
+        "reads its own shard",
     ),
-    "sharded stream": (lambda: DataLoader(Files(8)), {}, "shard of its own"),
+    "sharded stream": (lambda: DataLoader(Files(8)), {}, "reads its own shard"),
     "stream without order": (lambda: DataLoader(Stream(8)), {}, "order of the stream may not be repeatable"),
-    "stream with workers": (lambda: DataLoader(EpochStream(8), num_workers=1), {}, "DataLoader workers divide"),
+    "stream with workers": (lambda: DataLoader(EpochStream(8), num_workers=1), {}, "DataLoader workers shard"),
     "out of order": (
         lambda: DataLoader(DATA, num_workers=1, in_order=False),  # type: ignore[arg-type]
         {},

@@ -202,7 +202,7 @@ def beyond(workers: int, dispatch: bool) -> str:
 def test_an_index_beyond_the_data_set_is_an_error_on_every_process(two: Processes) -> None:
     for workers, dispatch in product((0, 1), (False, True)):
         first, second = two.run(beyond, workers, dispatch)
-        assert "An index that the sampler gave is not in the data set" in first
+        assert "An index of the sampler is not in the data set" in first
         assert ("could not read it" if dispatch else "not in the data set") in second
 
 

@@ -224,7 +224,7 @@ def test_the_sampler_of_a_loader_without_batches_can_be_read_and_replaced() -> N
 
 def test_the_sampler_of_a_stream_cannot_be_replaced() -> None:
     loader: Any = prepare_data_loader(DataLoader(Stream(4), batch_size=2))
-    with pytest.raises(DataError, match="no sampler that gives indices"):
+    with pytest.raises(DataError, match="no sampler of indices"):
         loader.set_sampler([3, 2, 1, 0])
 
 

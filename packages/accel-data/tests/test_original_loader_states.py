@@ -120,7 +120,7 @@ def test_whoever_does_not_restore_begins_the_epoch(name: str) -> None:
 
 def test_what_an_epoch_was_drawn_from_cannot_be_guessed() -> None:
     loader = prepared(DataLoader(range(21), batch_size=2, shuffle=True))
-    with pytest.raises(CheckpointError, match="does not hold the random state behind the order of"):
+    with pytest.raises(CheckpointError, match="does not contain the random state of the order of"):
         loader.load_state_dict(saved("one_process_shuffled"))
 
 
@@ -138,7 +138,7 @@ def dispatched() -> str:
 
 def test_what_the_originals_main_process_read_ahead_is_not_taken_for_a_position(two: Processes) -> None:
     for text in two.run(dispatched):
-        assert "had read ahead" in text
+        assert "had prefetched" in text
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 3, "model": {}}])

@@ -277,7 +277,7 @@ def test_a_number_of_shards_that_does_not_divide_evenly_is_left_to_dispatching(p
 
 
 def test_a_function_divides_streams_only() -> None:
-    with fresh(), pytest.raises(Conflict, match="with indices"):
+    with fresh(), pytest.raises(Conflict, match="map-style data set"):
         prepare_data_loader(DataLoader(range(3)), sharding=lambda data, count, at: data)
 
 

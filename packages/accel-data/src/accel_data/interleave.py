@@ -5,9 +5,9 @@ The sources are the leaves of a balanced binary tree. A node that gives r sample
 word, the most even sequence of two letters with given frequencies (M. Lothaire, Algebraic Combinatorics on Words,
 chapter 2). Sample n is found by one division per level of the tree, whatever n is.
 
-Where the weights change, a new segment begins. Its phases carry over what each child is ahead or behind: a child that
-is ahead waits, and one that is behind gets every sample of its node until it has caught up. So a source whose weight
-becomes 0 may still give what it is behind; with up to two sources that is nothing, with up to four one sample.
+When the weights change, a new segment begins. Its phases carry over how far each child is ahead or behind: a child that
+    is ahead waits, and one that is behind gets every sample of its node until it has caught up. So a source whose
+    weight becomes 0 may still give the samples by which it is behind: none with up to two sources, one with up to four.
 
 **Every source stays within K samples of its share, at every prefix and for any schedule of K sources.** Call the
 deviation of a node the samples that its sources gave, less their share of all samples so far. With e = (deviation of
@@ -35,23 +35,23 @@ from typing import Any, Final
 __all__ = ("Interleaving",)
 
 _FINE: Final = 64
-"""Bits behind the point of a deviation."""
+"""Fractional bits of a deviation."""
 _COARSE: Final = 32
-"""Bits behind the point of a phase."""
+"""Fractional bits of a phase."""
 
 _Node = Any
 """The number of a source, or (numerator, denominator, phase, left child, right child) of a pair of nodes."""
 
 
 class _Segment:
-    """A stretch of samples with the same weights.
+    """A range of samples with the same weights.
 
     Attributes:
         start: the first sample.
         end: the sample after the last one; None of the last segment.
-        weights: of the sources; integers.
+        weights: the weights of the sources, as integers.
         counts: samples that each source gave before the segment.
-        root: of the tree.
+        root: the root of the tree.
     """
 
     __slots__ = ("_deviations", "counts", "end", "root", "start", "total", "weights")
@@ -70,7 +70,7 @@ class _Segment:
         middle = (first + last + 1) // 2
         share, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
         if not whole:
-            # Such a node gives only what its sources are behind.
+            # Such a node gives only the samples by which its sources are behind.
             share, whole = 1, 2
         behind = sum(self._deviations[first:last]) * share // whole - sum(self._deviations[first:middle])
         phase = (1 << (_COARSE - 1)) + (behind >> (_FINE - _COARSE))
@@ -85,7 +85,7 @@ class _Segment:
             share, whole, phase, left, right = node
             exact = given * share + phase
             before, after = exact // whole, (exact + share) // whole
-            # What a child is ahead or behind is made up for before the even sequence begins.
+            # A child that is ahead or behind is corrected before the even sequence begins.
             before = 0 if before < 0 else given if before > given else before
             if after > before:
                 given, node = before, left
@@ -110,7 +110,7 @@ class _Segment:
         return counts
 
     def deviations(self, n: int) -> list[int]:
-        """What each source is ahead of its share before sample n."""
+        """How far each source is ahead of its share before sample n."""
         length = n - self.start
         return [
             before + ((now - then) << _FINE) - (length * weight << _FINE) // self.total
@@ -121,10 +121,10 @@ class _Segment:
 
 
 class Interleaving:
-    """Which source gives each sample of an endless sequence.
+    """The source of each sample in an infinite sequence.
 
     Args:
-        weights: of the sources, from sample 0 on; integers of at least 0, not all 0.
+        weights: the weights of the sources from sample 0 on; integers of at least 0, not all 0.
 
     Example:
         >>> order = Interleaving([2, 1])
@@ -140,7 +140,7 @@ class Interleaving:
         self._starts = [0]
 
     def change(self, start: int, weights: Sequence[int]) -> None:
-        """Let other weights hold from a sample on; weights that began there or later are forgotten."""
+        """Use other weights from a sample on; weights that began there or later are dropped."""
         if start <= 0:
             self.__init__(weights)  # type: ignore[misc]
             return
@@ -169,7 +169,7 @@ class Interleaving:
         return self._segment(n).counted(n)
 
     def shares(self, n: int) -> list[Fraction]:
-        """What the weights ask of each source before sample n, in samples."""
+        """The share of each source before sample n by its weights, in samples."""
         shares = [Fraction(0)] * len(self._segments[0].weights)
         for segment in self._segments:
             length = min(n, n if segment.end is None else segment.end) - segment.start
@@ -179,22 +179,22 @@ class Interleaving:
         return shares
 
     def first_exhausted(self, start: int, sizes: Sequence[int]) -> int:
-        """The first sample, of those from `start` on, whose source has given all of its `sizes` samples since `start`.
+        """The first sample from `start` on whose source has given all of its `sizes` samples since `start`.
 
-        Where other weights begin at that very sample, the weights before decide.
+        If other weights begin at that sample, the earlier weights decide.
         """
         limits = [count + size for count, size in zip(self.counts(start), sizes, strict=True)]
 
         def exceeds(counts: Sequence[int]) -> bool:
             return any(count > limit for count, limit in zip(counts, limits, strict=True))
 
-        # So many samples are more than all sources have.
+        # An upper bound: more samples than all sources have.
         return self._first(start, start + sum(sizes) + 1, exceeds, 1) - 1
 
     def all_exhausted(self, start: int, sizes: Sequence[int]) -> int | None:
         """The first sample before which every source has given its `sizes` samples since `start`.
 
-        None where the last weights leave out a source that has not.
+        None if the last weights exclude a source that has not.
         """
         limits = [count + size for count, size in zip(self.counts(start), sizes, strict=True)]
         last = self._segments[-1]
@@ -203,7 +203,7 @@ class Interleaving:
             if count < limit and not weight:
                 return None
             if count < limit:
-                # A source is never K samples ahead of its share or behind it.
+                # A source is always less than K samples ahead of its share or behind it.
                 samples = limit - before + 2 * len(limits)
                 end = max(end, last.start + -(-samples * last.total // weight))
         return self._first(start, end, lambda counts: all(map(int.__ge__, counts, limits)))

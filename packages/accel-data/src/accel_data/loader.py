@@ -1,4 +1,4 @@
-"""The loader that a script iterates: this process's batches, on its device, read one ahead so that the end is known."""
+"""The loader that a script iterates: this process's batches on its device, prefetched by one to detect the end."""
 
 from __future__ import annotations
 
@@ -43,22 +43,24 @@ __all__ = (
 P = TypeVar("P", bound="PreparedLoader")
 
 NO_BATCH: Final = object()
-"""The end of an epoch, in place of a batch."""
+"""Marks the end of an epoch, instead of a batch."""
 
 _VERSION: Final = 1
-_ENOUGH: Final = "Check what was selected or filtered, use fewer processes, or leave even_batches on and drop_last off."
+_ENOUGH: Final = (
+    "Check how samples are selected or filtered, use fewer processes, or use even_batches=True and drop_last=False."
+)
 _REPEATABLE: Final = (
-    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or leave restoring off and call "
+    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
     "skip_first_batches."
 )
 _OURS: Final = "accel_data."
-"""Modules whose data sets wrap one of the script."""
+"""Modules whose data sets wrap a data set of the script."""
 _OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
-"""Attributes that a pickle leaves out."""
+"""Attributes that are not pickled."""
 
 
 class DataLoaderStateMixin:
-    """What every prepared loader knows: its position, and whose gradient accumulation follows it.
+    """The base of prepared loaders: the position, and the gradient state that follows it.
 
     Attributes:
         progress: its position.
@@ -68,24 +70,24 @@ class DataLoaderStateMixin:
     progress: Progress
     gradient_state: GradientState
 
-    # Gradient accumulation reads it at each micro-batch, which a function of C answers in less time.
+    # Gradient accumulation reads it at each micro-batch, and a C function is faster.
     end_of_dataloader = property(
         attrgetter("progress.end_of_dataloader"),
-        doc="Whether the batch given out last is the last one of the epoch.",
+        doc="Whether the last yielded batch is the last one of the epoch.",
     )
 
     @property
     def remainder(self) -> int:
-        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown."""
+        """Real samples of an incomplete last step; 0 if it is complete, -1 if unknown."""
         return self.progress.remainder
 
     @property
     def iteration(self) -> int:
-        """Number of the epoch that runs or comes next."""
+        """Number of the current or the next epoch."""
         return self.progress.epoch
 
     def reset(self) -> None:
-        """Forget how the last iteration ended."""
+        """Reset the state of the last iteration."""
         self.progress.end_of_dataloader = False
         self.progress.remainder = -1
 
@@ -103,13 +105,13 @@ class LoaderOptions:
     """How a prepared loader treats its batches and its position.
 
     Args:
-        device: where batches are moved to; None leaves them where they are.
-        rng_types: generators made equal on all processes when an iteration begins; see `synchronize_rng_states`.
-        synchronized_generator: the one meant by "generator".
-        skip_batches: batches left out at the beginning of every epoch.
-        skips: whether the script gave a position by hand, so that none is restored.
+        device: the device for batches; None does not move them.
+        rng_types: generators to synchronise at the start of an epoch; see `synchronize_rng_states`.
+        synchronized_generator: the generator that "generator" selects.
+        skip_batches: batches to skip at the beginning of every epoch.
+        skips: whether the script set a position itself, so that none is restored.
         restores: whether `load_state_dict` restores the position.
-        torch_device_mesh: kept for readers.
+        torch_device_mesh: stored as an attribute.
     """
 
     device: torch.device | None = None
@@ -124,16 +126,16 @@ class LoaderOptions:
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader over a source that gives this process's shard.
+    """A loader over a source of this process's shard.
 
     The fields of `LoaderOptions` are attributes too.
 
     Attributes:
-        source: gives this process's batches.
-        between_batches: called before each batch is read for the loop, which has finished with the one before; with
-            True before the first of an epoch.
-        device_transfer: brings batches to the device in its own way; None copies each when its turn comes.
-        observer: sees epochs and batches.
+        source: yields this process's batches.
+        between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
+            True before the first batch of an epoch.
+        device_transfer: copies batches to the device, if more than a plain copy is needed; None for a plain copy.
+        observer: observes epochs and batches.
     """
 
     source: Source
@@ -158,14 +160,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         gradient_state: GradientState | None = None,
         progress: Progress | None = None,
     ) -> P:
-        """A loader over a source that is sharded already.
+        """A loader over a source that is already sharded.
 
         Args:
-            source: gives this process's batches.
-            options: of the loader.
+            source: yields this process's batches.
+            options: the loader's options.
             use_stateful_dataloader: whether the source reads through torchdata.
-            gradient_state: of the Accelerator that the loader belongs to; the current one when None.
-            progress: where the loader stands; at the beginning when None.
+            gradient_state: gradient state of the loader's Accelerator. None uses the current one.
+            progress: the loader's position; None for the beginning.
         """
         loader = cls.__new__(cls)
         loader._read_from(source, options, use_stateful_dataloader, gradient_state, progress)
@@ -196,7 +198,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.observer.epoch_begins()
         at, replay = self.progress.take_start()
         if self.skips:
-            # A position that was given by hand counts from the beginning of the epoch.
+            # A position set by the script counts from the beginning of the epoch.
             at = None
         resumed = at is not None or replay is not None
         before = snapshot() if resumed else None
@@ -208,7 +210,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = self._open(at, replay)
             first = self._first(batches, resumed)
             if before is not None:
-                # What the run draws at the beginning of an epoch it had drawn before it was saved.
+                # The saved run had drawn its random numbers for this epoch before it was saved.
                 restore(before)
             observer = self.observer
             if self.between_batches is not None:
@@ -232,13 +234,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
         first = self._next(batches)
         if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
-            raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
+            raise self._error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
         return first
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
-        """The batches for the loop; returns how many they were.
+        """Yield the batches for the loop, and return their number.
 
-        Keeps `progress` up to date, calls `between_batches` after each batch, and shows each to the observer.
+        Updates `progress`, calls `between_batches` after each batch, and reports each to the observer.
         """
         raise NotImplementedError
 
@@ -260,7 +262,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.source.open(at, replay)
 
     def _count_last(self, batch: Any) -> None:
-        """Learn the remainder from the last batch, where one process reads all samples and no length gave it before."""
+        """Read the remainder from the last batch, if one process reads all samples and has no length."""
         size = self.source.step_size
         if self.source.processes > 1 or not size or self.progress.remainder >= 0:
             return
@@ -269,7 +271,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.progress.remainder = count % size
 
     def _wrong_length(self, info: EpochInfo, given: int) -> DataError | None:
-        """What is wrong with the length that was reported, now that every batch was given out."""
+        """How the reported length differs from the number of yielded batches."""
         promised, remainder = info.batches, info.remainder
         if promised is None:
             return None
@@ -295,12 +297,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         raise explained from error
 
     def _explained(self, error: Exception) -> Exception | None:
-        """An error of reading with the process and the loader in its message; None to leave it as it is."""
+        """An error of reading with process and loader in its message; None to raise it unchanged."""
         if isinstance(error, IndexError):
             return self._error(
                 "cannot get the next batch.",
-                f"An index that the sampler gave is not in the data set: {error}",
-                "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
+                f"An index of the sampler is not in the data set: {error}",
+                "Check that the data set's __len__ and the sampler agree with the indices that __getitem__ accepts.",
             )
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
@@ -308,7 +310,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return self._error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",
-                "Look for what ended it (memory, a crash in __getitem__), or try num_workers=0.",
+                "Look for the cause (memory, a crash in __getitem__), or try num_workers=0.",
             )
         return None
 
@@ -340,24 +342,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of an epoch of all processes together, without padding."""
+        """Samples of an epoch on all processes together, without padding."""
         length = self.source.length()
         return len(self.dataset) if length is None else length  # type: ignore[arg-type]
 
     def get_sampler(self) -> Any:
-        """The sampler that gives single indices, or None."""
+        """The sampler of single indices, or None."""
         batching = batching_of(self.base_dataloader)
         if batching is not None:
             return innermost_sampler(batching)
-        # A loader without batches reads through a sampler of ours that takes single indices out of batches of one.
+        # A loader without batches reads through a sampler that takes single indices from batches of one.
         shard = getattr(self.sampler, "shard", None)
         return self.sampler if shard is None else innermost_sampler(shard)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that gives single indices.
+        """Replace the sampler of single indices.
 
         Raises:
-            DataError: the loader reads a stream, which has no sampler.
+            DataError: the loader reads a stream, so it has no sampler.
         """
         below: Any = batching_of(self.base_dataloader)
         if below is None:
@@ -367,15 +369,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if below is None or isinstance(self.base_dataloader.dataset, IterableDataset):
             raise self._error(
                 "cannot replace its sampler.",
-                "It has no sampler that gives indices of a data set.",
-                "Prepare a DataLoader over a data set with indices, or make another stream.",
+                "It has no sampler of indices.",
+                "Prepare a DataLoader over a map-style data set, or use another stream.",
             )
         below.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of epoch number `epoch`.
+        """Set the number of the next epoch.
 
-        A position that is to be restored stays when it is one of that epoch.
+        A position to restore is kept if it is in that epoch.
         """
         if epoch != self.progress.epoch:
             following = self.progress.following if epoch == self.progress.epoch + 1 else None
@@ -395,7 +397,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return other
 
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
-        """A loader over sample ids, with a progress and a gradient state of its own; see `audit`."""
+        """A loader over sample ids, with a separate progress and gradient state; see `audit`."""
         options = self._options(device=None)
         return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
 
@@ -403,10 +405,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return {name: value for name, value in vars(self).items() if name not in _OF_THE_RUN}
 
     def _state(self) -> dict[str, Any]:
-        """Plain values and tensors, equal on all processes, except torchdata's.
+        """The position as plain values and tensors, equal on all processes except torchdata's state.
 
-        torchdata's own state is part of it, so that its loader and the original library can continue from there. A
-        state of torchdata's that is complete is returned alone.
+        torchdata's state is included, so that its loader and the original library can continue from it. If that state
+        is complete, it is returned alone.
         """
         source, progress = self.source, self.progress
         theirs = progress.final_base or progress.base if progress.resume is None else progress.resume.base
@@ -423,7 +425,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 obstacle,
                 _REPEATABLE,
             )
-        # After its last batch an epoch draws nothing more, so the next one begins with the present random state.
+        # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
         following = source.upcoming_rng() if progress.steps and progress.end_of_dataloader else progress.following
         return {
             **(theirs or {}),
@@ -441,9 +443,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`.
 
-        The next iteration has that epoch's order. It begins at the position where the loader restores positions; else
-        at the beginning, and `skip_first_batches` leads to the position. A state of the original library does not hold
-        the number of the epoch: it is the one given to `set_epoch`, or the one that comes next.
+        The next iteration has that epoch's order. It begins at the position if the loader restores positions. Otherwise
+        it begins at the start, and `skip_first_batches` skips to the position. A state of the original library does not
+        contain the number of the epoch: it is the one given to `set_epoch`, or the next one.
 
         Raises:
             CheckpointError: the loader restores positions, and cannot restore this one exactly.
@@ -491,22 +493,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderShard(PreparedLoader):
-    """Gives this process's batches and keeps account of its position.
+    """Yields this process's batches and tracks its position.
 
-    `prepare_data_loader` makes it. A script that makes it directly gives it this process's own data set and samplers.
+    `prepare_data_loader` creates it. A script that creates it directly passes this process's own data set and samplers.
 
     Args:
         dataset: the data set.
-        device: where batches are moved to; None leaves them where they are.
-        rng_types: generators made equal on all processes when an iteration begins; see `synchronize_rng_states`.
-        synchronized_generator: the one meant by "generator".
-        skip_batches: batches left out at the beginning of every epoch.
+        device: the device for batches; None does not move them.
+        rng_types: generators to synchronise at the start of an epoch; see `synchronize_rng_states`.
+        synchronized_generator: the generator that "generator" selects.
+        skip_batches: batches to skip at the beginning of every epoch.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: kept for readers; the sharding was decided before.
+        torch_device_mesh: stored as an attribute; the loader is already sharded.
         iteration: number of the first epoch.
-        gradient: state of the Accelerator that the loader belongs to; the current one when None.
+        gradient: gradient state of the loader's Accelerator. None uses the current one.
         restore_position: continue in the middle of the epoch after `load_state_dict`.
-        kwargs: of `torch.utils.data.DataLoader`.
+        kwargs: arguments of `torch.utils.data.DataLoader`.
     """
 
     def __init__(
@@ -548,7 +550,7 @@ class DataLoaderShard(PreparedLoader):
             batches = _with_states(batches, self.source)
         if transfer is None:
             return batches
-        # What another thread reads ahead must not draw from this process's generators.
+        # Prefetching in another thread must not draw from this process's generators.
         return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
@@ -565,7 +567,7 @@ class DataLoaderShard(PreparedLoader):
                 padding, base = current.padding or padding, current.base
                 current = current.batch
             batch = current
-            # The copy to the device begins before the next batch is read, so that both overlap.
+            # Start the copy to the device before reading the next batch, so that both overlap.
             if type(batch) is tensor:
                 if device is not None and batch.device != device:
                     batch = send_to_device(batch, device, non_blocking)
@@ -589,7 +591,7 @@ class DataLoaderShard(PreparedLoader):
         return number
 
     def _note_end(self, last: Any, padding: Padding | None) -> None:
-        """Keep in `progress` what is known once the last batch of the epoch is."""
+        """Update `progress` when the last batch of the epoch is known."""
         progress = self.progress
         progress.end_of_dataloader = True
         progress.final_base = self.source.base_state()
@@ -604,7 +606,7 @@ class SkipDataLoader(DataLoaderShard):
 
     Args:
         dataset: the data set.
-        skip_batches: how many batches to leave out.
+        skip_batches: the number of batches to skip.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
         kwargs: of `torch.utils.data.DataLoader`.
     """
@@ -616,7 +618,7 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def _with_states(batches: Iterator[Any], source: Source) -> Iterator[PaddedBatch]:
-    """The batches, each with torchdata's state after it, which the next one changes."""
+    """The batches, each with torchdata's state after it, since the next batch changes that state."""
     for batch in batches:
         padded = batch if type(batch) is PaddedBatch else PaddedBatch(batch, None)
         padded.base = source.base_state()
@@ -632,10 +634,10 @@ def _replaced(item: Any, batch: Any) -> Any:
 
 
 def is_flat_on(batch: Any, device: torch.device, is_host: bool) -> bool:
-    """Whether a batch is a flat dict or sequence of tensors on a device; checking is quicker than moving.
+    """Whether a batch is a flat dict or sequence of tensors on a device; the check is faster than moving.
 
     Args:
-        is_host: whether the device is the CPU, which a tensor answers in less time than which device it has.
+        is_host: whether the device is the CPU, for which tensors have a faster check.
     """
     kind, tensor = type(batch), torch.Tensor
     if kind is not dict and kind is not list and kind is not tuple:
@@ -647,7 +649,7 @@ def is_flat_on(batch: Any, device: torch.device, is_host: bool) -> bool:
 
 
 def source_of(loader: DataLoader[Any]) -> Source:
-    """The source of a loader whose samplers are this process's own already."""
+    """The source of a loader whose samplers are already those of this process."""
     contained = knows_its_order(loader)
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, 1, loader.batch_size, self_contained=contained)

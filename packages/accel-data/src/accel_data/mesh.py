@@ -1,4 +1,4 @@
-"""Which processes of a device mesh get the same data: those that differ in no data axis."""
+"""Shards of the data on a device mesh: processes with equal coordinates on all data axes read the same data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DATA_AXES: Final = ("dp", "fsdp")
 
 
 def data_coordinates(mesh: Any) -> tuple[int, int]:
-    """Number of different shards of the data on a mesh, and which of them is this process's.
+    """The number of different shards of the data on a mesh, and the index of this process's shard.
 
-    Axes are data axes when their name begins with "dp" or "fsdp"; processes along all other axes (tensor, context,
-    sequence, pipeline) work on the same samples.
+    Axes are data axes if their name begins with "dp" or "fsdp"; processes along all other axes (tensor, context,
+    sequence, pipeline) read the same samples.
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions.
@@ -31,7 +31,7 @@ def data_coordinates(mesh: Any) -> tuple[int, int]:
 
 
 def coordinates(mesh: Any, world_size: int) -> list[int]:
-    """By rank, which shard of the data it gets; without a mesh every process gets a shard of its own.
+    """The index of each rank's shard of the data; without a mesh every process has its own shard.
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions over all processes, or None.
@@ -46,7 +46,7 @@ def coordinates(mesh: Any, world_size: int) -> list[int]:
 
 
 def first_of_each(mesh: Any, world_size: int) -> list[int]:
-    """By shard of the data, the first process that gets it; arguments as those of `coordinates`."""
+    """By shard of the data, the first process that reads it; arguments like those of `coordinates`."""
     shards = coordinates(mesh, world_size)
     return [shards.index(shard) for shard in range(max(shards) + 1)]
 
@@ -55,8 +55,8 @@ def _data_axes(mesh: Any) -> list[int]:
     if mesh.mesh_dim_names is None:
         raise SettingError(
             "Cannot shard a loader between the processes of this device mesh.",
-            "Its dimensions have no names, so it is unknown which processes read the same data.",
-            "Make the mesh with mesh_dim_names, where the names of data axes begin with dp or fsdp.",
+            "Its dimensions have no names, which would determine the processes that read the same data.",
+            "Create the mesh with mesh_dim_names, in which the names of data axes begin with dp or fsdp.",
         )
     return [axis for axis, name in enumerate(mesh.mesh_dim_names) if name.startswith(_DATA_AXES)]
 

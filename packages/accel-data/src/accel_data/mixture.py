@@ -1,4 +1,4 @@
-"""Several data sets read as one, each with its weight."""
+"""Mixtures: several data sets read as one, with a weight for each."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _CHUNK: Final = 256
 
 @dataclass(frozen=True)
 class SourceCount:
-    """What one source of a mixture has given.
+    """The samples that one source of a mixture has given.
 
     Args:
-        samples: how many it gave.
-        epochs: how often it was read through, the running pass in part.
-        asked: the share that the weights give it, of all samples so far.
-        given: the share that it gave.
+        samples: the number of samples.
+        epochs: passes over the source, including the fraction of the current pass.
+        asked: its share of all samples so far, by the weights.
+        given: its actual share.
     """
 
     samples: int
@@ -59,18 +59,18 @@ class _Weighted:
     def __init__(self, sources: Mapping[str, Any], weights: Weights | None, schedule: Schedule, stop: StopWhen) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise UnknownKind(
-                "Cannot make a mixture of data sets.",
-                f"The sources are {sources!r}; they have to be a dict of at least one data set.",
+                "Cannot create a mixture of data sets.",
+                f"The sources must be a dict of at least one data set, and are {sources!r}.",
                 'Give the data sets by name: {"code": a, "text": b}.',
             )
         if stop not in get_args(StopWhen):
             raise SettingError(
-                f"Cannot make a mixture with stop={stop!r}.",
+                f"Cannot create a mixture with stop={stop!r}.",
                 f"The value must be one of {', '.join(get_args(StopWhen))}.",
-                "Leave it out to end an epoch when the first source is exhausted.",
+                "Remove it to end an epoch when the first source is exhausted.",
             )
         self.stop = stop
-        # The order of the names in the dict does not matter, so that a resumed script may have another one.
+        # The order of names in the dict has no effect, so a resumed script may have another order.
         self._names = sorted(sources)
         self._sources = [sources[name] for name in self._names]
         self._plan(self._checked(weights, schedule))
@@ -83,8 +83,8 @@ class _Weighted:
         if wrong is not None or any(later <= start for start, later in pairwise(starts)):
             raise SettingError(
                 f"Cannot use a schedule that begins at the samples {', '.join(map(str, starts))}.",
-                "Each entry must begin at a later sample than the one before; samples are integers of at least 0.",
-                "Sort the entries by their first sample, and give one for each.",
+                "Each entry must begin at a later sample than the previous one; samples are integers of at least 0.",
+                "Sort the entries by their first sample, with one entry for each.",
             )
         if not given and (not starts or starts[0] > 0):
             raise SettingError(
@@ -95,7 +95,7 @@ class _Weighted:
         return [(start, self._integers(each)) for start, each in (*given, *schedule)]
 
     def _integers(self, weights: Weights) -> list[int]:
-        """Weights in the order of the sources, as integers without a common divisor; a source left out has weight 0."""
+        """Weights in the order of the sources, as integers without a common divisor; a source without one has 0."""
         failed = f"Cannot mix the sources {', '.join(self._names)} with the weights {weights!r}."
         if not isinstance(weights, Mapping):
             raise UnknownKind(failed, "The weights are not a dict.", 'Give them by source: {"code": 0.7, "text": 0.3}.')
@@ -105,13 +105,13 @@ class _Weighted:
             raise SettingError(
                 failed,
                 f"There is no source {unknown!r}.",
-                f"Did you mean {near!r}?" if near else f"Give a weight to {', '.join(self._names)} alone.",
+                f"Did you mean {near!r}?" if near else f"Give weights only to {', '.join(self._names)}.",
             )
         exact = [_exact(weights.get(name, 0), name, failed) for name in self._names]
         if not any(exact):
             raise SettingError(
                 failed,
-                f"All weights are 0, so that neither {' nor '.join(self._names)} would be read.",
+                f"All weights are 0, so neither {' nor '.join(self._names)} would be read.",
                 "Give at least one source a weight above 0.",
             )
         scale = math.lcm(*(weight.denominator for weight in exact))
@@ -120,7 +120,7 @@ class _Weighted:
 
     def _plan(self, schedule: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Follow a schedule that begins at sample 0."""
-        # Of two entries at one sample, the later one holds.
+        # Of two entries at one sample, the later one applies.
         self._schedule = sorted({start: list(weights) for start, weights in schedule}.items())
         self._order = Interleaving(self._schedule[0][1])
         for start, weights in self._schedule[1:]:
@@ -128,7 +128,7 @@ class _Weighted:
 
     @property
     def schedule(self) -> list[tuple[int, dict[str, Fraction]]]:
-        """From which sample on which weights hold, with those of `set_weights`; the weights of an entry add up to 1."""
+        """The weights by first sample, including those of `set_weights`; the weights of an entry add up to 1."""
         return [
             (start, {name: Fraction(weight, sum(weights)) for name, weight in zip(self._names, weights, strict=True)})
             for start, weights in self._schedule
@@ -136,50 +136,50 @@ class _Weighted:
 
 
 def _exact(weight: Any, name: str, failed: str) -> Fraction:
-    """A weight as a fraction: a float is the decimal number that it is written as."""
+    """A weight as a fraction; a float counts as the decimal number of its repr."""
     if isinstance(weight, bool) or not isinstance(weight, (Real, Decimal)):
         raise UnknownKind(
             failed,
             f"The weight of {name!r} is of type {type(weight).__name__}.",
-            "Give a number, or a fractions.Fraction where it has to be exact.",
+            "Give a number, or a fractions.Fraction for an exact ratio.",
         )
     if not math.isfinite(weight) or weight < 0:
         raise SettingError(
             failed,
             f"The weight of {name!r} is {weight}.",
-            "Give a finite number of at least 0; 0 leaves the source out.",
+            "Give a finite number of at least 0; 0 excludes the source.",
         )
     return Fraction(str(weight))
 
 
 class MixtureDataset(_Weighted, Dataset[Any]):
-    """Several data sets with indices, read as one: each gives its share of the samples, evenly spread.
+    """Several map-style data sets read as one, interleaved evenly by weight.
 
-    Arithmetic alone decides which source gives sample n, so that any position is reached at once. Each source stays
-    within K samples of its share at every prefix, where K is the number of sources (`accel_data.interleave` has the
-    proof; with two sources it is half a sample). Each pass over a source has an order of its own, drawn from the seed,
-    the name of the source and the number of the pass.
+    The source of sample n is computed by arithmetic, so seeking to any position is immediate. At every prefix, each
+    source is within K samples of its share, where K is the number of sources (`accel_data.interleave` has the proof;
+    with two sources it is half a sample). Each pass over a source is shuffled anew, by the seed, the name of the source
+    and the number of the pass.
 
     Read it in order: `DataLoader(mixture, batch_size=8)`, without `shuffle=True`. A prepared loader saves the schedule
-    with its position, and continues on any number of processes and workers.
+        with its position, and continues on any number of processes and workers.
 
     Args:
         sources: data sets with `__getitem__` and `__len__`, by name.
-        weights: of the sources, by name; a source left out has weight 0. They need not add up to 1. Floats count as the
-            decimal numbers that they are written as. They hold until the first entry of the schedule.
+        weights: weights of the sources, by name; a source without a weight has 0. They need not add up to 1. Floats
+            count as the decimal numbers of their repr. They apply until the first entry of the schedule.
         schedule: further weights, as (first sample, weights); samples are counted from the beginning of the run.
-        stop: when an epoch ends: "first_exhausted", when a sample of a source without further ones would come;
-            "all_exhausted", when each source was read through, while smaller ones begin again; "repeat", after
-            `num_samples` samples, from where the next epoch goes on, so that sources have epochs of their own.
+        stop: when an epoch ends. "first_exhausted": when the next sample is from a source that has been read
+            completely. "all_exhausted": when each source has been read completely; smaller ones are repeated. "repeat":
+            after `num_samples` samples; the next epoch continues from there, so sources have independent epochs.
         num_samples: samples of an epoch, with "repeat".
-        seed: from which the order within the sources is drawn.
-        shuffle: False reads every source from its first sample to its last one.
+        seed: seed of the order within the sources.
+        shuffle: False reads every source in its own order.
 
     Raises:
-        SettingError: a weight is negative, all are 0, one is for an unknown source, the schedule is out of order, or
-            `num_samples` is not given with "repeat".
-        DataError: a source has no sample.
-        UnknownKind: the sources are not a dict, or one has no indices.
+        SettingError: a weight is negative or for an unknown source, all are 0, the schedule is out of order, or
+            `num_samples` is missing with "repeat".
+        DataError: a source has no samples.
+        UnknownKind: the sources are not a dict, or one is not a map-style data set.
 
     Example:
         >>> mixture = MixtureDataset({"code": "abc", "text": "xy"}, {"code": 2, "text": 1}, shuffle=False)
@@ -204,14 +204,14 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         if (stop == "repeat") != (num_samples is not None) or (num_samples is not None and num_samples < 1):
             raise SettingError(
                 f"Cannot end the epochs of a mixture with stop={stop!r} and num_samples={num_samples}.",
-                "An epoch that repeats its sources has num_samples samples, at least 1; others end with their sources.",
-                'Give num_samples with stop="repeat", and with it alone.',
+                "stop='repeat' needs num_samples of at least 1, and the other values of stop do not use it.",
+                'Give num_samples only with stop="repeat".',
             )
         self.epoch = self._first = self._drawn = 0
         self._measure()
 
     def _begin(self, epoch: int) -> None:
-        """Go to an epoch, under the present schedule."""
+        """Set the epoch, under the current schedule."""
         self.epoch, self._first, self._drawn = epoch, self._start(epoch), 0
         self._measure()
 
@@ -224,7 +224,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return first
 
     def _measure(self) -> None:
-        """Compute where the epoch ends, and forget the orders of the one before."""
+        """Compute the end of the epoch, and drop the orders of the previous one."""
         self._length = self._end(self._first) - self._first
         repeats = self.stop == "repeat"
         self._before = [0] * len(self._names) if repeats else self._order.counts(self._first)
@@ -232,7 +232,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         self._orders: list[tuple[int, Permutation] | None] = [None] * len(self._names)
 
     def _end(self, first: int) -> int:
-        """The sample after the last one of the epoch that begins with a sample."""
+        """The end of the epoch that begins with a sample: the sample after its last one."""
         if self.num_samples is not None:
             return first + self.num_samples
         if self.stop == "first_exhausted":
@@ -243,13 +243,13 @@ class MixtureDataset(_Weighted, Dataset[Any]):
             never = [name for name, weight in zip(self._names, weights, strict=True) if not weight]
             raise SettingError(
                 'Cannot end an epoch with stop="all_exhausted".',
-                f"From sample {start} on the weight of {' and '.join(never)} is 0, so that not all samples are read.",
+                f"From sample {start} on the weight of {' and '.join(never)} is 0, so not all samples would be read.",
                 'Give every source a weight in the last entry of the schedule, or use stop="first_exhausted".',
             )
         return end
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the samples of epoch number `epoch`; prepared loaders call this."""
+        """Set the epoch; prepared loaders call this."""
         if epoch != self.epoch:
             self._begin(epoch)
 
@@ -258,7 +258,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return self._length
 
     def __getitem__(self, position: Any) -> Any:
-        """The sample at a position of the epoch, or that of a (source, index) of `located`."""
+        """The sample at a position of the epoch, or at a (source, index) of `located`."""
         if type(position) is not tuple:
             if not 0 <= position < self._length:
                 raise IndexError(f"There is no sample {position} in an epoch of {self._length}.")
@@ -267,7 +267,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return self._sources[source][index]
 
     def __getitems__(self, positions: Sequence[Any]) -> list[Any]:
-        """The samples at some positions; sources that read many samples at once do so."""
+        """The samples at several positions, with `__getitems__` of sources that have it."""
         if positions and type(positions[0]) is not tuple:
             if not 0 <= min(positions) <= max(positions) < self._length:
                 raise IndexError(f"There are no samples {positions} in an epoch of {self._length}.")
@@ -286,7 +286,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return samples
 
     def located(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """The (number of the source, index in it) of each of some positions of the epoch."""
+        """The (number of the source, index in it) of each position."""
         first, before, sizes, orders = self._first, self._before, self._sizes, self._orders
         self.read_until(max(positions, default=-1) + 1)
         found = []
@@ -299,28 +299,28 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return found
 
     def read_until(self, position: int) -> None:
-        """Note that the samples of the epoch before a position are read, so that their weights do not change."""
+        """Mark the samples of the epoch before a position as read, so that their weights do not change."""
         if position > self._drawn:
             self._drawn = position
 
     def set_weights(self, weights: Weights | None = None) -> int:
-        """Let other weights hold from the first sample that no process has read yet; called on every process.
+        """Use other weights from the first sample that no process has read yet; call it on every process.
 
-        What loaders have read ahead comes before it, so that no sample is repeated or left out. A prepared loader
-        begins with a whole step, or with a whole batch where the main process reads for all. An epoch that ends with
-        its sources keeps its length: there, the weights hold from the next epoch on. They are added to the schedule,
-        and saved with it; its later entries still come. DataLoader workers of a loader that is not prepared receive the
-        weights when they start again.
+        Prefetched samples come before it, so no sample is repeated or skipped. In a prepared loader the weights begin
+        at a whole step, or at a whole batch if the main process reads for all. An epoch whose length depends on its
+        sources keeps its length, and the weights apply from the next epoch on. They are added to the schedule and saved
+        with it; later entries of the schedule still apply. DataLoader workers of an unprepared loader receive the
+        weights when they restart.
 
         Args:
-            weights: those of the main process count; the others may leave them out.
+            weights: the new weights. Those of the main process are used; other processes may omit them.
 
         Returns:
             The first sample with these weights, counted from the beginning of the run.
 
         Raises:
-            SettingError: on every process: a weight is negative, all are 0, or one is for an unknown source.
-            CollectiveError: a process did not come in time.
+            SettingError: a weight is negative or for an unknown source, or all are 0; raised on every process.
+            CollectiveError: a process did not call it in time.
 
         Example:
             >>> mixture = MixtureDataset({"code": "abc", "text": "xyz"}, {"code": 1}, (), "repeat", 6, shuffle=False)
@@ -351,13 +351,13 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         if isinstance(getattr(batches, "sampler", None), RandomSampler):
             raise Conflict(
                 "Cannot shuffle a mixture of data sets.",
-                "Its order says which source gives which sample, and shuffles within each source.",
-                "Leave out shuffle=True; give MixtureDataset another seed for another order.",
+                "A mixture determines the source of each sample itself, and shuffles within each source.",
+                "Remove shuffle=True; give MixtureDataset another seed for another order.",
             )
         return ResolvedBatches(batches, self)
 
     def mixture_state(self) -> dict[str, Any]:
-        """What the order of the samples depends on, in plain values; a prepared loader saves it with its position."""
+        """The state of the order as plain values; a prepared loader saves it with its position."""
         return {
             "sources": dict(zip(self._names, self._sizes, strict=True)),
             "schedule": self._schedule,
@@ -365,22 +365,22 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         }
 
     def load_mixture_state(self, state: Mapping[str, Any] | None, epoch: int = 0, samples: int = 0) -> None:
-        """Follow the schedule of `mixture_state`, from a position on.
+        """Continue with the schedule of `mixture_state`, from a position on.
 
         Args:
-            state: what that gave; None of a loader that read no mixture.
-            epoch: the epoch to go on in.
-            samples: samples of it that all processes together have received.
+            state: the result of `mixture_state`; None for a loader without a mixture.
+            epoch: the epoch to continue.
+            samples: samples of the epoch that all processes together have received.
 
         Raises:
-            CheckpointError: it was saved with other sources, or in another order.
+            CheckpointError: the state has other sources or another order.
         """
         failed = "Cannot continue a mixture of data sets."
         if state is None:
             raise CheckpointError(
                 failed,
                 f"The data set of the saved loader was not a mixture; this one has {', '.join(self._names)}.",
-                "Load the checkpoint with the data set that it was saved with, or begin a new run.",
+                "Use the data set with which the checkpoint was saved, or begin a new run.",
             )
         saved, own = state["sources"], dict(zip(self._names, self._sizes, strict=True))
         for name in sorted({**saved, **own}):
@@ -390,14 +390,14 @@ class MixtureDataset(_Weighted, Dataset[Any]):
                 raise CheckpointError(
                     failed,
                     f"Source {name!r}: the saved mixture {then}, this one {now}.",
-                    "Give the sources that the run began with; to leave one out, give it the weight 0.",
+                    "Give the sources with which the run began; to exclude one, give it the weight 0.",
                 )
         for name in _FIXED:
             if state[name] != getattr(self, name):
                 raise CheckpointError(
                     failed,
                     f"It was saved with {name}={state[name]!r}; this one has {name}={getattr(self, name)!r}.",
-                    f"Make it with {name}={state[name]!r}.",
+                    f"Create it with {name}={state[name]!r}.",
                 )
         schedule = [(start, list(weights)) for start, weights in state["schedule"]]
         if schedule != self._schedule:
@@ -408,11 +408,11 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         self._drawn = samples
 
     def counts(self, samples: int, epoch: int | None = None) -> dict[str, SourceCount]:
-        """What each source has given since the beginning of the run.
+        """The samples that each source has given since the beginning of the run.
 
         Args:
             samples: samples of the epoch that all processes together have received.
-            epoch: number of the epoch; this one when None.
+            epoch: number of the epoch; None for the current one.
 
         Example:
             >>> mixture = MixtureDataset({"code": range(30), "text": range(5)}, {"code": 0.7, "text": 0.3})
@@ -428,28 +428,26 @@ class MixtureDataset(_Weighted, Dataset[Any]):
 
 
 _FIXED: Final = ("stop", "num_samples", "seed", "shuffle")
-"""What the order of the samples depends on beside the sources and their weights."""
+"""Settings of the order besides the sources and their weights."""
 
 
 def _announced(values: Sequence[str]) -> str:
-    """The weights of rank 0, from the first sample on that no rank has read."""
+    """The weights of rank 0, and the first sample that no rank has read."""
     said = [json.loads(value) for value in values]
     return json.dumps([max(read for read, _ in said), said[0][1]])
 
 
 def _size(name: str, source: Any) -> int:
-    """Samples of a source with indices."""
+    """The number of samples of a map-style source."""
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise UnknownKind(
             f"Cannot mix the source {name!r}, of type {type(source).__name__}.",
-            "A mixture of data sets reads its sources by index, and this one lacks __getitem__ or __len__.",
-            "Mix streams with MixtureStream, which cannot seek.",
+            "A mixture of data sets reads its sources by index, but this one has no __getitem__ or no __len__.",
+            "Use MixtureStream for streams.",
         )
     size = len(source)
     if size < 1:
-        raise DataError(
-            f"Cannot mix the source {name!r}.", "It has no sample.", "Leave it out, or check what was filtered."
-        )
+        raise DataError(f"Cannot mix the source {name!r}.", "It has no samples.", "Remove it, or check its filters.")
     return size
 
 
@@ -457,8 +455,8 @@ class ResolvedBatches(BatchSampler):
     """Batches of positions in a mixture, as (source, index), since DataLoader workers do not receive changed weights.
 
     Args:
-        batches: of positions.
-        mixture: what they are positions in.
+        batches: batches of positions.
+        mixture: the mixture.
     """
 
     def __init__(self, batches: BatchSampler, mixture: MixtureDataset) -> None:
@@ -496,19 +494,20 @@ class ResolvedBatches(BatchSampler):
 
 
 class MixtureStream(_Weighted, IterableDataset[Any]):
-    """Several streams read as one: each gives its share of the samples, evenly spread.
+    """Several streams read as one, interleaved evenly by weight.
 
     The order of the sources is that of `MixtureDataset`, but streams cannot seek: to continue in the middle of an
-    epoch, all samples before are read again and dropped. Each process and DataLoader worker that reads for itself
-    counts samples for itself, from the beginning of each epoch.
+        epoch, all earlier samples are read again and dropped. Each process and DataLoader worker that reads separately
+        also counts samples separately, from the beginning of each epoch.
 
     Args:
         sources: streams (or other iterables that can be read more than once), by name.
         weights: see `MixtureDataset`.
         schedule: see `MixtureDataset`; samples are counted from the beginning of the epoch.
-        stop: when an epoch ends: "first_exhausted", when a stream that has ended would be read; "all_exhausted", when
-            each stream has ended once, while those that ended before begin again; "repeat", after `num_samples`.
-        num_samples: samples of an epoch, with "repeat"; None does not end.
+        stop: when an epoch ends. "first_exhausted": when the next sample is from a stream that has ended.
+            "all_exhausted": when each stream has ended once; streams that end earlier are repeated. "repeat": after
+            `num_samples`.
+        num_samples: samples of an epoch, with "repeat"; None never ends.
 
     Raises:
         SettingError: see `MixtureDataset`.
@@ -535,22 +534,22 @@ class MixtureStream(_Weighted, IterableDataset[Any]):
                 raise UnknownKind(
                     f"Cannot mix the source {name!r}, of type {type(source).__name__}.",
                     "It cannot be iterated more than once.",
-                    "Give a torch.utils.data.IterableDataset, or an object whose __iter__ begins anew.",
+                    "Give a torch.utils.data.IterableDataset, or an object whose __iter__ starts from the beginning.",
                 )
         if stop == "all_exhausted" and not all(self._schedule[-1][1]):
             never = self._names[self._schedule[-1][1].index(0)]
             raise SettingError(
                 'Cannot end an epoch with stop="all_exhausted".',
-                f"The last weight of {never!r} is 0, so that it may never end.",
+                f"The last weight of {never!r} is 0, so it may never end.",
                 'Give every source a weight in the last entry of the schedule, or use stop="first_exhausted".',
             )
         logger.warning(
-            "A mixture of streams (%s) cannot seek: after a resume the samples before are read again and dropped.",
+            "A mixture of streams (%s) cannot seek: after a resume the earlier samples are read again and dropped.",
             ", ".join(self._names),
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the samples of epoch number `epoch`; streams with `set_epoch` receive it when they begin."""
+        """Set the epoch; streams with `set_epoch` receive it when they begin."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -573,15 +572,15 @@ class MixtureStream(_Weighted, IterableDataset[Any]):
                 if sample is _ENDED:
                     raise DataError(
                         f"Cannot read the source {self._names[source]!r} of a mixture.",
-                        "It has no sample.",
-                        "Leave it out, or check what was filtered.",
+                        "It has no samples.",
+                        "Remove it, or check its filters.",
                     )
                 yield sample
             if end == self.num_samples:
                 return
 
     def _open(self, source: int, done: int) -> Iterator[Any]:
-        """Begin to read a source that was read `done` times in this epoch."""
+        """Start a new pass over a source that was read `done` times in this epoch."""
         stream = self._sources[source]
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(self._epoch + done)

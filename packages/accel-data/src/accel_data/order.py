@@ -55,7 +55,7 @@ class Order(Protocol):
         """The indices at some positions."""
 
     def exhausted(self) -> None:
-        """Called when the epoch was read to its end."""
+        """Called at the end of an epoch."""
 
 
 class Ascending:
@@ -117,12 +117,12 @@ class Permuted:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles by `initial_seed + epoch` alone, so the order of an epoch is the same in every run and on every process.
+    """Shuffles by `initial_seed + epoch`, so the order of an epoch is the same in every run and on every process.
 
     Args:
-        args: of `torch.utils.data.RandomSampler`.
-        data_seed: the seed of epoch 0; torch's initial seed when None.
-        kwargs: of `torch.utils.data.RandomSampler`.
+        args: arguments of `torch.utils.data.RandomSampler`.
+        data_seed: the seed of epoch 0. None uses torch's initial seed.
+        kwargs: arguments of `torch.utils.data.RandomSampler`.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -149,10 +149,10 @@ class SeedableRandomSampler(RandomSampler):
 
 @dataclass(frozen=True)
 class RNGState:
-    """The random state that decides the order of an epoch, enough to replay it.
+    """The random state that determines the order of an epoch, enough to replay it.
 
     Args:
-        kind: "fixed" (always the same), "seed" (of a generator made for the epoch), "seeded" (seed and epoch),
+        kind: "fixed" (always the same), "seed" (of a generator created for the epoch), "seeded" (seed and epoch),
             "generator" (its state before the epoch), "sampler" (the sampler's own state), "unknown".
         value: that seed or state.
     """
@@ -231,17 +231,17 @@ def can_replay(batch_sampler: Any, sampler: Any) -> bool:
 
 
 def decided_by_epoch(sampler: Any) -> bool:
-    """Whether the order of a sampler depends on its arguments and the number of the epoch alone."""
+    """Whether the order of a sampler depends only on its arguments and the epoch."""
     return type(sampler) is SeedableRandomSampler or _is_fixed(sampler)
 
 
 def _is_fixed(sampler: Any) -> bool:
-    """Whether a sampler gives the same in every epoch."""
+    """Whether a sampler has the same order in every epoch."""
     return type(sampler) is SequentialSampler or isinstance(sampler, _LISTS)
 
 
 def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = None) -> RNGState | None:
-    """The random state of the next epoch; None where the sampler decides it when the epoch begins.
+    """The random state of the next epoch; None if the sampler draws it when the epoch begins.
 
     Args:
         batch_sampler: a custom one, or None.
@@ -293,7 +293,7 @@ def _seed_and_epoch(sampler: SeedableRandomSampler, replay: RNGState | None) -> 
 
 
 def permutation(size: int, generator: torch.Generator) -> torch.Tensor:
-    """What `torch.randperm` gives, in half the memory and less than half the time where the indices fit."""
+    """The result of `torch.randperm`, in half the memory and less than half the time if the indices fit."""
     return torch.randperm(size, generator=generator, dtype=torch.int32 if size < _SMALL else torch.int64)
 
 
@@ -345,7 +345,7 @@ def is_stock_batching(batch_sampler: object) -> bool:
 
 
 def torchdata_sampler(name: str) -> type | None:
-    """A class of torchdata's samplers; None where no loader of torchdata has been made."""
+    """A class of torchdata's samplers; None if no torchdata loader has been created."""
     return getattr(sys.modules.get("torchdata.stateful_dataloader.sampler"), name, None)
 
 

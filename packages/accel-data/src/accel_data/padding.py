@@ -1,6 +1,6 @@
-"""How padding travels with a batch, and how metrics leave out exactly the samples that were added.
+"""Padding information in a batch, with which metrics remove exactly the padding samples.
 
-Added samples always come last in a process's batch.
+Padding samples are always the last ones in a process's batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ("PaddedBatch", "PaddingCollate", "PaddingMarker", "drop_padding")
 
 
 def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None = None) -> Any:
-    """What was gathered from all processes at one step, without the samples that were added.
+    """The values gathered from all processes at one step, without padding samples.
 
-    Tensors hold the rows of the processes one after another in their first dimension. A tensor whose rows per process
-    are not a multiple of the batch size stays as it is, since its rows are not samples.
+    Tensors have the rows of all processes in their first dimension. A tensor whose rows per process are not a multiple
+    of the batch size is unchanged, since its rows are not samples.
 
     Args:
-        gathered: tensors in any nesting.
-        padding: of the step; None when nothing was added.
+        gathered: a pytree of tensors.
+        padding: the padding of the step, or None.
         full_batch: samples of one process in a full step. A script may repeat a value for each of them also in a
             shorter step, as the Trainer of transformers does with a loss; such rows count as often as the process has
             real samples.

@@ -1,4 +1,4 @@
-"""From a plain `DataLoader` to the loader of one process."""
+"""`prepare_data_loader`: converts a plain `DataLoader` to the loader of one process."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ __all__ = ("get_sampler", "prepare_data_loader")
 _READ_ONCE: Final = frozenset({types.GeneratorType, map, filter, zip})
 
 _DRAWING: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
-"""Torch's samplers that draw from the generator of the process when they have none of their own."""
+"""Torch's samplers that draw from the process's generator if they have no generator."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which shard of the data this process reads.
+    """This process's shard of the data.
 
     Args:
-        processes: how many share the data.
-        index: which of them this is.
-        split: batches are those of all processes together.
-        even: complete the last step.
-        readers: how many processes of the run draw its order together, with those that get the same shard; 1 where
-            each draws for itself.
+        processes: the number of processes that share the data.
+        index: the index of this process among them.
+        split: batches are global batches.
+        even: pad the last step.
+        readers: the number of processes that draw a common order, including those with the same shard; 1 if each draws
+            its own.
     """
 
     processes: int
@@ -78,14 +78,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shuffling:
-    """How a data set with indices is shuffled.
+    """How a map-style data set is shuffled.
 
     Args:
-        seedable: replace torch's `RandomSampler` by one that depends on seed and epoch alone.
-        seed: of that one; torch's initial seed when None.
+        seedable: replace torch's `RandomSampler` by one that depends only on seed and epoch.
+        seed: seed of that sampler. None uses torch's initial seed.
         seed_samples: seed the generators for each sample.
         repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be replayed.
-        rereads: assume that a stream without a position gives the same samples each time, as torchdata does.
+        rereads: assume that a stream without a position yields the same samples each time, as torchdata does.
     """
 
     seedable: bool = False
@@ -119,28 +119,30 @@ def prepare_data_loader(
     seed_samples: bool = False,
     order: OrderOf = "sampler",
 ) -> DataLoader[Any]:
-    """A loader that gives this process its shard of every epoch, on its device.
+    """Create a loader that yields this process's shard of every epoch, on its device.
 
     Args:
-        dataloader: as the script made it; it is not changed. A prepared one is returned as it is.
-        device: where batches are moved to with `put_on_device`; the process's device when None.
-        num_processes: how many processes share the data; all of the run (or of the mesh's data axes) when None.
-        process_index: which of them this is.
+        dataloader: a DataLoader, which is not changed. A prepared loader is returned unchanged.
+        device: the device for batches with `put_on_device`. None uses the process's device.
+        num_processes: the number of processes that share the data. None uses all of the run, or of the mesh's data
+            axes.
+        process_index: the index of this process among them.
         put_on_device: move batches to the device.
-        rng_types: generators made equal on all processes when an iteration begins: "torch", "generator" (that of the
-            sampler) or the name of a device.
-        slice_fn_for_dispatch: `f(batch, slice, process_index=, num_processes=)` that cuts a batch for one process.
-        torch_device_mesh: mesh whose data axes say which processes get different data.
-        gradient: state of the Accelerator that the loader is for; the current one when None.
+        rng_types: generators to synchronise at the start of each epoch: "torch", "generator" (the sampler's generator)
+            or the name of a device.
+        slice_fn_for_dispatch: `f(batch, slice, process_index=, num_processes=)` that returns the samples of one process
+            from a global batch.
+        torch_device_mesh: mesh whose data axes determine which processes read different data.
+        gradient: gradient state of the loader's Accelerator. None uses the current one.
 
     The other arguments are the fields of `DataLoaderConfiguration`.
 
     Raises:
         Conflict: two arguments contradict each other, `restore_position` is given for a stream without a position, or
             order="global" for a loader whose order depends on more than seed and epoch.
-        Missing: torchdata is not installed.
-        SettingError: a batch cannot be cut into equal shards, or a number is out of range.
-        UnknownKind: it is not a `DataLoader`.
+        Missing: torchdata is needed and not installed.
+        SettingError: a batch cannot be split into equal shards, or a number is out of range.
+        UnknownKind: `dataloader` is not a `DataLoader`.
 
     Example:
         >>> loader = prepare_data_loader(DataLoader(range(10), batch_size=2), num_processes=2, process_index=1)
@@ -167,7 +169,7 @@ def prepare_data_loader(
     seedable = (use_seedable_sampler or order == "global") and not use_configured_sampler
     rereads = use_stateful_dataloader and not restore_position
     shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples, rereads)
-    # A loader over this process's own shard is read as it is; so is one that the main process reads for all.
+    # A loader over this process's shard needs no sharding, nor does one that the main process reads for all.
     source, generator = _sharded(
         base if own is None else own, shard if own is None and not dispatches else Shard(1, 0), shuffling
     )
@@ -198,9 +200,9 @@ def prepare_data_loader(
 
 
 def _check_resumable(dataset: Any, source: Source, option: str) -> None:
-    """Refuse a stream that could not be continued after a load, before a run depends on it.
+    """Raise an error for a stream that cannot continue after a load, before a run depends on it.
 
-    A data set with indices whose order cannot be replayed is only reported: it may be read for evaluations alone.
+    A map-style data set whose order cannot be replayed is only a warning: it may be for evaluation.
     """
     obstacle = source.obstacle()
     if not isinstance(dataset, IterableDataset):
@@ -219,8 +221,8 @@ def _check_resumable(dataset: Any, source: Source, option: str) -> None:
         raise Conflict(
             f"Cannot prepare a loader over {source.identity()} with {option}.",
             obstacle,
-            "Give the stream a method set_epoch(epoch), which means that an epoch gives the same samples again; or "
-            "state_dict() and load_state_dict(), with use_stateful_dataloader=True; or leave restoring off and call "
+            "Add a method set_epoch(epoch) to the stream, which means that an epoch is repeatable; or add "
+            "state_dict() and load_state_dict() and set use_stateful_dataloader=True; or disable restoring and call "
             "skip_first_batches.",
         )
 
@@ -228,15 +230,15 @@ def _check_resumable(dataset: Any, source: Source, option: str) -> None:
 def _own_shard(
     loader: DataLoader[Any], shard: Shard, sharding: Sharding, dispatch_batches: bool | None
 ) -> DataLoader[Any] | None:
-    """A loader over this process's own shard, where the data are sharded already or at their source; else None."""
+    """A loader over this process's shard, if the data are sharded already or at their source; else None."""
     if dispatch_batches or (shard.processes == 1 and not callable(sharding)):
         return None
     if not isinstance(loader.dataset, IterableDataset):
         if callable(sharding):
             raise Conflict(
-                "Cannot use a function as sharding for a data set with indices.",
-                "It shards streams; indices are sharded through the sampler.",
-                "Leave sharding at 'auto' for this loader.",
+                "Cannot use a function as sharding for a map-style data set.",
+                "Functions shard streams; a map-style data set is sharded through the sampler.",
+                "Use sharding='auto' for this loader.",
             )
         return loader if sharding == "already" or _distributed_sampler(loader, shard.processes) is not None else None
     dataset = own_shard(loader.dataset, shard.processes, shard.index, sharding)
@@ -251,14 +253,14 @@ def _own_shard(
 
 
 def _distributed_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
-    """Torch's `DistributedSampler`, where the script shards the indices itself."""
+    """Torch's `DistributedSampler`, if the script shards the indices itself."""
     sampler = get_sampler(loader)
     shards = isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
     return cast("DistributedSampler[Any]", sampler) if shards else None
 
 
 def _real_samples(loader: DataLoader[Any], shard: Shard) -> int | None:
-    """Samples that torch's sampler gives this process before it repeats some; None when it is not that sampler."""
+    """This process's samples of torch's `DistributedSampler` without repeated ones; None for another sampler."""
     sampler = None if isinstance(loader.dataset, IterableDataset) else _distributed_sampler(loader, shard.processes)
     if sampler is None:
         return None
@@ -279,13 +281,13 @@ def _dispatches(
     processes: int,
     everyone: bool,
 ) -> bool:
-    """Whether the main process reads for all."""
+    """Whether the main process reads for all processes."""
     if dispatch_batches or sharding == "dispatch":
         if not everyone:
             raise Conflict(
                 f"Cannot dispatch to {processes} processes.",
-                f"The run has {current.process_or_start().world_size}, and the main process sends to all of them.",
-                "Leave num_processes and process_index out, or let every process read for itself.",
+                f"The run has {current.process_or_start().world_size}, and the main process sends to each of them.",
+                "Remove num_processes and process_index, or let every process read its own batches.",
             )
         return True
     undecided = dispatch_batches is None and sharding == "auto" and put_on_device
@@ -366,7 +368,7 @@ def _shuffled(sampler: Any, shard: Shard, shuffling: Shuffling) -> Any:
 
 
 def _agreed(seed: int, shard: Shard) -> int:
-    """The main process's seed, where the processes of the run read together."""
+    """The main process's seed, if the processes of the run read a common order."""
     if shard.readers == 1:
         return seed
     agreed: int = broadcast_object_list([seed])[0]
@@ -376,7 +378,7 @@ def _agreed(seed: int, shard: Shard) -> int:
 def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
     for holder in (sampler, batch_sampler):
         generator = getattr(holder, "generator", None)
-        # The generator of a sampler that is seeded for each epoch is equal everywhere already.
+        # The generator of a sampler that is seeded for each epoch is already equal on all processes.
         if isinstance(generator, torch.Generator) and not isinstance(holder, SeedableRandomSampler):
             return generator
     return None
@@ -391,8 +393,8 @@ def _shard_stream(
         source.rereads = True
         warnings.warn(
             f"The stream {source.identity()} has no position: after a load it is read again from its beginning, "
-            "without the batches that are done. Give it state_dict() and load_state_dict(), or set_epoch(epoch), if it "
-            "does not give the same samples each time.",
+            "without the batches that are done. Give it state_dict() and load_state_dict(), or set_epoch(epoch), if "
+            "it does not yield the same samples each time.",
             UserWarning,
             stacklevel=4,
         )

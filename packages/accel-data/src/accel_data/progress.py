@@ -1,4 +1,4 @@
-"""Where a loader stands: the one object that metrics, accumulation and checkpoints read."""
+"""The position of a loader: the object that metrics, accumulation and checkpoints read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Position:
         steps: batches that each process has received in it.
         samples: samples of the global order that the processes have received; None with a custom batch sampler.
         rng_state: the random state behind the epoch's order; None when that is not known before it begins.
-        base: what torchdata needs to continue here; None where the above is enough.
+        base: torchdata's state at this position; None if the other fields are enough.
     """
 
     epoch: int
@@ -44,13 +44,13 @@ class Position:
 
 @dataclass(frozen=True)
 class EpochInfo:
-    """What is known of an epoch, or of the rest of one, before it is read.
+    """Facts about an epoch, or the rest of one, before it is read.
 
     Args:
         length: samples of the whole epoch; None when unknown.
         remainder: real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped.
-        batches: how many come for this process, if the reported length is true; None when no length was reported.
-        shortage: why some process would have nothing, or None.
+        batches: this process's number of batches, if the reported length is correct; None without a length.
+        shortage: why a process would have no samples, or None.
     """
 
     length: int | None
@@ -60,7 +60,7 @@ class EpochInfo:
 
 
 class Progress:
-    """Where a loader stands, counted in what the training loop has received; look-ahead does not count.
+    """The position of a loader, counted in batches that the loop has received; prefetched ones do not count.
 
     Attributes:
         epoch: number of the epoch that runs or comes next.

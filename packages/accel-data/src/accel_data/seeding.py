@@ -1,4 +1,4 @@
-"""Random draws inside a data set that depend on seed, epoch and sample alone, so that they are the same after a resume.
+"""Random draws inside a data set that depend only on seed, epoch and sample, so that they are the same after a resume.
 
 While a sample is read, Python's, numpy's and torch's generators are seeded for it; then they are restored. This costs
 some tens of microseconds per sample.
@@ -25,7 +25,7 @@ _BITS: Final = 2**32
 
 
 class SampleSeed:
-    """Seed and epoch that decide the seeds of samples.
+    """Seed and epoch, which determine the seeds of samples.
 
     Args:
         seed: of the run.

@@ -1,4 +1,4 @@
-"""Which samples of an epoch belong to this process: arithmetic on positions, without the batches of the others.
+"""This process's samples of an epoch: arithmetic on positions, without reading the batches of other processes.
 
 With B samples per process and P processes a step takes G = B * P samples of the global order; in step i process r has
 the positions iG + rB up to iG + (r + 1)B. The samples after the full steps are dropped, given out unevenly, or
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Padding:
-    """How many samples of one global step are real, by process.
+    """The number of real samples in one global step, by process.
 
     Args:
         total: real samples of all processes together; -1 when batches are counted, not samples.
@@ -88,7 +88,7 @@ class ShardPlan:
         processes: number of processes (P).
         index: which of them (r).
         even: complete the last step with samples from the beginning.
-        drop_last: leave out what does not fill a step.
+        drop_last: drop an incomplete last step.
         start: position of the order at which the plan begins.
 
     Example:
@@ -171,7 +171,7 @@ def shortage(length: int | None, processes: int, pads: bool) -> str | None:
         pads: whether samples from the beginning complete a step.
     """
     if length == 0:
-        return "It has no sample."
+        return "It has no samples."
     if length is None or length >= processes or pads:
         return None
     return f"It has {length} samples for {processes} processes, so process {length} would have none."
@@ -214,7 +214,7 @@ def _check_enough(count: int, plan: ShardPlan) -> None:
         raise DataError(
             "Cannot shard an epoch between the processes.",
             obstacle,
-            "Use fewer processes, or leave even_batches on and drop_last off.",
+            "Use fewer processes, or even_batches=True and drop_last=False.",
         )
 
 
@@ -226,20 +226,20 @@ class Drawn(Protocol):
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process out of those of a batch sampler.
+    """The batches of one process from those of a batch sampler.
 
     Over torch's own samplers a process computes its own indices; it enumerates a custom sampler or batch sampler.
 
     Args:
-        batch_sampler: gives the batches of all processes.
+        batch_sampler: yields the batches of all processes.
         num_processes: number of processes.
-        process_index: which of them.
-        split_batches: cut each batch into one shard per process; otherwise each process takes whole batches in turn.
-        even_batches: complete the last step with samples from the beginning, so that all processes have equal batches;
-            a single process never pads.
+        process_index: index of this process.
+        split_batches: split each batch into one shard per process; otherwise each process takes whole batches in turn.
+        even_batches: pad the last step with samples from the beginning, so that all processes have equal batches; a
+            single process never pads.
 
     Raises:
-        SettingError: a number is out of range, or a batch cannot be cut into equal shards.
+        SettingError: a number is out of range, or a batch cannot be split into equal shards.
     """
 
     def __init__(
@@ -452,8 +452,8 @@ def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int)
         if len(batch) > plan.step_size:
             raise DataError(
                 f"Cannot split batch {number} into {plan.processes} shards of {plan.batch_size} (split_batches=True).",
-                f"The batch sampler gave {len(batch)} indices, more than the {plan.step_size} of its batch_size.",
-                "Let the batch sampler's batch_size be its largest batch, or leave split_batches off.",
+                f"The batch sampler yielded {len(batch)} indices, more than its batch_size of {plan.step_size}.",
+                "Set the batch sampler's batch_size to its largest batch, or remove split_batches.",
             )
         if len(head) < plan.step_size:
             head.extend(batch)
@@ -538,10 +538,10 @@ def innermost_sampler(batch_sampler: Any) -> Any:
 
 
 def check_process(num_processes: int, process_index: int) -> None:
-    """Refuse an index that is not one of the processes.
+    """Check the index of a process.
 
     Raises:
-        SettingError: it is not.
+        SettingError: there is no such process.
     """
     if num_processes < 1 or not 0 <= process_index < num_processes:
         raise SettingError(
@@ -552,14 +552,14 @@ def check_process(num_processes: int, process_index: int) -> None:
 
 
 def check_split(batch_size: int | None, num_processes: int) -> None:
-    """Refuse a batch that cannot be cut into one equal shard per process.
+    """Check that batches can be split into equal shards.
 
     Raises:
-        SettingError: it cannot.
+        SettingError: the batch size is not a multiple of the number of processes.
     """
     if batch_size is None or batch_size % num_processes:
         raise SettingError(
             f"Cannot use split_batches=True with batches of {batch_size} samples and {num_processes} processes.",
-            "Each batch is cut into one equal shard per process.",
-            f"Give a batch size that is a multiple of {num_processes}, or leave split_batches off.",
+            "Each batch is split into one equal shard per process.",
+            f"Give a batch size that is a multiple of {num_processes}, or remove split_batches.",
         )

@@ -1,4 +1,4 @@
-"""Loaders without their first batches, for continuing in the middle of an epoch by hand."""
+"""Skip the first batches of an epoch, to continue in its middle without restored positions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ("skip_first_batches",)
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader without the first `num_batches` batches of the epoch.
 
-    A data set with indices does not read what is skipped; a stream is read up to there, without collating. After
-    `load_state_dict` the batches are counted from the beginning of the epoch, even when the loader restores positions
-    by itself.
+    The skipped samples of a map-style data set are not read; a stream reads them without collating. After
+    `load_state_dict`, batches are counted from the beginning of the epoch, even if the loader restores positions
+    itself.
 
     Args:
         dataloader: a prepared loader or a plain one.
-        num_batches: how many batches to leave out, counted in what one process receives.
+        num_batches: the number of batches to skip, counted on one process.
 
     Raises:
         SettingError: the number is negative.
-        UnknownKind: it is not a `DataLoader`.
+        UnknownKind: `dataloader` is not a `DataLoader`.
 
     Example:
         >>> rest = skip_first_batches(loader, 100)
@@ -33,7 +33,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise SettingError(
             f"Cannot skip {num_batches} batches.",
             "The number cannot be negative.",
-            "Give the number of batches of this epoch that are done.",
+            "Give the number of completed batches of this epoch.",
         )
     # Scripts that import this function may prepare no loader.
     from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader, source_of

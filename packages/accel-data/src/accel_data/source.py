@@ -1,4 +1,4 @@
-"""Where a prepared loader gets its batches, and how it begins at any position: the interface, and indexed data sets."""
+"""Sources of the batches of prepared loaders, from any position: the interface, and map-style data sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": 
 
 
 class Source:
-    """Where a prepared loader gets its batches, and what is known of them.
+    """Yields the batches of a prepared loader, with facts about them.
 
     Positions are counted in samples of the global order, or in steps when `counts_steps`. The defaults are those of a
     source of one process of which nothing is known; a subclass overrides the rest.
@@ -95,7 +95,7 @@ class Source:
         return -1
 
     def shortage(self) -> str | None:
-        """Why an epoch of this length has nothing for some process, or None."""
+        """Why an epoch of this length has no samples for a process, or None."""
         return None
 
     def steps(self, at: Position | None) -> int | None:
@@ -160,7 +160,7 @@ class Source:
 
     @property
     def continues_from_base(self) -> bool:
-        """Whether torchdata continues an epoch by itself, because the data set has a state of its own."""
+        """Whether torchdata continues an epoch itself, because the data set has a `state_dict`."""
         return False
 
     @property
@@ -191,7 +191,7 @@ class Source:
 
 
 class WrappedSource(Source):
-    """A source that passes everything on to another one; subclasses change what differs.
+    """A source that forwards everything to another one; subclasses override parts.
 
     Args:
         inner: the other one.
@@ -337,7 +337,7 @@ class WrappedSource(Source):
 
 
 class MapSource(Source):
-    """Batches of a data set with indices.
+    """Batches of a map-style data set.
 
     Args:
         base: reads them; its (batch) sampler is, or wraps, `shard`.
@@ -529,13 +529,13 @@ class MapSource(Source):
         """See `Source`."""
         if can_replay(self.shard.batch_sampler if self.shard.has_custom_batches else None, self.shard.sampler):
             return None
-        return f"The order of {self.identity()} cannot be replayed: it has neither a generator nor a state of its own."
+        return f"The order of {self.identity()} cannot be replayed: it has neither a generator nor a state_dict()."
 
     def obstacle_to_counting(self) -> str | None:
         """See `Source`."""
         if not self.shard.has_custom_batches and decided_by_epoch(self.shard.sampler):
             return None
-        return f"It does not hold the random state behind the order of {self.identity()}."
+        return f"It does not contain the random state of the order of {self.identity()}."
 
 
 class SelfContainedSource(MapSource):

@@ -1,4 +1,4 @@
-"""torchdata's `StatefulDataLoader`: making one, and reading its state."""
+"""torchdata's `StatefulDataLoader`: create one, and read its state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
     Raises:
         Missing: torchdata is not installed.
     """
-    TORCHDATA.demand("Cannot make a loader with use_stateful_dataloader=True.")
+    TORCHDATA.demand("Cannot create a loader with use_stateful_dataloader=True.")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader_class: type[DataLoader[Any]] = StatefulDataLoader
@@ -105,7 +105,7 @@ def is_finished(state: Mapping[str, Any]) -> bool:
 
 
 def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A `StatefulDataLoader` with everything of a plain loader; one that is stateful already is returned as it is.
+    """A `StatefulDataLoader` with all arguments of a plain loader; a stateful one is returned unchanged.
 
     Raises:
         Missing: torchdata is not installed.

@@ -259,6 +259,6 @@ class StreamSource(Source):
             return None
         hint = " Its own state is used with use_stateful_dataloader=True." if hasattr(stream, "state_dict") else ""
         return (
-            f"The stream {self.identity()} has no position: neither set_epoch nor a generator says that it gives the "
-            f"same samples again.{hint}"
+            f"The stream {self.identity()} has no position: it has neither set_epoch nor a generator, so its samples "
+            f"may not be repeatable.{hint}"
         )

@@ -1,4 +1,4 @@
-"""The shard of one process of a stream: divided at its source, or picked out of a stream that every process reads."""
+"""A process's shard of a stream: sharded at its source, or selected from a stream that every process reads."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def is_sharded(dataset: Any) -> bool:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process out of a stream.
+    """The samples of one process from a stream.
 
-    Every process reads the whole stream, so the stream has to give the same samples in the same order to all of them.
+    Every process reads the whole stream, so the stream must yield the same samples in the same order on all processes.
 
     Args:
         dataset: the stream.
