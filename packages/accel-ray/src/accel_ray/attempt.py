@@ -1,4 +1,4 @@
-"""One attempt of a run on a cluster: its processes from their start to their end."""
+"""One attempt of a run on a cluster: starts the processes, and waits for their end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 __all__ = ("Attempt", "AttemptResult", "AttemptStart")
 
 _FOLLOWED: Final = 5.0
-"""Seconds for which an actor waits for something new before it answers."""
+"""Seconds for which an actor waits for news before it answers."""
 
 _UNANSWERED: Final = 15.0
 """Seconds after which an actor that does not answer counts as lost."""
@@ -31,14 +31,14 @@ _KILL_PATIENCE: Final = 10.0
 
 
 class AttemptStart(NamedTuple):
-    """What an attempt starts from.
+    """The arguments of an attempt.
 
     Args:
         plan: the plan of the run.
-        layout: how it is divided over nodes.
-        patience: seconds for which the cluster may take to have room.
-        number: how many attempts there were before.
-        restarts: how many there may be after it.
+        layout: how the run is placed on nodes.
+        patience: seconds to wait until the cluster has enough free resources.
+        number: the number of earlier attempts.
+        restarts: the number of attempts allowed after this one.
     """
 
     plan: LaunchPlan
@@ -63,7 +63,7 @@ class AttemptResult(NamedTuple):
 
 
 class Attempt:
-    """Places the processes of a run, starts them, passes on what they print, and ends all when one fails."""
+    """Places and starts the processes of a run, prints their output, and ends all if one fails."""
 
     def __init__(self, start: AttemptStart, cluster: Cluster, inbox: Inbox) -> None:
         self._start, self._plan = start, start.plan
@@ -74,10 +74,10 @@ class Attempt:
         self._deadline: float | None = None
 
     def run(self) -> AttemptResult:
-        """Run the processes until the last has ended.
+        """Run the processes until all have ended.
 
         Raises:
-            LaunchError: the cluster has no room for them, a node refuses to start one, or the head is lost.
+            LaunchError: the cluster has too few free resources, a node cannot start a process, or the head is lost.
         """
         made = self._cluster.place(self._start.layout, self._start.patience, self._interrupted)
         if made is None:
@@ -85,7 +85,7 @@ class Attempt:
         group, placed = made
         kill = True
         try:
-            # A signal may have come while the actors started.
+            # A signal may have arrived while the actors started.
             if not self._interrupted():
                 self._start_all(placed)
             while any(process.alive for process in self._processes):
@@ -97,7 +97,7 @@ class Attempt:
         return self._outcome()
 
     def _interrupted(self) -> bool:
-        """Read the signals that came; whether one asks the run to end."""
+        """Handle the received signals; whether one ends the run."""
         self._cluster.check_head()
         for number in self._inbox.wait(0):
             self._forward(number)
@@ -120,17 +120,17 @@ class Attempt:
                     continue
                 raise LaunchError(
                     f"Cannot start process {process.rank} of {len(placed)} on {process.placed.place.address}.",
-                    f"The node refused: {str(error).strip().splitlines()[-1]}",
-                    "Put the folder of the run on a file system that all nodes share.",
+                    f"The node reports: {str(error).strip().splitlines()[-1]}",
+                    "Use a folder on a file system that all nodes share.",
                 ) from None
 
     def _follow(self) -> None:
-        """Wait for something new, and act on it."""
+        """Wait for news from the actors, and handle it."""
         for process in self._processes:
             if process.alive and process.answer is None:
                 process.ask()
         answers = {process.answer: process for process in self._processes if process.answer is not None}
-        # What has come already is read before signals are: a process may have failed of them.
+        # Read the news before the signals: a process may have failed because of a signal.
         for reference in self._cluster.wait(list(answers), 1.0, self._looked):
             self._read(answers[reference], reference)
         if self._signalled is None and self._failed is None:
@@ -153,7 +153,7 @@ class Attempt:
             process.missed(self._cluster.maybe_lost(error))
 
     def _notice_failure(self) -> None:
-        """Once a process has failed, or its node is lost, ask the others to end."""
+        """If a process has failed or its node is lost, ask the others to end."""
         failed = [process for process in self._processes if process.lost or process.failure is not None]
         if not failed:
             return
@@ -172,7 +172,7 @@ class Attempt:
     def _forward(self, number: int) -> None:
         if number in ENDING:
             if self._signalled is not None:
-                # Asked a second time: no more patience.
+                # The second signal ends the run at once.
                 self._deadline = time.monotonic()
                 return
             self._signalled = number
@@ -185,7 +185,7 @@ class Attempt:
                 process.signal(number)
 
     def _close(self, placed: Sequence[Placed], kill: bool) -> None:
-        """Let the actors end what is left, and remove what they made on their nodes."""
+        """Make the actors end the remaining processes, and delete their files."""
         lost = {process.placed.actor for process in self._processes if process.lost}
         closing = [one.actor.close.remote(kill) for one in placed if one.actor not in lost]
         deadline = time.monotonic() + _KILL_PATIENCE
@@ -211,7 +211,7 @@ class Attempt:
         return AttemptResult(first.exit_code)
 
     def _after_signal(self, failures: Sequence[Failure], number: int) -> AttemptResult:
-        """A process's own exit code counts, death by the signal is the signal's."""
+        """The exit code of a process, unless the signal killed it."""
         own = [failure.exit_code for failure in failures if failure.code is not None and failure.code > 0]
         if not self._plan.quiet:
             _tell(f"ended by {signal.Signals(number).name}.")
@@ -221,7 +221,7 @@ class Attempt:
 
 
 class _Followed:
-    """One process of an attempt, as the launcher sees it."""
+    """One process of an attempt, on the launcher's side."""
 
     def __init__(self, rank: int, placed: Placed, prefix: str) -> None:
         self.rank, self.placed = rank, placed
@@ -238,7 +238,7 @@ class _Followed:
 
     @property
     def failure(self) -> Failure | None:
-        """How it failed, or None while it has not."""
+        """How it failed, or None."""
         progress = self.progress
         if progress is None or progress.code == 0 or (progress.code is None and progress.record is None):
             return None
@@ -248,7 +248,7 @@ class _Followed:
         self.answer = self.placed.actor.follow.remote(self._seen, _FOLLOWED)
 
     def take(self, progress: ProcessUpdate) -> None:
-        """Print what is new."""
+        """Print new output."""
         self._silent_since = None
         self.progress, self._seen = progress, progress.seen
         for stream, chunk in progress.output:
@@ -264,7 +264,7 @@ class _Followed:
             target.flush()
 
     def missed(self, may_return: bool) -> None:
-        """The actor did not answer, and may do so later or not."""
+        """Handle an actor that did not answer, but may answer later."""
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         self.lost = not may_return or now - self._silent_since > _UNANSWERED
@@ -274,7 +274,7 @@ class _Followed:
 
 
 def _environments(placed: Sequence[Placed], start: AttemptStart) -> list[Mapping[str, str]]:
-    """Variables of the place of each process."""
+    """The environment variables with the rank of each process."""
     nodes = list(dict.fromkeys(one.place.node for one in placed))
     by_node = {node: [one.place for one in placed if one.place.node == node] for node in nodes}
     head = placed[0].place

@@ -1,4 +1,4 @@
-"""The cluster: connecting to it, what it has room for, actors on its nodes, and noticing that its head is lost."""
+"""The cluster: connection, free resources, actors on its nodes, and detection of a lost head."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _SUSPECTED: Final = 60.0
 """Seconds after the loss of an actor in which Ray may still list its dead node as alive."""
 
 _LESS_ROOM: Final = 5.0
-"""Seconds for which an elastic run waits for a node that is listed and has no room."""
+"""Seconds for which an elastic run waits for a listed node without free resources."""
 
 _PATIENCE: Final = 60.0
-"""Seconds for which actors may take to start, once they have a place."""
+"""Seconds in which placed actors must start."""
 
 
 class Layout(NamedTuple):
-    """How a run is divided over nodes.
+    """How a run is placed on nodes.
 
     Args:
-        bundles: how many groups of processes the run has at most; None for one on every node that has room.
-        fewest: the least number of groups that the run goes on with.
+        bundles: largest number of groups of processes; None for one on every node with enough free resources.
+        fewest: smallest number of groups with which the run continues.
         each: processes of a group; None starts one for each GPU of a node, and one on a node without a GPU.
-        spread: whether each group has a node of its own; otherwise they share as few nodes as possible.
+        spread: whether each group has a separate node; otherwise groups share as few nodes as possible.
         cpus: CPUs of a process.
-        gpus: GPUs of a process; None for one where the cluster has some.
+        gpus: GPUs of a process; None for one if the cluster has GPUs.
         resources: further resources of a process.
     """
 
@@ -61,11 +61,11 @@ class Layout(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One process of a run that has a place.
+    """One placed process of a run.
 
     Args:
         actor: handle of its `RankProcess`.
-        place: where that is.
+        place: the node of the actor.
     """
 
     actor: Any
@@ -74,13 +74,13 @@ class Placed(NamedTuple):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Cluster]:
-    """A connection to a cluster that runs.
+    """Connect to a running cluster.
 
     Args:
-        address: where its head is, or None for the cluster of this machine.
+        address: address of its head, or None for the cluster of this machine.
 
     Raises:
-        NotFound: no cluster runs there.
+        NotFound: there is no running cluster.
         SettingError: the address is that of a Ray client.
     """
     import ray
@@ -88,7 +88,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
     if address is not None and "://" in address:
         raise SettingError(
             _ASKED,
-            f"{address} is an address for Ray clients, which cannot start and watch processes.",
+            f"{address} is an address for Ray clients, which cannot start processes.",
             "Run `accel launch` on a node of the cluster, and give HOST:PORT of its head.",
         )
     if address is not None and address != "auto":
@@ -121,7 +121,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _cannot_connect(host: str, port: int, patience: float = _REACH) -> str:
-    """Why nothing accepts connections there; empty when something does."""
+    """Why a connection fails; empty if it succeeds."""
     try:
         socket.create_connection((host.strip("[]"), port), patience).close()
     except OSError as error:
@@ -130,7 +130,7 @@ def _cannot_connect(host: str, port: int, patience: float = _REACH) -> str:
 
 
 class Cluster:
-    """A cluster that this process is connected to; `connected` makes one."""
+    """A cluster to which this process is connected; see `connected`."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -143,10 +143,10 @@ class Cluster:
         self._unavailable = getattr(ray.exceptions, "ActorUnavailableError", ())
 
     def check_head(self) -> None:
-        """Look, at most once a second, whether the head answers.
+        """Check, at most once a second, whether the head answers.
 
         Raises:
-            LaunchError: it has not for several seconds.
+            LaunchError: the head has not answered for several seconds.
         """
         if time.monotonic() - self._looked < 1:
             return
@@ -163,7 +163,7 @@ class Cluster:
 
     @property
     def head_is_lost(self) -> bool:
-        """Whether `check_head` found it lost."""
+        """Whether `check_head` found the head lost."""
         return self._missed >= _MISSES
 
     def wait(self, references: Sequence[Any], patience: float, tick: Callable[[], bool]) -> list[Any]:
@@ -180,19 +180,19 @@ class Cluster:
         return self._ray.get(reference)
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error says that an actor is gone."""
+        """Whether an error means that an actor has died."""
         return isinstance(error, self._actor_lost)
 
     def maybe_lost(self, error: BaseException) -> bool:
-        """Whether an error says that an actor does not answer, and may answer later."""
+        """Whether an error means that an actor does not answer now, but may answer later."""
         return isinstance(error, self._unavailable)
 
     def suspect(self, node: str) -> None:
-        """Do not count on a node whose actor was lost; Ray lists a dead node as alive for some time."""
+        """Ignore a node whose actor was lost; Ray lists a dead node as alive for some time."""
         self._suspected[node] = time.monotonic() + _SUSPECTED
 
     def _usable_nodes(self) -> list[dict[str, float]]:
-        """The resources of each node that is alive as far as is known."""
+        """The resources of each node that is known to be alive."""
         now = time.monotonic()
         return [
             node["Resources"]
@@ -201,13 +201,13 @@ class Cluster:
         ]
 
     def place(self, layout: Layout, patience: float, tick: Callable[[], bool]) -> tuple[Any, list[Placed]] | None:
-        """Reserve room for a run and start its actors; None if `tick` returned true before that was done.
+        """Reserve resources for a run and start its actors; None if `tick` returned true before.
 
         Returns:
-            the placement group, and the actors: those of one node are neighbours.
+            The placement group, and the actors, ordered by node.
 
         Raises:
-            LaunchError: the cluster had no room in time.
+            LaunchError: the cluster did not have enough free resources in time.
         """
         deadline = time.monotonic() + patience
         each, demand = self._demand(layout)
@@ -215,10 +215,10 @@ class Cluster:
         fitting = sum(all(node.get(name, 0) >= amount for name, amount in demand.items()) for node in nodes)
         most = fitting if layout.bundles is None else layout.bundles
         if layout.spread:
-            # Also more than there is: what waits for a place is what makes a cluster grow.
+            # Request even more than there is: pending requests make a cluster scale up.
             most = max(min(most, fitting), layout.fewest)
         for count in range(most, layout.fewest - 1, -1):
-            # Only the last attempt has all the time: fewer nodes are better than none.
+            # Only the last attempt uses all the time: fewer nodes are better than none.
             until = deadline if count == layout.fewest else min(deadline, time.monotonic() + _LESS_ROOM)
             group = self._reserve(count, demand, layout.spread, until, tick)
             if group is not None:
@@ -228,7 +228,7 @@ class Cluster:
         raise self._too_small(layout, demand, fitting, patience)
 
     def _demand(self, layout: Layout) -> tuple[int, dict[str, float]]:
-        """Processes of each group, and what a group needs."""
+        """Processes of each group, and the resources of a group."""
         nodes = self._usable_nodes()
         gpus = layout.gpus
         if gpus is None:
@@ -246,7 +246,7 @@ class Cluster:
         """A placement group that is ready, or None."""
         from ray.util.placement_group import placement_group
 
-        # A group of processes that reserves nothing still takes a place.
+        # A bundle must not be empty, even if its processes reserve nothing.
         bundle = demand or {"CPU": 0.001}
         group = placement_group([bundle] * count, strategy="STRICT_SPREAD" if spread else "PACK")
         if self.wait([group.ready()], max(until - time.monotonic(), 0.0), tick):
@@ -295,18 +295,18 @@ class Cluster:
         )
 
     def free(self, group: Any, actors: Sequence[Any] = ()) -> None:
-        """End actors, and give back what was reserved."""
+        """End actors, and release the reserved resources."""
         from ray.util.placement_group import remove_placement_group
 
         if self.head_is_lost:
-            # Both ask the head. The actors have ended their processes, and end with this one.
+            # Both calls need the head. The actors have ended their processes, and end with this process.
             return
         for actor in actors:
             self._ray.kill(actor)
         remove_placement_group(group)
 
     def leave(self) -> None:
-        """Close the connection; without a head there is nobody to tell."""
+        """Close the connection, unless the head is lost."""
         if self.head_is_lost:
             # Ray would wait for the head, and then crash this process instead of ending it.
             atexit.register(_end_at_once)
@@ -315,7 +315,7 @@ class Cluster:
 
 
 def _end_at_once() -> None:
-    """End this process as the error of the command does, before what Ray does at the end of a process."""
+    """End this process with the command's error, before Ray's exit handlers run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_ERROR)

@@ -1,4 +1,4 @@
-"""The launcher: what a run on a Ray cluster consists of, and how often it starts again."""
+"""The launcher `ray`: the settings of a run on a Ray cluster, and its restarts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from accel_state.exit_codes import RESUME
 __all__ = ("Ray", "RayRun")
 
 _OWNED_BY_NODES: Final = ("HOSTNAME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-"""Variables of the launcher that say nothing about another machine."""
+"""The launcher's environment variables that do not apply to other machines."""
 
 
 class RayRun(NamedTuple):
     """How a run is placed and restarted.
 
     Args:
-        address: head of the cluster, or None for that of this machine.
-        layout: how the run is divided over nodes.
-        patience: seconds for which the cluster may take to have room.
-        restarts: how often the run starts again after a process failed.
-        lost_nodes: how often it starts again after a node was lost.
+        address: head of the cluster, or None for the cluster of this machine.
+        layout: how the run is placed on nodes.
+        patience: seconds to wait until the cluster has enough free resources.
+        restarts: number of restarts after a process failed.
+        lost_nodes: number of restarts after a node was lost.
     """
 
     address: str | None
@@ -72,11 +72,11 @@ class Ray:
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run the script, again where a node was lost or a process failed and may be restarted; see `Launcher`.
+        """Run the script, and restart it after a lost node or a failed process; see `Launcher`.
 
         Raises:
-            NotFound: no cluster runs at the address.
-            LaunchError: the cluster has no room for the run, or its head was lost.
+            NotFound: there is no running cluster at the address.
+            LaunchError: the cluster has too few free resources, or its head was lost.
         """
         run: RayRun = plan.details
         with connected(run.address) as cluster, Inbox() as inbox:
@@ -100,10 +100,10 @@ class Ray:
                 cluster.suspect(node)
             if outcome.lost and lost < run.lost_nodes:
                 lost += 1
-                reason = f"{len(outcome.lost)} node(s) were lost; it starts again ({lost} of {run.lost_nodes})"
+                reason = f"{len(outcome.lost)} node(s) were lost; restarting ({lost} of {run.lost_nodes})"
             elif not outcome.lost and failed < run.restarts:
                 failed += 1
-                reason = f"it failed with exit code {outcome.code}; it starts again ({failed} of {run.restarts})"
+                reason = f"it failed with exit code {outcome.code}; restarting ({failed} of {run.restarts})"
             else:
                 return outcome.code
             if not plan.quiet:

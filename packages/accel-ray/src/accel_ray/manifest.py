@@ -1,4 +1,4 @@
-"""What the launcher declares: its settings, what calls for it, and what it needs. Never imports Ray."""
+"""The launcher's manifest: its settings, requirements, and when it is selected. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ray: Final = partial(setting, flag="--{name}", key="{name}", group="Ray")
 
 @settings_class
 class RaySettings:
-    """How a run is placed on a Ray cluster, and how often it starts again."""
+    """How a run is placed on a Ray cluster, and how often it is restarted."""
 
     ray_address: str | None = _ray(
         variable="{NAME}",
@@ -37,7 +37,9 @@ class RaySettings:
         flag="--ray_resource",
         help="A further resource to reserve for each process, such as --ray_resource=TPU=4; may be repeated.",
     )
-    ray_wait: float = _ray(60.0, type=SECONDS, help="Seconds to wait until the cluster has room for the run.")
+    ray_wait: float = _ray(
+        60.0, type=SECONDS, help="Seconds to wait until the cluster has enough free resources for the run."
+    )
     ray_lost_nodes: int = _ray(
         10,
         type=int_at_least(0),
@@ -46,7 +48,7 @@ class RaySettings:
 
 
 def _called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    """An address that was given to `accel launch`; $RAY_ADDRESS alone may be there for something else."""
+    """Whether `accel launch` received an address; $RAY_ADDRESS may be set for other programs."""
     address = settings["ray_address"]
     return shown(address) if address.given and not address.origin.startswith("$") else None
 

@@ -1,4 +1,4 @@
-"""One process of a run, as the actor that looks after it on its node. Imports Ray only where it asks for its place."""
+"""The actor that starts one process of a run on its node. Imports Ray only to find its node."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ("Place", "ProcessUpdate", "RankProcess")
 
 _CHUNK: Final = 65536
 _MOST_KEPT: Final = 64
-"""Chunks of output that wait for the launcher; then the process waits as before a full pipe."""
+"""Chunks of output buffered for the launcher; after that, the process blocks as with a full pipe."""
 
 _OUTPUT_PATIENCE: Final = 2.0
-"""Seconds for the rest of the output when a process has left its output to one that lives on."""
+"""Seconds to wait for the rest of the output if a child process still has the pipe open."""
 
 
 class Place(NamedTuple):
-    """Where an actor is.
+    """The node of an actor.
 
     Args:
         node: Ray's name of the node.
         address: address of the node, for other nodes.
-        port: a free port there.
-        devices: numbers of the GPUs that Ray gives to this actor.
+        port: a free port on it.
+        devices: numbers of the GPUs that Ray assigned to this actor.
     """
 
     node: str
@@ -46,12 +46,12 @@ class Place(NamedTuple):
 
 
 class ProcessUpdate(NamedTuple):
-    """What a process has done since the launcher last asked.
+    """News of a process since the launcher's last request.
 
     Args:
         output: pieces of output, each with 1 for the standard output or 2 for errors, in their order.
-        seen: number of pieces so far, which the next question repeats.
-        code: exit code, negative for a signal; None while it lives or has output left.
+        seen: number of pieces so far, which the next request confirms.
+        code: exit code, negative for a signal; None while it runs or has output left.
         record: the error that it recorded, or None.
     """
 
@@ -62,7 +62,7 @@ class ProcessUpdate(NamedTuple):
 
 
 class RankProcess:
-    """Starts one process of a run, and keeps its output and its exit code for the launcher.
+    """Starts one process of a run, and buffers its output and exit code for the launcher.
 
     The process dies when its actor dies: the thread that starts it lives as long as it does, because Linux signals the
     end of that thread (`accel_cli.launch.run_script`).
@@ -80,7 +80,7 @@ class RankProcess:
         self._folder = ""
 
     def place(self) -> Place:
-        """Where this actor is."""
+        """The node of this actor."""
         import ray
 
         context = ray.get_runtime_context()
@@ -91,12 +91,12 @@ class RankProcess:
         """Start the process.
 
         Args:
-            program: what to run, as the arguments of the runner of `accel launch`.
+            program: arguments for the runner of `accel launch`.
             environment: variables in addition to those of the actor.
-            folder: where it runs.
+            folder: the working directory.
 
         Raises:
-            OSError: the node does not have the folder, or the system refuses the process.
+            OSError: the node does not have the folder, or cannot start the process.
         """
         self._folder = tempfile.mkdtemp(prefix="accel-ray-")
         variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
@@ -109,7 +109,7 @@ class RankProcess:
             raise self._refused
 
     def _own(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-        """Start the process and stay until it has ended and its output is read."""
+        """Start the process and wait until it has ended and its output is read."""
         try:
             popen = subprocess.Popen(
                 words,
@@ -157,13 +157,13 @@ class RankProcess:
         return self._code is not None and (self._open == 0 or (late and not self._pieces))
 
     def follow(self, seen: int, seconds: float) -> ProcessUpdate:
-        """What the process has done since the launcher had `seen` pieces of output.
+        """The news of the process after `seen` pieces of output.
 
-        Pieces are kept until the next question confirms them, so that a question may be repeated.
+        Pieces are buffered until the next request confirms them, so that a request may be repeated.
 
         Args:
             seen: number of pieces that the launcher has.
-            seconds: how long to wait for something new.
+            seconds: how long to wait for news.
         """
         with self._changed:
             while self._first < seen:
@@ -178,16 +178,16 @@ class RankProcess:
             return ProcessUpdate(pieces, self._first + len(pieces), code, record)
 
     def signal(self, number: int) -> None:
-        """Signal the process and what it has started."""
+        """Signal the process and its child processes."""
         if self._popen is not None:
             try:
                 os.killpg(self._popen.pid, number)
             except (ProcessLookupError, PermissionError):
-                # Nobody is left in the group.
+                # The process group is empty.
                 return
 
     def close(self, kill: bool) -> None:
-        """Remove what this actor has on the node; with `kill`, end the process and what it started for good."""
+        """Delete this actor's files on the node; with `kill`, also kill the process and its child processes."""
         if kill:
             self.signal(signal.SIGKILL)
         with self._changed:

@@ -1,4 +1,4 @@
-"""Replicas that may die and come back while the others train on, over torchft."""
+"""Replicas that may die and rejoin while the others continue to train, based on torchft."""
 
 from __future__ import annotations
 

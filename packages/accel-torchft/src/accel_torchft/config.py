@@ -1,6 +1,7 @@
-"""Settings of the replicas of a run: plain data without torch, which the launcher reads too.
+"""Settings of the replicas of a run; without torch, because the launcher reads them too.
 
-Variables that torchft reads itself have its names: `TORCHFT_LIGHTHOUSE`, `REPLICA_GROUP_ID`, `NUM_REPLICA_GROUPS`.
+Environment variables that torchft reads itself have its names: `TORCHFT_LIGHTHOUSE`, `REPLICA_GROUP_ID`,
+    `NUM_REPLICA_GROUPS`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ __all__ = (
 )
 
 HOST_VARIABLE: Final = "ACCEL_TORCHFT_HOST"
-"""Name or address under which other replicas reach this machine; its host name where it is not set."""
+"""Name or address of this machine for other replicas; its host name if not set."""
 
 JOINED_VARIABLE: Final = "ACCEL_TORCHFT_JOINED"
-"""File that a replica makes once it has taken part in a step, for the launcher."""
+"""File that a replica creates for the launcher after its first step."""
 
 LEFT: Final = ".left"
-"""What is appended to the name of that file for the one that a replica makes when it leaves the others."""
+"""Suffix for the name of the file that a replica creates when it leaves the others."""
 
 RESTARTED_VARIABLE: Final = "ACCEL_TORCHFT_RESTARTED"
-"""Not empty for a replica that was started again."""
+"""Not empty for a restarted replica."""
 
 LIGHTHOUSE_VARIABLE: Final = "TORCHFT_LIGHTHOUSE"
 """Address of the lighthouse, such as "http://node0:29510"."""
@@ -54,30 +55,30 @@ _setting = partial(
 
 @dataclass
 class TorchFTConfig(KwargsHandler):
-    """How replicas of a run find each other, and how long they wait for each other.
+    """Settings of the replicas of a run: their number, time limits and training mode.
 
     Args:
-        replica_groups: replicas of the whole run. Every optimizer step has that many batches of each process, however
-            many replicas are alive.
-        replica_group_id: which of them this process belongs to; the launcher sets it.
-        lighthouse: address of the lighthouse; the launcher starts one when None.
-        replicas: numbers of the replicas that a launch starts on its machine; all of them when None.
-        min_replicas: with fewer replicas, no replica continues.
+        replica_groups: number of replicas of the whole run. The batches of an optimizer step are those of all replicas,
+            however many are alive.
+        replica_group_id: number of this process's replica; the launcher sets it.
+        lighthouse: address of the lighthouse. With None, the launcher starts one.
+        replicas: numbers of the replicas that a launch starts on its machine. None starts all.
+        min_replicas: smallest number of replicas with which the run continues.
         timeout: time limit in seconds for a transfer of gradients or of the state of a replica.
         quorum_timeout: time limit in seconds for the replicas to agree on the members of a step.
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.
         join_timeout: seconds that a step waits for a live replica that does not join.
-        bucket_mb: size in MiB of the buckets in which gradients travel.
-        mode: how the replicas train together: "ddp", "local_sgd" or "diloco". It chooses the backend where these
-            settings are given as an object; otherwise the name of the backend says it.
-        sync_every: optimizer steps that each replica makes alone between two exchanges, with "local_sgd" and "diloco".
-            The four times above are those of one step: a round of local steps may take so many times as long.
-        outer_lr: learning rate of DiLoCo's outer optimizer, SGD over the mean of what the replicas changed.
-        outer_momentum: its Nesterov momentum.
-        restarts: how often the launcher starts a killed replica again, over the whole run.
+        bucket_mb: size of gradient buckets in MiB.
+        mode: how the replicas train together: "ddp", "local_sgd" or "diloco". It selects the backend if these settings
+            are given as an object; otherwise the backend's name selects the mode.
+        sync_every: local optimizer steps of each replica between two exchanges, with "local_sgd" and "diloco". The four
+            time limits above are those of one step, and are multiplied by this number for a round.
+        outer_lr: learning rate of DiLoCo's outer optimizer, SGD over the mean change of the replicas' weights.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        restarts: number of restarts of killed replicas in the whole run.
 
     Raises:
-        SettingError: a time or the outer learning rate is not positive, or the momentum is not in [0, 1).
+        SettingError: a time limit or the outer learning rate is not positive, or the momentum is not in [0, 1).
         Conflict: there are fewer replicas than `min_replicas`.
 
     Example:
@@ -164,18 +165,22 @@ class TorchFTConfig(KwargsHandler):
     def __post_init__(self) -> None:
         for name in ("timeout", "quorum_timeout", "heartbeat_timeout", "join_timeout"):
             if not getattr(self, name) > 0:
-                self._refuse(name, "It is a time in seconds.", "Give a number above 0.")
+                self._refuse(name, "The value must be a time in seconds.", "Give a number above 0.")
         if not self.outer_lr > 0:
-            self._refuse("outer_lr", "It is a learning rate.", "Give a number above 0, such as 0.7.")
+            self._refuse("outer_lr", "The value must be a learning rate.", "Give a number above 0, such as 0.7.")
         if not 0 <= self.outer_momentum < 1:
-            self._refuse("outer_momentum", "It is a momentum.", "Give a number from 0 to below 1, such as 0.9.")
+            self._refuse(
+                "outer_momentum",
+                "The value must be a momentum.",
+                "Give a number of at least 0 and below 1, such as 0.9.",
+            )
         if self.mode not in _BACKEND_NAMES:
             self._refuse("mode", f"There are {', '.join(_BACKEND_NAMES)}.", "Give one of these.")
         if self.min_replicas > self.replica_groups:
             raise Conflict(
                 f"Cannot use min_replicas={self.min_replicas} and replica_groups={self.replica_groups} together.",
-                "The run can never have as many replicas as it needs.",
-                "Start more replicas, or need fewer.",
+                "The run can never have enough replicas.",
+                "Increase replica_groups, or decrease min_replicas.",
             )
 
     def _refuse(self, name: str, obstacle: str, remedy: str) -> NoReturn:
@@ -183,5 +188,5 @@ class TorchFTConfig(KwargsHandler):
 
     @property
     def backend_name(self) -> str:
-        """Name of the backend that these settings are for, with one process a replica."""
+        """Name of the backend for these settings, with one process per replica."""
         return _BACKEND_NAMES[self.mode]

@@ -1,4 +1,4 @@
-"""Gradients of a process in flat buckets, which travel between replicas while backward computes further gradients."""
+"""Gradients of a process in flat buckets, which are reduced over replicas while backward computes further gradients."""
 
 from __future__ import annotations
 

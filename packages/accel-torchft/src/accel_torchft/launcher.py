@@ -1,9 +1,8 @@
-"""The launcher: a lighthouse, and on this machine one `accel launch` for each replica, started again when it is killed.
+"""The launcher: starts a lighthouse and one `accel launch` for each local replica, and restarts killed replicas.
 
-A replica that ends with an error of its own ends the run, since the others would meet the same error. One that a
-signal killed, or that asks to be started again (exit code 75), is started again within a budget; the others train on
-meanwhile. Once a replica has finished, those that have not joined since they were started are ended: they would train
-alone.
+A replica that ends with a Python error ends the run, since the others would raise the same error. A replica that a
+signal killed, or that requests a restart (exit code 75), is restarted within a budget while the others continue. When a
+replica has finished, restarted replicas that have not joined yet are ended, because they would train alone.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _LIGHTHOUSE_PATIENCE: Final = 120.0
 """Seconds in which the lighthouse has to print its address; importing torch takes most of them."""
 _OUTPUT_PATIENCE: Final = 2.0
 _AFTER_A_RESTART: Final = (
-    "This one had been started again: its loader gives no batches in epochs that the others have finished, and the "
+    "This replica had been restarted: its loader yields no batches in epochs that the others have finished, and the "
     "script must allow for that."
 )
 _FRUITLESS: Final = 3
@@ -151,7 +150,7 @@ def _devices_of_replicas(request: LaunchRequest, config: TorchFTConfig) -> dict[
     if len(ids) < each * len(here):
         raise SettingError(
             f"Cannot start {len(here)} replicas of {each} process(es) on this machine.",
-            f"Each process needs a device of its own, and there are {len(ids)}: {', '.join(ids)}.",
+            f"Each process needs its own device, and there are {len(ids)}: {', '.join(ids)}.",
             "Start fewer replicas here (--torchft_replicas), give --num_processes, or train on the CPU (--cpu).",
         )
     return {number: visible(",".join(ids[place * each : (place + 1) * each])) for place, number in enumerate(here)}
@@ -264,8 +263,8 @@ class _Run:
             code = self._lighthouse.poll()
             raise LaunchError(
                 "Cannot start the lighthouse of torchft.",
-                f"It {ending(code)} within {_LIGHTHOUSE_PATIENCE:g} s and gave no address; see the lines above.",
-                "Run `python -m accel_torchft.lighthouse 5 60 1` to start it alone.",
+                f"It {ending(code)} within {_LIGHTHOUSE_PATIENCE:g} s and printed no address; see the output above.",
+                "Run `python -m accel_torchft.lighthouse 5 60 1` to test it separately.",
             )
         return address
 
@@ -343,7 +342,7 @@ class _Run:
         for replica in self._replicas:
             code = replica.popen.poll()
             if replica.died_at is not None and replica.joined_at is not None:
-                self._say(f"Replica {replica.number} trains again, {time.monotonic() - replica.died_at:.0f} s later.")
+                self._say(f"Replica {replica.number} rejoined, {time.monotonic() - replica.died_at:.0f} s later.")
                 replica.died_at = None
             if code is None:
                 if finished and (replica.joined_at or left) >= left and not replica.told_to_end:
@@ -355,7 +354,7 @@ class _Run:
                     return
             elif code != 0 and not replica.told_to_end:
                 replica.told_to_end = True
-                self._say(f"Replica {replica.number} {ending(code)} when others had finished; it is not started again.")
+                self._say(f"Replica {replica.number} {ending(code)} when others had finished; it is not restarted.")
 
     def _replace(self, replica: _Replica, code: int) -> None:
         """Start a replica again that died, or end the run."""
@@ -363,10 +362,13 @@ class _Run:
         replica.fruitless = 0 if replica.joined_at is not None else replica.fruitless + 1
         died = ending(128 - code if code > 128 else code)
         if code != RESUME and code <= 128:
-            why = f"Replica {number} {died}. The run ends, since an error of the script would meet all replicas."
+            why = f"Replica {number} {died}. The run ends, because all replicas would raise the script's error."
             self._end(code, f"{why} {_AFTER_A_RESTART if replica.restarted else ''}".rstrip())
         elif self._restarts >= self._config.restarts:
-            self._end(code, f"Replica {number} {died}. The run ends: it has used its {self._config.restarts} restarts.")
+            self._end(
+                code,
+                f"Replica {number} {died}. The run ends, because it has used its {self._config.restarts} restarts.",
+            )
         elif replica.fruitless >= _FRUITLESS:
             often = f"it died {_FRUITLESS} times in a row before it made a step"
             self._end(code, f"Replica {number} {died}. The run ends: {often}.")
@@ -375,7 +377,7 @@ class _Run:
             if replica.relay is not None:
                 replica.relay.finish(_OUTPUT_PATIENCE)
             restart = f"restart {self._restarts} of {self._config.restarts}"
-            self._say(f"Replica {number} {died}. It is started again ({restart}).")
+            self._say(f"Replica {number} {died}. It is restarted ({restart}).")
             replica.restarted, replica.died_at = True, time.monotonic()
             replica.popen, replica.joined, replica.relay = self._start(number, again=True)
             replica.told_to_end = False

@@ -1,4 +1,4 @@
-"""The lighthouse of torchft in a process of its own: `python -m accel_torchft.lighthouse 2.0 60.0 1`.
+"""The lighthouse of torchft in a separate process: `python -m accel_torchft.lighthouse 2.0 60.0 1`.
 
 It prints its address and serves until it gets SIGTERM or the process that started it ends.
 """
@@ -15,7 +15,7 @@ __all__ = ("main",)
 
 
 def main(heartbeat_timeout: float, join_timeout: float, min_replicas: int) -> None:
-    """Serve.
+    """Run the lighthouse until the process ends.
 
     Args:
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.

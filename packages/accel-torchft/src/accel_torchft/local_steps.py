@@ -1,8 +1,8 @@
-"""Replicas that train apart and meet every few steps: LocalSGD and DiLoCo, by the classes of torchft.
+"""Replicas that train independently and synchronise every few steps: LocalSGD and DiLoCo, with the classes of torchft.
 
-A round is `sync_every` optimizer steps of each replica. Its members are agreed on before its first samples are drawn,
-and torchft exchanges weights at its end. Where a member is lost in between, the round counts on none of the others:
-they go back to the weights it began with and draw its samples again.
+A round is `sync_every` optimizer steps of each replica. The replicas agree on its members before its first samples are
+    drawn, and torchft synchronises weights at its end. If a member is lost, the round counts on no replica: the others
+    restore the weights from its beginning and repeat its samples.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LocalSteps(Replicated):
             return optimizer
         raise NotReady(
             "Cannot begin a round of local steps (accel-torchft).",
-            "No optimizer is prepared, and replicas exchange the weights that it trains.",
+            "No optimizer is prepared, and replicas synchronise the weights that an optimizer trains.",
             "Give the optimizer to accelerator.prepare() before the loop.",
         )
 
@@ -164,7 +164,7 @@ class LocalSteps(Replicated):
         return copy.deepcopy({"schedulers": self._state.schedules(), "options": options})
 
     def _rewind(self) -> None:
-        """Go back to where the round began; what the inner optimizer has gathered stays."""
+        """Restore the weights from the beginning of the round, but not the state of the inner optimizer."""
         self._local = 0
         if self._engine is not None:
             self._engine._local_step = 0

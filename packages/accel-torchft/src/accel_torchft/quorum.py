@@ -1,6 +1,6 @@
-"""This process's place among the replicas: who makes a step, whether it counts, and the state of one that comes back.
+"""The quorum of replicas: the members of each step, whether a step counts, and the recovery of a replica.
 
-Quorum, recovery and the decision whether a step counts are those of `torchft.Manager`. What is here names what failed.
+All three are implemented by `torchft.Manager`; this module adds errors that name what failed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
             raise CollectiveError(
                 f"Cannot end step {self.current_step()} of the run.",
                 f"{_text(error)}{why}",
-                "The output of the other replicas says why they end.",
+                "Read in the output of the other replicas why they ended.",
             ) from None
 
 
@@ -189,7 +189,7 @@ class Quorum:
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise CollectiveError(
-                f"Cannot join the replicas of the run by the lighthouse {lighthouse}.",
+                f"Cannot join the replicas of the run through the lighthouse {lighthouse}.",
                 f"It does not answer: {_text(error)}",
                 f"Start the run with `accel launch --backend torchft`, or correct ${LIGHTHOUSE_VARIABLE}.",
             ) from None
@@ -239,9 +239,10 @@ class Quorum:
         config = self._config
         return CollectiveError(
             f"Cannot begin step {self.step} of the run.",
-            f"The lighthouse {lighthouse_of(config)} formed no quorum of at least {config.min_replicas} replica(s) "
+            f"The lighthouse {lighthouse_of(config)} did not form a quorum of at least {config.min_replicas} "
+            "replica(s) "
             f"within {self._quorum_timeout:g} s: {_text(error)}",
-            "Check that the lighthouse and the other replicas run, or raise --torchft_quorum_timeout.",
+            "Check that the lighthouse and the other replicas run, or increase --torchft_quorum_timeout.",
         )
 
     def average(self, tensor: Tensor) -> Sent:
@@ -315,7 +316,7 @@ def lighthouse_of(config: TorchFTConfig) -> str:
     if not address:
         raise NotReady(
             "Cannot train with replicas (backend 'torchft').",
-            "The address of the lighthouse, by which the replicas find each other, is missing.",
+            "The address of the lighthouse, through which the replicas find each other, is missing.",
             "Start the script with `accel launch --backend torchft --replica_groups N`.",
         )
     return address

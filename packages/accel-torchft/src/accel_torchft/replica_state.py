@@ -1,7 +1,7 @@
-"""What a replica that joins gets from another one: weights, buffers, optimizers, schedulers and the loss scale.
+"""The state that a joining replica receives from another: weights, buffers, optimizers, schedulers and the loss scale.
 
-Each process gets the part of the process with its rank in another replica, so tensors that are spread over the
-processes of a replica travel as the parts that these hold.
+Each process receives the state of the process with the same rank in another replica, so sharded tensors are sent as
+local shards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a process trains in a replica that may die and come back while the others train on.
+"""The strategy of a process in a replica that may die and rejoin while the others continue.
 
-Every replica has the whole state of the run. Before each optimizer step the replicas agree on who makes it, so the
-samples of the step are shared among those that live; a step in which one is lost counts on none of them and is made
-again by the others. The exchange, the agreement and the recovery are torchft's.
+Every replica has the complete state of the run. Before each optimizer step the replicas agree on its members, which
+share the samples of the step. If a member is lost during a step, the step counts on no replica, and the others repeat
+it. The all-reduce, the quorum and the recovery are torchft's.
 """
 
 from __future__ import annotations
@@ -199,11 +199,11 @@ class Replicated(Strategy):
 
 
 def refuse_closure(closure: Closure | None) -> None:
-    """Refuse a closure for the step of an optimizer."""
+    """Check that an optimizer's step has no closure."""
     if closure is not None:
         raise NotOffered(
             "Cannot step with a closure (accel-torchft).",
-            "It computes gradients again after the replicas have agreed on the step.",
+            "A closure computes gradients again after the replicas have agreed on the step.",
             "Call step() without a closure.",
         )
 
@@ -213,7 +213,7 @@ def _check_optimizers(count: int) -> None:
         raise NotOffered(
             "Cannot train with several optimizers (accel-torchft).",
             "The replicas decide once for each step whether it counts.",
-            "Give all parameters to one optimizer, in groups of their own.",
+            "Give all parameters to one optimizer, in separate parameter groups.",
         )
 
 
@@ -225,7 +225,7 @@ class OneProcess(Strategy):
         if processes > 1:
             raise Conflict(
                 "Cannot use the replicas of accel-torchft with this backend.",
-                f"Each replica is one process, and this one has {processes}.",
+                f"Each replica must be one process, and this one has {processes}.",
                 "Launch with --num_processes 1, or shard the model with the backend 'torchft-fsdp2'.",
             )
         super().check(bundle)
