@@ -246,7 +246,7 @@ def test_every_setting_is_on_the_page(page_of_settings: str) -> None:
         "| `fsdp_version` | Version of FSDP. | an integer of at least 1 | `1` | `--fsdp_version`, "
         "`FSDP_VERSION`, key `fsdp_config.fsdp_version`, `FullyShardedDataParallelPlugin(fsdp_version=)` |",
         # What only a script can give.
-        "| `find_unused_parameters` | look for parameters that took no part in a forward; needed when there are any. "
+        "| `find_unused_parameters` | search for parameters that a forward did not use; needed if there are any. "
         "| `bool` | `False` |",
     ],
 )

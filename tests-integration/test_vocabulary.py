@@ -111,6 +111,8 @@ PHRASES: Mapping[str, tuple[str, str]] = {
     r"\b(as far as|where) it stands?\b": ("It says where it stands.", '"its position"'),
     r"\bnobody (goes|can go) on\b": ("Nobody goes on.", '"none continues"'),
     r"\bfor whoever\b": ("For whoever reads it.", '"for users", "for contributors"'),
+    r"\bfor ever\b": ("It waits for ever.", '"forever"'),
+    r"\bwhat messages call\b": ("It is what messages call the group.", '"its name in messages"'),
     r"\b(does|do) not go with\b": ("It does not go with fp16.", '"does not work with"'),
 }
 """Retired phrases as patterns (a space also matches a line break), each with a planted example and what to say."""
