@@ -28,12 +28,12 @@ CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
 PUBLISHED = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-# Those outside the metapackage bring an engine, which only a session of their own installs.
+# Those outside the metapackage require an engine, which only a session of their own installs.
 BESIDE = ("accel-ray", "accel-torchft")
 PACKAGES = [package for package in PUBLISHED if package not in BESIDE]
 SESSIONS = nox.project.load_toml(ROOT / "tools" / "sessions.toml")
 
-# What scripts were written for, and what is compared with.
+# The library that existing scripts were written for, and that tests compare with.
 ORIGINAL = "accelerate==1.15.0"
 
 # Two processes that compute with all cores each are slower than two with one core each.
@@ -104,7 +104,7 @@ def with_libraries(session: nox.Session, row: dict[str, Any]) -> None:
 
 
 def add_session(name: str, row: dict[str, Any]) -> None:
-    """Makes the session of one row."""
+    """Adds the session of one row."""
 
     work = in_venv if "commands" in row else with_libraries
 
@@ -141,7 +141,7 @@ def coverage(session: nox.Session) -> None:
     tests = ("-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow", *session.posargs)
     run(session, "python", "-m", "coverage", "run", *settings, *tests)
     run(session, "python", "-m", "coverage", "combine", "-q", *settings)
-    # Tests copy packages, and what they copied is none of what is measured.
+    # Tests copy packages; the copies are not measured.
     shown = ("--include", "packages/*/src/*", "--skip-covered", "--sort", "miss")
     run(session, "python", "-m", "coverage", "report", *shown, *settings)
 
@@ -149,7 +149,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with mypy, and with pyright where it starts (it needs Node.js)."""
-    # An editable install has the stubs of the day it was made.
+    # An editable install has the stubs from the day of its installation.
     run(session, "python", "-m", "accelerate.names.stubs")
     run(session, "mypy")
     try:
@@ -255,7 +255,7 @@ def outside_the_sources(session: nox.Session, package: str) -> None:
 
 @nox.session(name="third-party", venv_backend="virtualenv", reuse_venv=False, requires=["wheels", "base"])
 def third_party(session: nox.Session) -> None:
-    """Install a backend that somebody else wrote next to our wheels, launch with it, and run its own tests."""
+    """Install a third-party backend next to our wheels, launch with it, and run its own tests."""
     look_through_to_base(session)
     example = ROOT / "tests-integration" / "accel-backend-example"
     with tempfile.TemporaryDirectory() as outside:
@@ -280,7 +280,7 @@ def look_through_to_base(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)
 def parity(session: nox.Session) -> None:
-    """Play short scripts with this library and with the original, and compare what they come to."""
+    """Run short scripts with this library and with the original, and compare their results."""
     session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "numpy")
     os.environ["ACCEL_ORIGINAL_PYTHON"] = str(Path(session.bin) / "python")
     run(session, "python", "-m", "pytest", "-n", "0", "tests-integration/parity", *session.posargs)
@@ -362,7 +362,7 @@ def keep_extensions(session: nox.Session) -> dict[str, str]:
     """The folder of what DeepSpeed compiled in earlier sessions."""
     extensions = ROOT / ".nox" / "torch-extensions"
     for lock in extensions.glob("**/lock"):
-        # A run that was ended while it compiled left it, and whoever compiles next would wait for it.
+        # A run that was ended while it compiled left it, and the next compilation would wait for it.
         lock.unlink()
     return {"TORCH_EXTENSIONS_DIR": str(extensions)}
 
@@ -379,7 +379,7 @@ def compile_extensions(session: nox.Session) -> dict[str, str]:
 
 
 def original_beside(session: nox.Session) -> dict[str, str]:
-    """An environment that has the original library, and else what a session has installed."""
+    """An environment that has the original library, and otherwise what a session has installed."""
     beside = ROOT / ".nox" / f"{session.name}-original"
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = Path(str(session.run("python", "-c", script, silent=True)).strip())

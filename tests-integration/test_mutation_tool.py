@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mutants
 import mutants_operators as operators
 import mutants_report as report
 import mutants_running as running
@@ -103,3 +104,9 @@ def test_too_many_survivors_are_a_problem() -> None:
 
 def test_the_document_judges_every_survivor() -> None:
     assert report.problems(report.DOCUMENT.read_text(encoding="utf-8")) == []
+
+
+def test_every_area_has_its_modules_and_tests() -> None:
+    root = mutants.ROOT
+    assert [file for files in mutants.AREAS.values() for file in files if not (root / file).is_file()] == []
+    assert [name for names in mutants.TESTS.values() for name in names if not list(root.glob(name))] == []

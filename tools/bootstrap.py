@@ -1,11 +1,11 @@
-"""Prepare this repository for use on a machine that has Python alone, then train or test.
+"""Set up this repository on a machine that has only Python, then train or test.
 
     python3 tools/bootstrap.py train     set up, then train the example on two processes
     python3 tools/bootstrap.py test      set up, then run every test
     python3 tools/bootstrap.py setup     set up only
 
-Everything goes into `.venv` beside `packages/`. A second run takes a second; what an interrupted run left is repaired.
-What follows the command is handed on to the nox session, so `test -k gather` runs the tests whose name has "gather".
+Everything goes into `.venv` beside `packages/`. A second run takes a second, and repairs what an interrupted run left.
+Arguments after the command are passed to the nox session, so `test -k gather` runs the tests whose name has "gather".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 OLDEST_PYTHON = (3, 10)
 SESSIONS = {"setup": None, "test": "tests", "train": "train"}
 
-# A lower layer stands before the layers that need it. The extras are what the tests of all packages use.
+# Lower layers come before the layers that need them. The extras are those that the tests of all packages use.
 PACKAGES = (
     "accel-state[console,memory]",
     "accel-ops",
@@ -54,7 +54,7 @@ def check_command(arguments: list[str]) -> str:
     """Returns the command that was given.
 
     Raises:
-        BootstrapError: there is none, or no such one.
+        BootstrapError: no command was given, or it does not exist.
     """
     given = arguments[0] if arguments else ""
     if given not in SESSIONS:
@@ -70,7 +70,7 @@ def check_python(version: tuple[int, int], command: str) -> None:
     """Refuses a Python that cannot be used.
 
     Raises:
-        BootstrapError: it is too old, or cannot make virtual environments.
+        BootstrapError: it is too old, or cannot create virtual environments.
     """
     here = ".".join(map(str, version))
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -120,10 +120,10 @@ def starts(python: Path, statement: str) -> bool:
 
 
 def make_venv(python: Path) -> None:
-    """Makes `.venv`, or makes it anew where what stands there does not start or is of another Python.
+    """Creates `.venv`, or creates it again if its Python does not start or has another version.
 
     Raises:
-        BootstrapError: Python could not make it.
+        BootstrapError: Python could not create it.
     """
     if starts(python, f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"):
         return
@@ -143,7 +143,7 @@ def pip(python: Path, asked: str, *arguments: str) -> None:
     """Installs under the constraints.
 
     Raises:
-        BootstrapError: pip failed, with its last words.
+        BootstrapError: pip failed; the message has the end of its output.
     """
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run([*command, "-c", str(CONSTRAINTS)], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
@@ -162,7 +162,7 @@ def last_lines(text: str, count: int = 12) -> str:
 
 
 def install(python: Path) -> None:
-    """Installs pip itself, torch, the tools and the packages, in that order, saying so."""
+    """Installs pip itself, torch, the tools and the packages, in that order, and prints each step."""
     editables = [part for package in PACKAGES for part in ("-e", f"packages/{package}")]
     alone = [part for package in WITHOUT_ENGINES for part in ("-e", f"packages/{package}")]
     steps = (
@@ -178,12 +178,12 @@ def install(python: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Tells the person who waits."""
+    """Prints a line for the user who waits."""
     print(f"bootstrap: {text}", flush=True)
 
 
 def set_up(python: Path) -> None:
-    """Makes `.venv` hold everything, at once where it already does."""
+    """Installs everything into `.venv`; returns at once if everything is installed."""
     if is_complete(python):
         return
     start = time.monotonic()

@@ -3,13 +3,14 @@
     python tools/check_dependencies.py [packages folder]
 
 An import that is not declared works here by accident, because another package brings the library along; a requirement
-that nothing imports is a download for nothing. A package that needs another one without importing it (a metapackage)
-says so in its pyproject.toml, with the reason:
+that nothing imports is a useless download. A package that needs another one without importing it (a metapackage)
+declares it in its pyproject.toml, with the reason:
 
     [tool.accel.required-without-import]
     accel-cli = "brings the command"
 
-One that imports a library which no extra of its own brings, because the user has it or no index offers it, says so too:
+A package that imports a library which none of its extras installs, because the user has it or no index offers it,
+declares that too:
 
     [tool.accel.imported-if-present]
     transformers = "its users bring it"
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Package:
-    """What one package says about itself, and what its files import."""
+    """What one package declares, and what its files import."""
 
     name: str
     required: set[str]
@@ -59,7 +60,7 @@ def read_package(folder: Path, owners: dict[str, str]) -> Package:
     """Reads a package's pyproject.toml and all its source files.
 
     Args:
-        folder: holds pyproject.toml and src/.
+        folder: contains pyproject.toml and src/.
         owners: which distribution an import name belongs to.
     """
     project: dict[str, Any] = tomli.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))

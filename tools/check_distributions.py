@@ -1,10 +1,10 @@
-"""Prove that built wheels and sdists hold what git holds, no less and no more, and say the right things of themselves.
+"""Check that built wheels and sdists contain exactly the files that git has, with the right metadata.
 
     python tools/check_distributions.py FOLDER [repository]
 
-A wheel must have exactly the files below a package's `src`, the stubs that a build makes, `py.typed` and the licence;
-an sdist also the tests and what it is built from. Both must name the supported Python, and require other packages by
-ranges.
+A wheel must have exactly the files below a package's `src`, the stubs that a build writes, `py.typed` and the licence;
+an sdist also the tests and the files that it is built from. Both must name the supported Python, and require other
+packages by ranges.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ BESIDE_SOURCES = ("CHANGELOG.md", "LICENSE", "README.md", *BUILD_FILES, "src/", 
 
 @dataclass(frozen=True)
 class Distribution:
-    """One built file, and the package that it was built of."""
+    """One built file, and the package that it was built from."""
 
     path: Path
     folder: Path
     """The package's folder."""
     files: frozenset[str]
-    """What it holds, by names as they are in the package's folder."""
+    """Its files, by their names in the package's folder."""
     own: frozenset[str]
-    """What describes the distribution, by names as they are in it."""
+    """Its files of metadata, by their names in the distribution."""
     metadata: Message
 
     def problems(self, python: str, siblings: frozenset[str]) -> Iterator[str]:
@@ -63,11 +63,11 @@ class Distribution:
 
     @property
     def is_wheel(self) -> bool:
-        """Whether it is a wheel, and else an sdist."""
+        """Whether it is a wheel; otherwise it is an sdist."""
         return self.path.suffix == ".whl"
 
     def faults_of_metadata(self, python: str, siblings: frozenset[str]) -> Iterator[str]:
-        """What is wrong in what it says of itself."""
+        """What is wrong with its metadata."""
         if self.metadata["Requires-Python"] != python:
             yield f"it requires Python {self.metadata['Requires-Python']}, not {python}"
         if self.metadata["License-Expression"] != "Apache-2.0":
@@ -93,7 +93,7 @@ def tracked(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def read_wheel(path: Path, folder: Path) -> Distribution:
-    """Reads a wheel; its modules stand in `src` of the package."""
+    """Reads a wheel; its modules are in `src` of the package."""
     with zipfile.ZipFile(path) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         own = frozenset(name for name in names if name.partition("/")[0].endswith(".dist-info"))
@@ -103,7 +103,7 @@ def read_wheel(path: Path, folder: Path) -> Distribution:
 
 
 def read_sdist(path: Path, folder: Path) -> Distribution:
-    """Reads an sdist; its files stand in a folder named as the file."""
+    """Reads an sdist; its files are in a folder with the name of the sdist."""
     with tarfile.open(path) as archive:
         names = {member.name.partition("/")[2]: member for member in archive.getmembers() if not member.isdir()}
         described = archive.extractfile(names["PKG-INFO"])

@@ -1,11 +1,10 @@
-"""Prove that what must start fast starts without torch and numpy.
+"""Check that everything that must start fast starts without torch and numpy.
 
     python tools/check_light.py [packages folder]
 
 The launcher, the wizard and `accel --help` read settings, manifests, configurations and tracker names long before torch
 is needed. The import linter does not see what a package's `__init__` imports, so each module is imported for real
-in a fresh interpreter. Which modules: found by the rules in `LIGHT`, so that a new backend or command is covered by
-being there.
+in a fresh interpreter. The rules in `LIGHT` find the modules, so they cover a new backend or command without a change.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LIGHT = (
     ("accel-torchft", "accel_torchft/launcher.py"),
 )
 
-# Command lines whose answer must not need torch either.
+# Command lines that must not need torch either.
 COMMANDS = (
     ("--help",),
     ("--version",),
@@ -60,7 +59,7 @@ COMMANDS = (
     ("runs", "status", "--help"),
 )
 
-# Run by a fresh interpreter: imports modules, runs command lines, and says on whose behalf each heavy library came in.
+# Run by a fresh interpreter: imports modules, runs command lines, and prints which files imported each heavy library.
 PROBE = """
 import contextlib, importlib, io, json, sys, traceback
 
@@ -109,7 +108,7 @@ def module_name(path: Path) -> str:
 
 
 def brought_by(work: Work, packages: Path) -> dict[str, list[str]]:
-    """For each heavy library that this work loads: the files and lines that led there.
+    """For each heavy library that this work loads: the files and lines that imported it.
 
     Raises:
         SystemExit: the work itself failed.
@@ -125,7 +124,7 @@ def brought_by(work: Work, packages: Path) -> dict[str, list[str]]:
 
 
 def name_of(work: Work) -> str:
-    """How a message calls a piece of work."""
+    """The name of a piece of work in a message."""
     modules, commands = work
     return ", ".join([*modules, *(" ".join(("accel", *command)) for command in commands)])
 
@@ -137,7 +136,7 @@ def main(arguments: list[str]) -> int:
     if not brought_by((modules, COMMANDS), packages):
         print(f"light: {len(modules)} modules and {len(COMMANDS)} commands start without {' and '.join(HEAVY)}")
         return 0
-    # Only now one interpreter each, to name all that are at fault.
+    # Only now one interpreter for each, to name every module at fault.
     pieces: list[Work] = [([module], []) for module in modules]
     pieces += [([], [command]) for command in COMMANDS]
     for work in pieces:

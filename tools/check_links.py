@@ -1,6 +1,6 @@
 """Check that links in the documents and READMEs lead to a file, and to a heading in it where they name one.
 
-Sphinx sees the documents alone; this also sees the READMEs, and links between the two.
+Sphinx checks only the documents; this also checks the READMEs, and links between the two.
 
 python tools/check_links.py [folder]
 """

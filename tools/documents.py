@@ -1,13 +1,13 @@
-"""The blocks of code in the documents and READMEs, and what is said of each in the comments above it.
+"""The blocks of code in the documents and READMEs, with the marks in the comments above each.
 
-A comment directly above a block says one thing about it:
+A comment directly above a block is one mark:
 
-    <!-- processes: 2 -->                    `accel launch` starts it, with so many processes
-    <!-- part of a script for: deepspeed --> it does not stand alone, and is compiled only
+    <!-- processes: 2 -->                    `accel launch` starts it, with that number of processes
+    <!-- part of a script for: deepspeed --> it is incomplete, so it is only compiled
     <!-- file: train.py -->                  it is saved under this name, for the commands that follow on the page
     <!-- not run: it installs -->            these commands are neither run nor checked, for this reason
 
-A block marked `text` right below another one holds lines that its output must have; `...` in a line stands for
+A block marked `text` right below another one contains lines that its output must have; `...` in a line matches
 anything.
 """
 
@@ -41,9 +41,9 @@ class Block:
 
     Args:
         document: its path, relative to the repository.
-        line: of the document, where its code begins.
-        language: what the fence says; empty where it says nothing.
-        marks: what the comments above it say, by name.
+        line: the line of the document where its code begins.
+        language: the language after the fence; empty if there is none.
+        marks: the comments above it, by name.
         output: the lines that are shown as its output.
     """
 
@@ -86,13 +86,13 @@ def read_page(path: Path, root: Path = ROOT) -> Page:
 
 
 def pages(root: Path = ROOT) -> list[Page]:
-    """Every document that people write."""
+    """Every document that is not generated."""
     paths = [path for pattern in WHERE for path in sorted(root.glob(pattern))]
     return [read_page(path, root) for path in paths if "generated" not in path.parts]
 
 
 def commands_in(block: Block) -> Iterator[list[str]]:
-    """The commands of ours in a block for the shell, as lists of words from the name of the command on."""
+    """The commands of this project in a block for the shell, as lists of words from the name of the command on."""
     if block.language not in SHELLS:
         return
     for line in block.code.replace("\\\n", " ").splitlines():

@@ -3,9 +3,9 @@
     python tools/growth.py              worlds of 2, 64, 1,024 and 4,096 ranks, an interpreter each
     python tools/growth.py measure 64   one world, as JSON
 
-One process plays rank 1 of a world over torch's fake process group, which answers at once and sends nothing: what is
-left is the work of the rank itself. Requests to the store of the run are counted with a thread for each rank. A test
-asserts those counts; the times are for the plot, and the least of several turns.
+One process acts as rank 1 of a world over torch's fake process group, which answers at once and sends nothing, so only
+the work of the rank itself remains. Requests to the store of the run are counted with a thread for each rank. A test
+asserts those counts; the times are for the plot, and are the minimum of several turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FACTS: Final = ROOT / "docs" / "growth.json"
 PAGE: Final = ROOT / "docs" / "growth.md"
 PLOT: Final = ROOT / "docs" / "_static" / "growth.svg"
 _GRAY: Final = "0.5"
-"""Can be read on the light and the dark pages of the site."""
+"""A colour that is readable on light and dark pages."""
 
 WORLDS: Final = (2, 64, 1024, 4096)
 
@@ -47,9 +47,9 @@ class Quantity(NamedTuple):
     """What is measured.
 
     Args:
-        name: of the line in the plot and of the row.
-        unit: of its values.
-        reason: why it grows, where it does.
+        name: the name of the line in the plot and of the row.
+        unit: the unit of its values.
+        reason: why it grows, if it does.
     """
 
     name: str
@@ -101,7 +101,7 @@ QUANTITIES: Final = (
 
 # ---------------------------------------------------------------- one world
 def measure(world: int) -> dict[str, float]:
-    """The costs of a rank in a world of so many, by the name of the quantity."""
+    """The costs of a rank in a world of that size, by the name of the quantity."""
     with tempfile.TemporaryDirectory() as folder:
         counted = agreement_of_save(world, Path(folder))
     return {
@@ -114,7 +114,7 @@ def measure(world: int) -> dict[str, float]:
 
 
 def least(work: Callable[[], object], turns: int = 7, after: Callable[[], object] = gc.collect) -> float:
-    """The least CPU time of some turns, in seconds; all that a machine does besides only adds."""
+    """The minimum CPU time of some turns, in seconds: other work on the machine only adds time."""
     found = []
     for _ in range(turns + 1):
         begun = time.process_time()
@@ -139,7 +139,7 @@ def in_fake_world(world: int) -> dict[str, float]:
     torch.distributed.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
 
     class Block(nn.Module):
-        """A layer of which each rank of the largest world holds a row."""
+        """A layer of which each rank of the largest world has a row."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -214,7 +214,7 @@ def epoch_of_indices(world: int) -> Callable[[], object]:
 
 # ---------------------------------------------------------------- requests to the store of the run
 def requests_of_start(world: int) -> float:
-    """The most requests of a rank that meets the others."""
+    """The largest number of requests of a rank in the rendezvous."""
     from accel_ops.testing.counting_store import on_all_ranks, simulated_ranks
     from accel_state.transport.rendezvous import check_ranks
 
@@ -242,7 +242,7 @@ def agreement_of_save(world: int, folder: Path) -> dict[str, float]:
         if not rank.topology.is_local_main:
             seconds.append(time.thread_time() - begun)
 
-    # Thousands of threads on a few cores answer late.
+    # Thousands of threads on a few cores are slow to answer.
     with mock.patch.multiple(agreement, _ANSWER=600.0, _FAREWELL=600.0):
         raise_first(on_all_ranks(ranks, save))
     return {
@@ -304,7 +304,7 @@ turns.
 
 
 def document(facts: dict[str, Any]) -> str:
-    """The page of what was measured."""
+    """The page with the measured values."""
     head = " | ".join(f"{world:,}" for world in facts["worlds"])
     lines = [HEAD, f"Measured on: {facts['machine']}.", "", f"| cost of one rank | unit | {head} | growth |"]
     lines.append("|---" * (len(facts["worlds"]) + 3) + "|")
@@ -345,7 +345,7 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     axes.set_ylabel(f"cost of one rank, {facts['worlds'][0]} ranks = 1", color=_GRAY)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize="x-small", ncols=3, framealpha=0, labelcolor=_GRAY)
-    # Without a date, and with the same ids each time: the picture changes with what it shows alone.
+    # Without a date, and with the same ids each time, so that the file changes only when the plot does.
     figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 

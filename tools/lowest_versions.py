@@ -2,7 +2,7 @@
 
     python tools/lowest_versions.py PACKAGE [EXTRA...]
 
-A lower bound that nobody installs is a guess. The packages that this one requires from this repository are not listed,
+A lower bound that no test installs is a guess. The packages that this one requires from this repository are not listed,
 but their own lower bounds count too: the highest of all bounds for a name is the lowest version that can be installed.
 """
 
@@ -28,7 +28,7 @@ def projects(packages: Path) -> dict[str, dict[str, Any]]:
 
 
 def requirements(known: dict[str, dict[str, Any]], name: str, extras: Iterable[str]) -> Iterator[Requirement]:
-    """What a package requires of others, with all that its siblings require."""
+    """What a package requires from others, with all that its siblings require."""
     waiting = [(name, "")] + [(name, extra) for extra in extras]
     seen: set[tuple[str, str]] = set()
     while waiting:

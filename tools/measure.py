@@ -2,7 +2,7 @@
 
     python tools/measure.py --peer PYTHON [group or 'pattern of a name' ...] [--compare OLD.json]
 
-`PYTHON` is an interpreter that has the original library. Rows that were not selected stay as they were. With
+`PYTHON` is an interpreter that has the original library. Rows that were not selected stay unchanged. With
 `--compare` the exit code is 1 when a row got slower beyond noise.
 """
 
@@ -28,12 +28,12 @@ DOCUMENTS = ROOT / "docs"
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """What was given on the command line."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description="Measure ours against the original library.")
     parser.add_argument("--peer", default=sys.executable, help="interpreter that has the original library")
     parser.add_argument("--gpu", action="store_true", help="measure what needs a GPU, and write gpu-benchmarks.md")
     parser.add_argument("--list", action="store_true", help="show what would be measured, and measure nothing")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since an earlier run")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print what changed since an earlier run")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the rows there, and leave docs/ as it is")
     parser.add_argument("--turns", type=int, default=Pace.least, help="turns of interpreters at least")
     parser.add_argument("--most-turns", type=int, default=Pace.most, help="turns at most")

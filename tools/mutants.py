@@ -1,15 +1,18 @@
 """Mutation testing: change the code in small ways, and see whether tests notice.
 
     python tools/mutants.py run [ID...]          draw mutants, run them, and add to what an earlier run left
-    python tools/mutants.py again ID...          run some again, with the tests that the checkout has now
+    python tools/mutants.py again ID...          run some again, with the current tests of the checkout
     python tools/mutants.py control              run the tests that failed on the unchanged code, where they must pass
     python tools/mutants.py show ID              a mutant as a difference
     python tools/mutants.py write                write the figures and the survivors to docs/reliability.md
     python tools/mutants.py check                exit 1 when a survivor there has no judgement, or too many survive
 
-A run takes an hour or more on one core, and may be stopped and started again. Nothing in the checkout is changed: a
-copy of it and the results are in a folder that `--work` names. What a survivor means is written by hand into the last
-column of its row in the document; `write` keeps it.
+A run takes an hour or more on one core, and continues after an interruption. The checkout is not changed: a copy of it
+and the results are in a folder that `--work` names. Write the judgement of a survivor by hand into the brackets of its
+entry in the document; `write` keeps it.
+
+No library replaces this: no command of mutmut 3 or cosmic-ray 8 samples by area or records judgements, and the code
+that lets a mutant take seconds (a fork with torch imported, the lines that child processes execute) would remain here.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ AREAS: Final[Mapping[str, Sequence[str]]] = {
     ],
     "accumulation": [
         *_sources("accel_state", "gradient"),
-        *_sources("accel_plugins", "ddp/strategy", "wrapped/jump", "wrapped/optimizer", "wrapped/scheduler"),
+        *_sources("accel_plugins", "ddp/strategy", "wrapped/optimizer", "wrapped/scheduler"),
         *_sources("accel_torch", "accelerator/training", "accumulation", "local_sgd", "step", "weighting"),
     ],
     "commit": _sources(
@@ -99,10 +102,10 @@ TESTS: Final[Mapping[str, Sequence[str]]] = {
         *_tests("accel-torch", "test_torn_saves", "test_changed_bytes"),
     ],
 }
-"""Files of tests that are measured before an area is run; a mutant is tried with tests of all that were measured."""
+"""Files of tests that are measured before an area is run; a mutant is run with tests of all measured files."""
 
 FIRST: Final = 3.0
-"""Seconds of tests that a mutant is tried with first."""
+"""Seconds of tests that run first for a mutant."""
 MOST: Final = 6.0
 """Seconds of tests after which a mutant counts as a survivor, unless it is run again."""
 
@@ -113,7 +116,7 @@ class Mutant:
 
     Args:
         id: area and number.
-        area: where it belongs.
+        area: the area of its module.
         file: the module.
         change: the change.
     """
@@ -125,7 +128,7 @@ class Mutant:
 
 
 class Workshop:
-    """A folder with a copy of the repository, the mutants drawn from it, what its tests execute, and the results."""
+    """A folder with a copy of the repository, its mutants, the lines that its tests execute, and the results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,7 +175,7 @@ class Workshop:
 
     # ------------------------------------------------------------ tests
     def measure(self, area: str | None, again: bool = False) -> None:
-        """Measure what tests execute, of files that were not measured yet or, `again`, of those that changed since."""
+        """Measures the lines that tests execute: of files not measured yet or, with `again`, of changed ones."""
         patterns = [pattern for name, found in TESTS.items() if area in (name, None) for pattern in found]
         for file in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
             name = str(file.relative_to(ROOT))
@@ -316,13 +319,15 @@ def _check() -> int:
 
 
 def main() -> int:
-    """Do what the first argument says."""
+    """Runs the command in the first argument."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "again", "control", "show", "write", "check"))
     parser.add_argument("ids", nargs="*", metavar="ID")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "accel-mutants")
-    parser.add_argument("--most", type=float, default=600.0, help="seconds of tests that `again` runs at most")
-    parser.add_argument("--anew", action="store_true", help="forget what earlier runs left")
+    parser.add_argument(
+        "--most", type=float, default=600.0, help="seconds of tests that `again` runs for a mutant, at most"
+    )
+    parser.add_argument("--anew", action="store_true", help="delete the results of earlier runs")
     arguments = parser.parse_intermixed_args()
     if arguments.command == "check":
         return _check()

@@ -1,7 +1,7 @@
 """The small changes that mutation testing makes to a module, each with the exact bytes that it replaces.
 
-Not changed: docstrings, annotations, `__all__`, `TYPE_CHECKING` blocks, overloads, texts (f-strings, what an error is
-raised with, `__repr__` and `__str__`) and calls of a logger.
+Not changed: docstrings, annotations, `__all__`, `TYPE_CHECKING` blocks, overloads, texts (f-strings,
+messages of errors, `__repr__` and `__str__`) and calls of a logger.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Change:
         operator: its kind.
         start: the first byte that is replaced.
         stop: the byte after the last.
-        new: what takes their place.
+        new: the text in their place.
         lines: first and last line of the statement, or of the head of a compound one.
         once: whether the statement runs when the module is imported, and not when a function is called.
     """
@@ -112,7 +112,7 @@ class _Finder(ast.NodeVisitor):
         return self.source[self._start(node) : self._stop(node)].decode()
 
     def _swap(self, operator: str, left: ast.expr, right: ast.expr, words: tuple[str, str]) -> None:
-        """Replace the operator that stands between two operands."""
+        """Replace the operator between two operands."""
         between = self.source[self._stop(left) : self._start(right)].decode()
         place = re.search(r"\s+".join(map(re.escape, words[0].split())), between)
         if place is not None:

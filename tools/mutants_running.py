@@ -1,8 +1,8 @@
 """Runs tests in a copy of the repository, each time in a new process that is forked from one that has imported torch.
 
-The forked process has imported none of our packages, so it imports those of the copy as they are at that moment. The
+The forked process has imported none of our packages, so it imports the current ones of the copy. The
 processes of fixtures such as `two` are forked from it too (see `accel_state.testing.fork_server`), before the first
-test. Which lines a test executes is written by all of them into one piece of shared memory.
+test. All of them record the lines that a test executes in one piece of shared memory.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _ADOPT_ORPHANS: Final = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 _HANGING: Final = r"Timeout \(>|was still busy|still running after"
-"""What tests say of a process that does not end."""
+"""How tests report a process that does not end."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of what git knows of the repository.
+    """A copy of the files that git tracks.
 
     Args:
         root: the copy's folder.
@@ -64,7 +64,7 @@ class Copy:
     root: Path
 
     def take(self, repository: Path) -> None:
-        """Copy the repository once; what is there stays as it is, or was before a run that was ended."""
+        """Copies the repository once; restores modules that an interrupted run left changed."""
         for kept in self.root.rglob(f"*{_KEPT}"):
             kept.replace(kept.with_suffix(""))
         names = subprocess.run(
@@ -106,7 +106,7 @@ def changed(file: Path, source: bytes) -> Iterator[None]:
 
 
 def become_warm(copy: Copy) -> None:
-    """Import what tests need of others, and none of ours; from here on our packages come from the copy."""
+    """Imports the libraries that tests need, and none of our packages; from then on these come from the copy."""
     os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONPATH=os.pathsep.join(copy.sources))
     import hypothesis
     import torch.distributed.checkpoint
@@ -162,7 +162,7 @@ class Lines:
         threading.settrace(trace)
 
     def take(self) -> list[int]:
-        """What was executed since the last call, as numbers that `place` gives."""
+        """The lines executed since the last call, as numbers that `place` returns."""
         seen = bytes(self._seen)
         self._seen[:] = bytes(len(seen))
         return [match.start() for match in re.finditer(b"\x01", seen)]
@@ -188,7 +188,7 @@ class Measured:
 
 
 class _Recorder:
-    """A plugin of pytest that tells what each test executed."""
+    """A plugin of pytest that records which lines each test executed."""
 
     def __init__(self, lines: Lines, report: Callable[[str, float, list[int]], None]) -> None:
         self._lines, self._report = lines, report
@@ -245,7 +245,7 @@ def run_tests(copy: Copy, tests: Sequence[str], limit: float, limit_of_each: flo
     """Run tests until the first fails.
 
     Args:
-        copy: where.
+        copy: the copy to run in.
         tests: their node ids.
         limit: seconds for all of them.
         limit_of_each: seconds for each.
@@ -260,7 +260,7 @@ def run_tests(copy: Copy, tests: Sequence[str], limit: float, limit_of_each: flo
 def _forked(
     copy: Copy, arguments: Sequence[str], limit: float, lines: Lines | None = None, *plugins: object
 ) -> tuple[int | None, str]:
-    """The exit code of pytest, None when time was up, and what it printed."""
+    """The exit code of pytest, or None after a timeout, and its output."""
     log = copy.root / "output.txt"
     sys.stdout.flush()
     pid = os.fork()
@@ -299,7 +299,7 @@ def _pytest(copy: Copy, log: Path, arguments: Sequence[str], lines: Lines | None
 
 
 def _end_children() -> None:
-    """End what a run of tests left: processes whose parent is gone become children of this one."""
+    """Ends processes that a run of tests left: those without a parent become children of this process."""
     while True:
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
         for child in children:

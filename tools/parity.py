@@ -1,4 +1,4 @@
-"""Play the short scripts of tests-integration/parity with a library, and record what the original does.
+"""Run the short scripts of tests-integration/parity with a library, and record what the original does.
 
 python tools/parity.py --record PYTHON      write recorded.json with the original that this Python has
 python tools/parity.py --show PYTHON        print where that Python's library differs from what is recorded
@@ -24,10 +24,10 @@ RECORDED = FOLDER / "recorded.json"
 COUNTS = (1, 2)
 
 Outcomes = dict[str, list[Any]]
-"""For each case, what came out on every process."""
+"""For each case, the outcome on every process."""
 
 NEVER = {"raises": "nothing: it did not end"}
-"""The outcome of a case that a process never came to the end of, or never began."""
+"""The outcome of a case that a process did not finish."""
 
 
 def topics() -> list[str]:
@@ -36,7 +36,7 @@ def topics() -> list[str]:
 
 
 def played(python: str, processes: int, only: list[str] | None = None, timeout: float = 300) -> Outcomes:
-    """Play topics, all when none is named, with a Python on so many processes."""
+    """Runs topics (all if none is named) with a Python on a number of processes."""
     port = ReservedPort()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         ending.callback(port.release)
@@ -46,7 +46,7 @@ def played(python: str, processes: int, only: list[str] | None = None, timeout: 
         for rank, file in enumerate(files):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
             with file.with_suffix(".txt").open("w") as text:
-                # A link is not followed: a virtual environment is known by the path of its link.
+                # Do not resolve the link: its path identifies the virtual environment.
                 command = [os.path.abspath(python), str(FOLDER / "play.py"), str(file), *(only or topics())]
                 started.append(subprocess.Popen(command, env={**common, **place}, cwd=folder, stdout=text, stderr=text))
         if not _ended(started, timeout):
@@ -56,7 +56,7 @@ def played(python: str, processes: int, only: list[str] | None = None, timeout: 
 
 
 def _ended(started: list[subprocess.Popen[bytes]], timeout: float) -> bool:
-    """Whether all processes ended well in time; none is left."""
+    """Whether all processes succeeded in time; ends those that remain."""
     try:
         return {process.wait(timeout) for process in started} == {0}
     except subprocess.TimeoutExpired:

@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FIX, FEATURE, BREAKING = range(3)
 KINDS = {"breaking": BREAKING, "feature": FEATURE, "fix": FIX, "performance": FIX, "dependency": FIX, "internal": FIX}
 REMOVED = "Public object was removed"
-"""How griffe names it, also for whole modules, which it does not compare."""
+"""griffe's name for it, used here for whole modules too, which griffe does not compare."""
 UNTOLD = "internal"
-"""The kind of a change that users do not notice: a reason for a release, and no line in the changelog."""
+"""The kind of a change that users do not notice: it causes a release, but no line in the changelog."""
 FRAGMENT = re.compile(r"\+[a-z0-9]+(?:-[a-z0-9]+)*\.(?P<kind>[a-z]+)\.md")
 VERSION_LINE = re.compile(r'^__version__ = "[^"]*"$', re.MULTILINE)
 

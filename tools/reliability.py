@@ -161,7 +161,7 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "read: gadgets in an archive of torch": lambda folder, every: gadgets.sweep("torch", every),
     "read: gadgets in a file of torch before 1.6": lambda folder, every: gadgets.sweep("old torch", every),
 }
-"""What is saved and what happens, with the sweep that does it; the number counts the operations between two faults."""
+"""The name of each row, with its sweep; the number counts the operations between two faults."""
 
 
 def sweep(name: str, every: int = 1) -> faults.Tally:
@@ -171,7 +171,7 @@ def sweep(name: str, every: int = 1) -> faults.Tally:
 
 
 def recorded(text: str) -> dict[str, faults.Tally]:
-    """The rows of a document; what was lost is counted there and not described."""
+    """The rows of a document, which counts losses and does not describe them."""
     found = re.finditer(r"^\| ([^|*]+) \| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     return {
         name: faults.Tally(kind, int(injected), int(survived), ["recorded before"] * int(lost))
@@ -207,7 +207,7 @@ def selected(only: Sequence[str] | None) -> list[str]:
     """The sweeps whose names contain one of some texts; all without any.
 
     Raises:
-        SystemExit: a text is in no name.
+        SystemExit: no name contains a text.
     """
     unknown = [text for text in only or () if not any(text in name for name in SWEEPS)]
     if unknown:
@@ -218,7 +218,7 @@ def selected(only: Sequence[str] | None) -> list[str]:
 def main() -> int:
     """Write the document, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only look at the document")
+    parser.add_argument("--check", action="store_true", help="only check the document")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run the sweeps whose names contain this")
     arguments = parser.parse_args()
     if arguments.check:

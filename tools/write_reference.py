@@ -1,10 +1,10 @@
-"""Write the pages of the reference that are made from the packages.
+"""Write the pages of the reference that are generated from the packages.
 
     python tools/write_reference.py [folder]     write them, to docs/reference/generated when no folder is given
 
-They are made whenever the site is built, and not kept: nothing can make them stale. The pages of the interface hold
-directives, for which autodoc reads the docstrings; the others are read from the definitions of settings, parsers,
-raising statements and the drop-in's table of names.
+Each build of the site generates them again, and git does not track them, so they are never outdated. The pages of the
+interface contain directives, for which autodoc reads the docstrings. The others are generated from the definitions of
+settings, parsers, raising statements and the drop-in's table of names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pages() -> dict[str, str]:
 
 
 def write(place: Path, texts: dict[str, str]) -> None:
-    """Make a folder that holds these files and no others; one that did not change keeps its date."""
+    """Writes these files into a folder and removes all others; a file that did not change keeps its date."""
     for path in sorted(place.rglob("*.md")):
         if path.relative_to(place).as_posix() not in texts:
             path.unlink()

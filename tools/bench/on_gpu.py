@@ -1,7 +1,7 @@
 """`nox -s bench -- --gpu`: measures the cases that need a GPU, within minutes, and writes a report of its own.
 
 It needs no installation: the sources come from the checkout, as in `tools/gpu/session.py`, and the original library and
-Fabric from the interpreter of the original. A work that cannot be measured is reported, and the others go on.
+Fabric from the interpreter of the original. Work that cannot be measured is reported, and the others continue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure_all(peer: str, only_list: bool, path: Path) -> int:
 
     Args:
         peer: an interpreter that has the original library and Fabric.
-        only_list: show the cases alone.
+        only_list: show the cases and measure nothing.
         path: for the rows as JSON; the page has the same name with the suffix ".md".
 
     Returns:

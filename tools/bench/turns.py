@@ -166,7 +166,7 @@ class Runner:
             late = time.monotonic() - begun > self._pace.seconds
             if number >= self._pace.least and (late or not unsteady):
                 return
-            # Whoever goes first finds another machine: each does every second time.
+            # The first of two finds the machine in another state, so they take turns at being first.
             order = interpreters if number % 2 == 0 else interpreters[::-1]
             for measured, sides in zip(unsteady, self._turn(unsteady, order, kept), strict=True):
                 measured.turns.append(sides)

@@ -1,7 +1,7 @@
-"""Makes the packages of a checkout importable without installing them, their entry points included.
+"""Makes the packages of a checkout importable without installing them, including their entry points.
 
 A machine that is rented for minutes has torch in some Python, and nothing may be installed there. The sources go on
-`PYTHONPATH`; what an installation would say of entry points and versions goes into a folder of metadata beside them.
+`PYTHONPATH`; the entry points and versions that an installation would record go into a folder of metadata beside them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Where the torch of this Python finds no GPU, and that of the machine's `python3` does, that one runs it. The session
 needs torch and pytest there, installs nothing, and writes nothing into the checkout but the report. Tests run in one
-process, in the order of their worth. A test that hangs, dies or spoils the device costs itself only: the others go on
-in a new process. What time does not allow is reported as not run.
+process, the most important first. After a test that hangs, dies or leaves the device unusable, the others
+continue in a new process. Tests that do not fit into the time are reported as not run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ORDER = (
     "test_compile_on_devices",
     "test_collectives_between_gpus",
 )
-"""Modules of tests in the order of their worth; the long ones late."""
+"""Modules of tests, the most important first and the long ones late."""
 
 LONGEST = 150.0
 """Seconds that one test may take; compiling for the first time takes most."""
@@ -100,7 +100,7 @@ class Session:
 
     Attributes:
         tests: the tests that were found, in order.
-        results: what became of each.
+        results: the outcome of each.
         troubles: what happened beside the tests, such as modules that cannot be imported.
     """
 
@@ -136,7 +136,7 @@ class Session:
     # ------------------------------------------------------------------ what there is
 
     def collect(self) -> None:
-        """Find the tests, the worthiest first."""
+        """Finds the tests, the most important first."""
         events = self._events("collect")
         process = self._pytest(events, self._files(), None)
         try:
@@ -292,7 +292,7 @@ def probe() -> dict[str, Any]:
 
 
 def go_on_with_cuda(facts: dict[str, Any]) -> None:
-    """Go on in the machine's own Python, if its torch finds a GPU and that of this one does not."""
+    """Continue in the machine's own Python, if its torch finds a GPU and that of this one does not."""
     if facts.get("available") or os.environ.get("GPU_SESSION_MOVED"):
         return
     own = Path(sys.executable).parent
