@@ -126,9 +126,9 @@ def test_keys_without_their_prefix_and_unknown_ones_are_kept() -> None:
     [
         ({"mixed_precision": "bf16"}, "no table 'fsdp_config'"),
         ({"fsdp_config": {}}, "no table 'fsdp_config'"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": "HALF_SHARD"}}, "no such sharding strategy"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": 6}}, "no such sharding strategy"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": ""}}, "no such sharding strategy"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HALF_SHARD"}}, "No such sharding strategy"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 6}}, "No such sharding strategy"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": ""}}, "No such sharding strategy"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(config: dict[str, Any], said: str) -> None:

@@ -367,9 +367,7 @@ def test_another_number_of_processes_loads_but_for_the_generators(
         load(tmp_path, owner, what)
     (tmp_path / "random_states_0.pkl").unlink()
 
-    with pytest.raises(
-        CheckpointError, match=r"random_states_1\.pkl, so it was saved by another number of"
-    ):
+    with pytest.raises(CheckpointError, match=r"random_states_1\.pkl, so it was saved by another number of"):
         load(tmp_path, owner, what)
     assert load(tmp_path, owner, what, allow_missing={"random_states"}) == 2
     assert what.loaders[0].at == 2

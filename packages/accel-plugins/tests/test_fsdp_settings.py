@@ -215,7 +215,7 @@ def test_settings_that_fsdp_version_2_refuses(caplog: pytest.LogCaptureFixture) 
     with pytest.raises(Conflict, match="SHARDED_STATE_DICT"):
         Plugin(2).set_state_dict_type("LOCAL_STATE_DICT")
     for given in (fsdp.ShardingStrategy.NO_SHARD, 2):
-        with pytest.raises(Conflict, match="takes True or False"):
+        with pytest.raises(Conflict, match="accepts only True or False"):
             Plugin(2, reshard_after_forward=given)
     with caplog.at_level(logging.WARNING):
         plugin = Plugin(2, backward_prefetch="BACKWARD_PRE", use_orig_params=True)

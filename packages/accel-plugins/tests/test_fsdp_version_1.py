@@ -193,7 +193,7 @@ def refusal(given: Case, what: str) -> str:
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "", "NotOffered", "SHARDED_STATE_DICT"),
         ({"sharding_strategy": "NO_SHARD", "state_dict_type": "SHARDED_STATE_DICT"}, "", "Conflict", "no shards"),
         ({"fsdp_version": 2}, "", "Conflict", "FSDP_VERSION=1"),
-        ({}, "part", "NotOffered", "one whole model"),
+        ({}, "part", "NotOffered", "all parameters of one model"),
     ],
 )
 def test_what_cannot_work_is_refused(two: Group, options: dict[str, Any], what: str, error: str, named: str) -> None:

@@ -1,8 +1,8 @@
-"""Building a model in shards: each process keeps its shard of a parameter as soon as another module is built.
+"""Build a model in shards: a process replaces full parameters by its shards as soon as the next module is built.
 
 Every process initialises full parameters, one at a time and with the random numbers of the first process, so a model
-has the values that one process would give it. A parameter on the meta device replaces the full one. The shard of this
-process is an attribute of it until `materialise` puts the shard into the model.
+has the same values as on one process. A parameter on the meta device then replaces the full one; its attribute contains
+this process's shard until `materialise` loads the shard into the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 __all__ = ("arrives_sharded", "build_in_shards", "is_built_in_shards", "materialise")
 
 _SHARD: Final = "_accel_shard"
-"""Attribute of a parameter on the meta device: the shard of this process, or None where nobody initialises it."""
+"""Attribute of a parameter on the meta device: this process's shard, or None if it is not initialised."""
 
 _READS_NO_VALUES: Final = frozenset(
     {"__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"}
@@ -36,7 +36,7 @@ _ATTRIBUTES: Final = frozenset(
     {"dtype", "grad", "is_cuda", "is_leaf", "is_sparse", "layout", "names", "ndim", "requires_grad", "shape"}
 )
 _SHOWN: Final = {"is_meta": False, "device": torch.device("cpu")}
-"""Attributes as a full parameter has them: functions of `torch.nn.init` skip tensors on the meta device."""
+"""Attributes that must be those of the full parameter, because functions of `torch.nn.init` skip meta tensors."""
 
 _OVERWRITES: Final = frozenset(
     {"bernoulli_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
@@ -45,12 +45,12 @@ _OVERWRITES: Final = frozenset(
 
 
 def arrives_sharded(model: Module, tensor_mesh: DeviceMesh | None) -> bool:
-    """Whether somebody has sharded a model already: by `fully_shard`, or into DTensors of another kind.
+    """Whether a model is already sharded: by `fully_shard`, or into other DTensors.
 
     Args:
         model: the model.
-        tensor_mesh: the axis of tensor parallelism of the run, if it has one. DTensors over it are still sharded along
-            the other axes.
+        tensor_mesh: the run's tensor-parallel submesh, if any. DTensors over it are not counted, because they are still
+            sharded along the other axes.
     """
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
         isinstance(parameter, DTensor) and parameter.device_mesh != tensor_mesh for parameter in model.parameters()
@@ -58,17 +58,17 @@ def arrives_sharded(model: Module, tensor_mesh: DeviceMesh | None) -> bool:
 
 
 def is_built_in_shards(model: Module) -> bool:
-    """Whether parameters of a model wait for `materialise`."""
+    """Whether a model has parameters that `materialise` must load."""
     return any(_SHARD in vars(parameter) for parameter in model.parameters())
 
 
 @contextmanager
 def build_in_shards(mesh: DeviceMesh, *, empty: bool = False) -> Iterator[None]:
-    """Models made inside, by this thread, hold the shards of this process alone; entered by every process.
+    """Models that this thread creates inside contain only this process's shards; entered by every process.
 
     Args:
-        mesh: the mesh whose last dimension shards parameters.
-        empty: initialise nothing: shards get memory in `materialise`, and their values from a checkpoint.
+        mesh: the mesh; parameters are sharded over its last dimension.
+        empty: skip initialisation: shards are allocated in `materialise`, and a checkpoint gives the values.
     """
     own, first = torch.get_rng_state(), torch.get_rng_state().to(mesh.device_type)
     dist.broadcast(first, 0)
@@ -82,18 +82,18 @@ def build_in_shards(mesh: DeviceMesh, *, empty: bool = False) -> Iterator[None]:
         handle.remove()
         mode.close()
         if not torch.equal(own, first.cpu()):
-            # This process draws numbers of its own, and goes on with them.
+            # Afterwards this process continues with its own random numbers.
             torch.set_rng_state(own)
 
 
 class _Initialising(TorchFunctionMode):
-    """Lets functions that use a parameter in shards use the full one, and takes the shard of what they leave.
+    """Passes full parameters to functions that use sharded ones, and takes the shards of the results.
 
-    One full parameter exists at a time, or as many as one function uses.
+    Only one full parameter exists at a time, or as many as one function uses.
 
     Args:
-        mesh: the processes that share the parameters, in one dimension.
-        empty: whether initialisation does nothing.
+        mesh: 1-dimensional mesh of the processes that share the parameters.
+        empty: whether initialisation is skipped.
     """
 
     def __init__(self, mesh: DeviceMesh, empty: bool) -> None:
@@ -104,7 +104,7 @@ class _Initialising(TorchFunctionMode):
         self._last: Module | None = None
 
     def note(self, module: Module, name: str, parameter: Parameter | None) -> None:
-        """Take the parameters of the module before, when another one registers a parameter."""
+        """Shard the parameters of the previous module when another one registers a parameter."""
         if threading.get_ident() == self._thread and self._last is not module:
             self._take()
             self._last = module
@@ -164,14 +164,14 @@ class _Initialising(TorchFunctionMode):
         return full
 
     def _close_others(self, used: list[Parameter]) -> None:
-        """Take the shards of the full parameters that the next function does not use."""
+        """Replace full parameters that the next function does not use by their shards."""
         for parameter, full in self._open:
             if all(parameter is not one for one in used):
                 vars(parameter)[_SHARD].copy_(self._shard(full))
         self._open = [(one, full) for one, full in self._open if any(one is other for other in used)]
 
     def close(self) -> None:
-        """Take the shards of all full parameters."""
+        """Replace all full parameters by their shards."""
         self._take()
         with torch.no_grad():
             self._close_others([])
@@ -186,13 +186,13 @@ def _gathered(shard: Tensor, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def materialise(model: Module, mesh: DeviceMesh, device: torch.device, shard: Callable[[], None]) -> None:
-    """Shard a model that was built in shards, and put the shards of this process into it.
+    """Apply `fully_shard` to a model that was built in shards, and load this process's shards.
 
     Args:
         model: the model.
-        mesh: the mesh that it was built for.
-        device: where the shards go.
-        shard: applies `fully_shard` to the model, whose parameters are on the meta device.
+        mesh: the mesh for which it was built.
+        device: the device of the shards.
+        shard: applies `fully_shard` to the model; its parameters are on the meta device.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     shard()
@@ -211,7 +211,7 @@ def materialise(model: Module, mesh: DeviceMesh, device: torch.device, shard: Ca
 
 
 def _value(waiting: Parameter, parameter: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """The value of a parameter: a DTensor of this process's shard, or the full one where it is not sharded."""
+    """The value of a parameter: a DTensor of this process's shard, or the full tensor if it is not sharded."""
     held: Tensor | None = vars(waiting)[_SHARD]
     if not isinstance(parameter, DTensor):
         if held is None:

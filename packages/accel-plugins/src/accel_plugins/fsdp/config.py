@@ -1,6 +1,6 @@
-"""Settings of sharding; they start without torch.
+"""Settings of FSDP; the module does not import torch.
 
-Fields that take objects of torch keep plain values, and give the objects when they are read.
+Fields that accept torch objects store plain values and return torch objects when they are read.
 """
 
 # ruff: noqa: RUF009 - `setting` makes the fields of every settings class
@@ -59,7 +59,7 @@ _DTYPES: Final = {
     "float32": "float32",
     "float64": "float64",
 }
-"""Names of precisions and dtypes; what computes in 8 bits keeps and reduces in bfloat16."""
+"""Names of precisions and dtypes; 8-bit training stores and reduces in bfloat16."""
 _OFFLOADS: Final = ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
 _POLICIES: Final = {1: "MixedPrecision", 2: "MixedPrecisionPolicy"}
 _POLICY_DTYPES: Final = {
@@ -80,7 +80,7 @@ def _version(settings: Any) -> int:
 
 
 def _strategy_of(settings: Any) -> str | None:
-    """The strategy of version 1 that follows from `reshard_after_forward` where none was given."""
+    """The sharding strategy of version 1 that `reshard_after_forward` implies if none is set."""
     if _version(settings) != 1:
         return None
     freed = member_name(settings.reshard_after_forward)
@@ -90,17 +90,17 @@ def _strategy_of(settings: Any) -> str | None:
 
 
 def _sharding_strategy_field() -> ObjectField:
-    """Kept as a name, read as a `ShardingStrategy`."""
+    """Stored as a name, read as a `ShardingStrategy`."""
     return enum_field(f"{_FSDP}:ShardingStrategy", {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}, fallback=_strategy_of)
 
 
 def _backward_prefetch_field() -> ObjectField:
-    """Kept as a name, read as a `BackwardPrefetch` or None."""
+    """Stored as a name, read as a `BackwardPrefetch` or None."""
     return enum_field(f"{_FSDP}:BackwardPrefetch", {"NO_PREFETCH": None})
 
 
 def _state_dict_type_field() -> ObjectField:
-    """Kept as a name, read as a `StateDictType`; where none was given, full with version 1 and sharded with 2."""
+    """Stored as a name, read as a `StateDictType`; the default is full for version 1 and sharded for 2."""
     return enum_field(
         f"{_FSDP}:StateDictType",
         fallback=lambda settings: "FULL_STATE_DICT" if _version(settings) == 1 else "SHARDED_STATE_DICT",
@@ -111,18 +111,18 @@ def _state_dict_type_field() -> ObjectField:
 
 
 def _state_dict_config_field(name: str) -> ObjectField:
-    """Read as the configuration of state dicts that goes with the type of state dict, where none was given.
+    """Read as the state-dict configuration; the default matches the type of state dict.
 
     Args:
-        name: "" for that of models, "Optim" for that of optimizers.
+        name: "" for models, "Optim" for optimizers.
     """
 
     def keep(settings: Any, given: Any) -> Any:
         if not hasattr(given, "offload_to_cpu"):
             raise SettingError(
                 f"Cannot use FullyShardedDataParallelPlugin({'optim_' if name else ''}state_dict_config={given!r}).",
-                "It has no attribute offload_to_cpu.",
-                f"Give a Full{name}StateDictConfig or a Sharded{name}StateDictConfig of {_FSDP}, or leave it out.",
+                "The value has no attribute offload_to_cpu.",
+                f"Pass a Full{name}StateDictConfig or a Sharded{name}StateDictConfig of {_FSDP}, or remove it.",
             )
         return given
 
@@ -139,7 +139,7 @@ def _state_dict_config_field(name: str) -> ObjectField:
 
 
 def _cpu_offload_field() -> ObjectField:
-    """Kept as a bool, or as the policy that does not pin memory; read as the object that the version takes."""
+    """Stored as a bool, or as a policy without pinned memory; read as the object that the FSDP version needs."""
 
     def keep(settings: Any, given: Any) -> Any:
         if isinstance(given, str):
@@ -152,7 +152,7 @@ def _cpu_offload_field() -> ObjectField:
             raise SettingError(
                 f"Cannot use FullyShardedDataParallelPlugin(cpu_offload={given!r}).",
                 "The value must be True, False or an offload policy of torch.",
-                "Give True or False.",
+                "Pass True or False.",
             )
         pins = type(given).__name__ == "CPUOffloadPolicy" and given.pin_memory
         says_more = type(given).__name__ == "CPUOffloadPolicy" and not pins
@@ -169,7 +169,7 @@ def _cpu_offload_field() -> ObjectField:
 
 
 def _auto_wrap_policy_field() -> ObjectField:
-    """Kept as a name or as the policy that was given, and read as a policy: what torch's functions are, or None."""
+    """Stored as a name or a policy; read as a policy, such as torch's functions, or None."""
 
     def keep(settings: Any, given: Any) -> Any:
         if isinstance(given, str):
@@ -180,8 +180,8 @@ def _auto_wrap_policy_field() -> ObjectField:
         if not callable(given) and not hasattr(given, "_run_policy"):
             raise SettingError(
                 f"Cannot use FullyShardedDataParallelPlugin(auto_wrap_policy={given!r}).",
-                "The value must select the blocks that are sharded separately.",
-                f"Give one of {', '.join(WRAP_POLICIES)}, a policy of {_WRAP}, or a function that takes a module.",
+                "The value does not select the blocks to shard separately.",
+                f"Pass one of {', '.join(WRAP_POLICIES)}, a policy of {_WRAP}, or a function that accepts a module.",
             )
         return given
 
@@ -197,10 +197,10 @@ def _auto_wrap_policy_field() -> ObjectField:
 
 
 def _dtype_name(given: Any) -> str | None:
-    """Name of the dtype that a precision ("bf16"), the name of a dtype or a dtype of torch means; None for None.
+    """The name of the dtype for a precision ("bf16"), a dtype's name or a torch dtype; None for None.
 
     Raises:
-        SettingError: it means none.
+        SettingError: the value is not a precision or dtype.
     """
     if given is None:
         return None
@@ -215,15 +215,15 @@ def _dtype_name(given: Any) -> str | None:
 
 
 def _policy_of(settings: Any, precision: Any, *, buffers: Any = None) -> dict[str, Any]:
-    """A policy with one dtype for everything.
+    """A mixed-precision policy with one dtype for all fields.
 
     Args:
-        settings: of the version that the policy is for.
+        settings: settings with the FSDP version of the policy.
         precision: as for `_dtype_name`.
-        buffers: dtype of buffers where it is another one.
+        buffers: the dtype of buffers, if it differs.
 
     Raises:
-        SettingError: there is no such precision.
+        SettingError: no such precision exists.
     """
     policy: dict[str, Any] = dict.fromkeys(_POLICY_DTYPES[_version(settings)], _dtype_name(precision))
     if buffers is not None and "buffer_dtype" in policy:
@@ -232,7 +232,7 @@ def _policy_of(settings: Any, precision: Any, *, buffers: Any = None) -> dict[st
 
 
 def _mixed_precision_policy_field() -> ObjectField:
-    """Kept as a name or a table of names of dtypes; read as the policy that the version takes."""
+    """Stored as a name or a dict of dtype names; read as the policy object of the FSDP version."""
 
     def keep(settings: Any, given: Any) -> Any:
         if isinstance(given, str) or type(given).__name__ == "dtype":
@@ -242,8 +242,8 @@ def _mixed_precision_policy_field() -> ObjectField:
         if not hasattr(given, "param_dtype"):
             raise SettingError(
                 f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={given!r}).",
-                "It has no attribute param_dtype, the dtype in which parameters are gathered.",
-                "Give a precision such as 'bf16', a dict with param_dtype and reduce_dtype, or a policy of torch.",
+                "The value has no attribute param_dtype, the dtype in which parameters are gathered.",
+                "Pass a precision such as 'bf16', a dict with param_dtype and reduce_dtype, or a policy of torch.",
             )
         return given
 
@@ -262,10 +262,10 @@ def _mixed_precision_policy_field() -> ObjectField:
 
 
 def _check_policy(settings: Any, kept: Any) -> None:
-    """Refuse a policy that the version of FSDP does not take.
+    """Raise for a policy that the FSDP version does not accept.
 
     Raises:
-        SettingError: it is one of the other version, or has an entry that is not known.
+        SettingError: the policy is of the other version, or has an unknown entry.
     """
     version = _version(settings)
     if isinstance(kept, dict):
@@ -299,7 +299,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "forward_prefetch": False,
 }
 _ONLY_FIRST: Final = ("backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
-"""Settings of version 1 that version 2 has no use for."""
+"""Settings of version 1 that version 2 does not use."""
 
 
 def _named(*names: str, numbered: int = 0) -> Any:
@@ -309,7 +309,7 @@ def _named(*names: str, numbered: int = 0) -> Any:
 _fsdp: Final = partial(
     setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}", group=_GROUP
 )
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting; its variable, flag and key are derived from the field name."""
 
 
 @object_fields(
@@ -324,43 +324,42 @@ _fsdp: Final = partial(
 )
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded. What is None comes from the environment, else it is the default of its version.
+    """How models are sharded. A field that is None is read from the environment, else it has its version's default.
 
     Names, members of torch's enums, their numbers and torch's objects are accepted; fields are read as torch's objects.
 
     Args:
-        fsdp_version: 2 for `fully_shard`, 1 for `FullyShardedDataParallel`. A sharding strategy in this place is taken
-            as `sharding_strategy`.
+        fsdp_version: 2 for `fully_shard`, 1 for `FullyShardedDataParallel`. A sharding strategy here sets
+            `sharding_strategy`.
         sharding_strategy: version 1: a `ShardingStrategy`.
-        reshard_after_forward: version 2: free the gathered parameters of a block after its forward. With version 1 a
-            sharding strategy may be given here.
+        reshard_after_forward: version 2: free the gathered parameters of a block after its forward. With version 1 this
+            may be a sharding strategy.
         backward_prefetch: version 1: when the next parameters are gathered in backward, a `BackwardPrefetch`.
         mixed_precision_policy: a policy of torch (`MixedPrecision` with version 1, `MixedPrecisionPolicy` with version
-            2), its arguments in a dict, or a precision such as "bf16" for all of them. Where none was given, it follows
-            from the precision of the run: parameters are gathered in it, and gradients are reduced in fp32.
-        auto_wrap_policy: which blocks are sharded by themselves: by class, by size, or none; a policy of
-            `torch.distributed.fsdp.wrap`; or a function that gets a module and answers whether it is a block.
-        cpu_offload: keep parameters on the host between uses: a bool, or an offload object of torch.
-        ignored_modules: modules that stay whole, or a regular expression for their names.
-        state_dict_type: how checkpoints hold the model: FULL_STATE_DICT or SHARDED_STATE_DICT.
-        state_dict_config: version 1: torch's configuration of state dicts. On a CPU there is nothing to move, and every
-            process puts whole states together.
+            2), its arguments in a dict, or a precision such as "bf16" for all of them. By default, parameters are
+            gathered in the run's precision, and gradients are reduced in fp32.
+        auto_wrap_policy: which blocks are sharded separately: by class, by size, or none; a policy of
+            `torch.distributed.fsdp.wrap`; or a function that receives a module and returns whether it is a block.
+        cpu_offload: keep parameters in host memory between uses: a bool, or an offload object of torch.
+        ignored_modules: modules that are not sharded, or a regular expression for their names.
+        state_dict_type: format of the model in checkpoints: FULL_STATE_DICT or SHARDED_STATE_DICT.
+        state_dict_config: version 1: torch's configuration of state dicts. On a CPU, every process assembles full
+            states.
         optim_state_dict_config: version 1: the same for the optimizer.
-        limit_all_gathers: version 1: wait before too much is gathered ahead.
-        use_orig_params: version 1: show the user's parameters.
+        limit_all_gathers: version 1: limit the number of parameters that are gathered ahead.
+        use_orig_params: version 1: keep the user's parameters visible.
         param_init_fn: how modules on the meta device are initialised.
-        sync_module_states: version 1: start from the weights of the first process.
+        sync_module_states: version 1: broadcast the weights of the first process at the start.
         forward_prefetch: version 1: gather the next parameters in forward.
         activation_checkpointing: recompute the activations of the blocks in backward.
-        activation_checkpointing_offload: keep them on the host instead.
-        cpu_ram_efficient_loading: only the first process needs to have loaded the weights; the others get theirs from
-            it.
-        transformer_cls_names_to_wrap: names of the classes of blocks, for TRANSFORMER_BASED_WRAP.
-        min_num_params: parameters that make a block, for SIZE_BASED_WRAP; 0 makes no blocks.
+        activation_checkpointing_offload: move them to host memory instead.
+        cpu_ram_efficient_loading: only the first process must load the weights; the others receive them from it.
+        transformer_cls_names_to_wrap: class names of blocks, for TRANSFORMER_BASED_WRAP.
+        min_num_params: minimum number of parameters of a block, for SIZE_BASED_WRAP; 0: no blocks.
 
     Raises:
-        SettingError: a name or number cannot be used.
-        Conflict: the version of FSDP does not have it.
+        SettingError: a value is invalid.
+        Conflict: the FSDP version does not support a value.
     """
 
     fsdp_version: int = _fsdp(
@@ -377,7 +376,7 @@ class FullyShardedDataParallelPlugin:
     )
     reshard_after_forward: Any = _fsdp(
         type=BOOLEAN,
-        help="Free gathered parameters after forward; the default of version 2.",
+        help="Free gathered parameters after forward (default of version 2).",
     )
     backward_prefetch: Any = _fsdp(
         type=_named(*BACKWARD_PREFETCHES, numbered=2),
@@ -386,7 +385,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable[..., Any] | None = _fsdp(
         type=_named(*WRAP_POLICIES),
-        question="How should blocks be found that are sharded by themselves?",
+        question="How should the blocks to shard separately be selected?",
         help="Policy that selects the blocks to shard separately.",
     )
     cpu_offload: Any = _fsdp(
@@ -401,7 +400,7 @@ class FullyShardedDataParallelPlugin:
     )
     state_dict_type: Any = _fsdp(
         type=_named(*STATE_DICT_TYPES, numbered=3),
-        help="Format of the model in checkpoints; SHARDED_STATE_DICT is the default of version 2.",
+        help="Format of the model in checkpoints (default of version 2: SHARDED_STATE_DICT).",
     )
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
@@ -429,7 +428,7 @@ class FullyShardedDataParallelPlugin:
     )
     cpu_ram_efficient_loading: bool | None = _fsdp(
         type=BOOLEAN,
-        help="Load the weights on the first process only.",
+        help="Load weights on the first process only, and send them to the others.",
     )
     transformer_cls_names_to_wrap: Any = _fsdp(
         type=listing(),
@@ -455,7 +454,7 @@ class FullyShardedDataParallelPlugin:
         self.validate_mixed_precision_policy()
 
     def _configure(self, name: str) -> None:
-        """Put the value of one field in its final form: given, from the environment, or the default."""
+        """Set the final value of a field: the passed value, that of the environment, or the default."""
         known, given = settings_of(type(self))[name], given_value(self, name)
         if given is None:
             found = read_setting(known)
@@ -470,21 +469,21 @@ class FullyShardedDataParallelPlugin:
         setattr(self, name, given)
 
     def _configure_second(self, given: list[str]) -> None:
-        """Leave out what version 2 does not have, with a word to those who gave it."""
+        """Remove settings that version 2 does not support, and log a warning for those that were set."""
         if "sharding_strategy" in given:
             raise Conflict(
                 "Cannot use FullyShardedDataParallelPlugin(sharding_strategy="
                 f"{given_value(self, 'sharding_strategy')!r}) with fsdp_version={self.fsdp_version}.",
-                "Sharding strategies belong to version 1.",
-                "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP, and "
+                "Only version 1 has sharding strategies.",
+                "Use reshard_after_forward=True instead of FULL_SHARD, False instead of SHARD_GRAD_OP, and "
                 "dp_replicate_size of a ParallelismConfig instead of a hybrid strategy.",
             )
         if not isinstance(self.reshard_after_forward, bool | None):
             raise Conflict(
                 f"Cannot use FullyShardedDataParallelPlugin(reshard_after_forward={self.reshard_after_forward!r}) with "
                 f"fsdp_version={self.fsdp_version}.",
-                "Version 2 takes True or False there.",
-                "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP.",
+                "Version 2 accepts only True or False.",
+                "Use reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP.",
             )
         self._refuse_flat_shards()
         if given_value(self, "backward_prefetch") not in (None, "NO_PREFETCH"):
@@ -494,7 +493,7 @@ class FullyShardedDataParallelPlugin:
             import logging
 
             logging.getLogger(__name__).warning(
-                "%s: only version 1 of FSDP has %s; version 2 leaves it out.",
+                "%s: only version 1 of FSDP has %s; version 2 ignores it.",
                 type(self).__name__,
                 ", ".join(unused),
             )
@@ -507,7 +506,7 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version >= 2 and plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
             raise Conflict(
                 "Cannot use FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
-                "Version 2 has no flat shards.",
+                "Version 2 has no flat shards, which this type stores.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
 
@@ -519,15 +518,15 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def backend_name(self) -> str:
-        """Name of the backend that these settings are for."""
+        """The name of the backend of these settings."""
         return f"fsdp{self.fsdp_version}"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """How checkpoints hold the model; by default full with version 1 and sharded with version 2.
+        """The format of the model in checkpoints; by default full with version 1 and sharded with version 2.
 
         Raises:
-            SettingError: there is no such type.
-            Conflict: version 2 does not have it.
+            SettingError: no such type exists.
+            Conflict: version 2 does not support it.
         """
         self.state_dict_type = state_dict_type
         if state_dict_type is None:
@@ -535,10 +534,10 @@ class FullyShardedDataParallelPlugin:
         self._refuse_flat_shards()
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Make the policy that was given by name one for a model: by its classes of blocks, or by size.
+        """Convert a policy name to a policy for a model: by its block classes, or by size.
 
         Raises:
-            SettingError: the classes of blocks are not known, or the model has none of them.
+            SettingError: the block classes are unknown, or the model has none of them.
         """
         if isinstance(plain_value(self, "auto_wrap_policy"), str):
             from accel_plugins.fsdp.policies import block_classes, named_policy
@@ -549,42 +548,42 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = policy
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Keep and reduce everything in one precision, where no policy was given.
+        """Set a policy with one precision for all fields, if none is set.
 
         Args:
-            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which means bf16 here), a dtype or its name; None
-                leaves all dtypes as they are.
-            buffer_autocast: version 1: buffers stay in fp32.
-            override: also where a policy was given.
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (here the same as bf16), a dtype or its name; None changes no
+                dtype.
+            buffer_autocast: version 1: keep buffers in fp32.
+            override: replace a policy that is set.
 
         Raises:
-            SettingError: there is no such precision.
+            SettingError: no such precision exists.
         """
         policy = _policy_of(self, mixed_precision, buffers="fp32" if buffer_autocast else None)
         if override or given_value(self, "mixed_precision_policy") is None:
             self.mixed_precision_policy = policy
 
     def compute_in(self, dtype: Any) -> None:
-        """Let the policy follow from what forward computes in, where none was given; called by the backend."""
+        """Set the policy from the dtype of forward, if none is set; called by the backend."""
         self._compute = dtype
 
     def _policy_of_run(self) -> dict[str, Any] | None:
-        # Gradients travel in fp32: the scale of an fp16 loss cannot make their sum overflow there.
+        # Gradients are reduced in fp32, so that the scale of an fp16 loss cannot make their sum overflow.
         name = _dtype_name(self._compute)
         return None if name is None else {"param_dtype": name, "reduce_dtype": "float32"}
 
     def validate_mixed_precision_policy(self) -> None:
-        """Refuse a policy that this version of FSDP does not take.
+        """Raise for a policy that this FSDP version does not accept.
 
         Raises:
-            SettingError: it is one of the other version, or has an entry that is not known.
+            SettingError: the policy is of the other version, or has an unknown entry.
         """
         _check_policy(self, given_value(self, "mixed_precision_policy"))
 
     def set_cpu_offload(self) -> None:
-        """Make a bool the object of torch that `cpu_offload` is read as."""
+        """Convert a bool to the torch object that reading `cpu_offload` returns."""
         self.cpu_offload = self.cpu_offload
 
     def validate_cpu_offload(self) -> None:
-        """Refuse an offload that is neither a bool nor an object of torch; assigning it does so, too."""
+        """Raise for an offload that is not a bool or a torch object; the assignment raises too."""
         self.cpu_offload = given_value(self, "cpu_offload")

@@ -1,4 +1,4 @@
-"""Converting a config file of a launch from FSDP version 1 to version 2; `accel to-fsdp2` reads and writes the file."""
+"""Convert a launch config from FSDP version 1 to version 2; `accel to-fsdp2` reads and writes the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRATEGY: Final = "fsdp_sharding_strategy"
 _RESHARD: Final = "fsdp_reshard_after_forward"
 _VERSION: Final = "fsdp_version"
 
-# What version 1 numbers from 1, in this order; whether blocks are freed again after forward.
+# Strategies of version 1, which numbers them from 1 in this order; True: blocks are freed after forward.
 _RESHARDS: Final = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -25,8 +25,8 @@ _RESHARDS: Final = {
 _GONE: Final = {
     "fsdp_backward_prefetch": "version 2 prefetches by itself",
     "fsdp_forward_prefetch": "version 2 prefetches by itself",
-    "fsdp_sync_module_states": "version 2 always starts from the weights of the first process when it loads them",
-    "fsdp_use_orig_params": "version 2 always keeps the parameters of the model",
+    "fsdp_sync_module_states": "version 2 always broadcasts the weights of the first process",
+    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
 }
 _BY_MESH: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -35,8 +35,8 @@ class Conversion(NamedTuple):
     """A converted config.
 
     Args:
-        values: the whole file; None when it is for version 2 already.
-        notes: what a user should know, one sentence each.
+        values: the content of the file; None if it is already for version 2.
+        notes: notes for the user, one sentence each.
     """
 
     values: dict[str, Any] | None
@@ -44,28 +44,28 @@ class Conversion(NamedTuple):
 
 
 def convert(config: Mapping[str, Any], key_of: Callable[[str], str]) -> Conversion:
-    """The same run with FSDP version 2.
+    """Convert a config to FSDP version 2.
 
     Args:
-        config: the tables of the file.
-        key_of: a key of a table, such as "fsdp_config.offload_params", as files spell it today.
+        config: the content of the file.
+        key_of: returns the current spelling of a key, such as "fsdp_config.offload_params".
 
     Raises:
-        SettingError: it is not for FSDP, or has a sharding strategy that does not exist.
+        SettingError: the config is not for FSDP, or has an unknown sharding strategy.
     """
     table = config.get(_TABLE)
     if not isinstance(table, dict) or not table:
         raise SettingError(
             "Cannot convert a config file to FSDP version 2.",
-            f"It has no table {_TABLE!r}.",
-            "Give a config file of a run with FSDP.",
+            f"The file has no section {_TABLE!r}.",
+            "Use the config file of a run with FSDP.",
         )
     given = {key_of(f"{_TABLE}.{key}").partition(".")[2]: value for key, value in table.items()}
     if str(given.get(_VERSION, 1)) == "2":
         return Conversion(None)
     kept = {key: value for key, value in given.items() if key not in (_STRATEGY, *_GONE)}
-    notes = [f"{key} is left out: {_GONE[key]}." for key in given if key in _GONE]
-    # Files of version 1 may have the strategy under the newer name as well.
+    notes = [f"{key} is removed: {_GONE[key]}." for key in given if key in _GONE]
+    # Files of version 1 may have the strategy under the newer key.
     strategy = given.get(_RESHARD, given.get(_STRATEGY))
     if strategy is not None:
         kept[_RESHARD] = strategy if isinstance(strategy, bool) else _reshards(str(strategy), notes)
@@ -73,7 +73,7 @@ def convert(config: Mapping[str, Any], key_of: Callable[[str], str]) -> Conversi
 
 
 def _reshards(strategy: str, notes: list[str]) -> bool:
-    """Whether blocks are freed after forward under a strategy that is named or numbered."""
+    """Whether blocks are freed after forward with a strategy, by its name or number."""
     names = list(_RESHARDS)
     name = names[int(strategy) - 1] if strategy in "12345" and strategy else strategy.upper()
     if name in ("TRUE", "FALSE"):
@@ -81,18 +81,18 @@ def _reshards(strategy: str, notes: list[str]) -> bool:
     if name not in _RESHARDS:
         raise SettingError(
             f"Cannot convert {_STRATEGY}={strategy}.",
-            "There is no such sharding strategy.",
+            "No such sharding strategy exists.",
             f"The value must be one of {', '.join(names)}, or its number from 1.",
         )
     if name in _BY_MESH:
         notes.append(f"{name} needs parallelism_config with dp_replicate_size and dp_shard_size in version 2.")
     if name == "NO_SHARD":
-        notes.append("NO_SHARD does not exist in version 2: parameters are sharded and stay whole after forward.")
+        notes.append("NO_SHARD does not exist in version 2: parameters are sharded and kept gathered after forward.")
     return _RESHARDS[name]
 
 
 class ToFSDP2:
-    """The conversion, as the entry-point group `accel.conversions` offers it."""
+    """The entry point of the conversion in the group `accel.conversions`."""
 
     help = "convert a config file from FSDP version 1 to version 2"
     result = "FSDP version 2"

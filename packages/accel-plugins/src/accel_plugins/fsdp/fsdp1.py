@@ -1,7 +1,7 @@
-"""The sharding strategy over `torch.distributed.fsdp.FullyShardedDataParallel`, the first version of FSDP.
+"""The sharding strategy with `torch.distributed.fsdp.FullyShardedDataParallel`, the first version of FSDP.
 
-Parameters of a block are joined to one flat tensor that is sharded. Of the CPU, torch supports a part of it only; what
-is not supported there is refused.
+The parameters of a block are joined to one flat tensor, which is sharded. On CPUs torch supports only some options;
+others raise errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 
 class FSDP1Strategy(ShardedStrategy):
-    """Shards the parameters of each block joined to one."""
+    """Shards the parameters of each block as one flat tensor."""
 
     version: ClassVar[int] = 1
 
@@ -47,19 +47,19 @@ class FSDP1Strategy(ShardedStrategy):
         if self._on_cpu and name in _WRONG_ON_CPU:
             raise NotOffered(
                 asked,
-                "On a CPU torch computes wrong losses with it.",
+                "On a CPU, torch computes wrong losses with this strategy.",
                 "Use 'FULL_SHARD', or fsdp_version=2 with reshard_after_forward=False.",
             )
         if self._on_cpu and self.config.cpu_offload.offload_params:
             raise NotOffered(
                 f"{asked[:-1]} and cpu_offload=True.",
-                "The parameters are on the CPU already, and torch refuses to move them there.",
-                "Leave cpu_offload out, or use fsdp_version=2.",
+                "The parameters are already on the CPU, and torch refuses to move them there.",
+                "Remove cpu_offload, or use fsdp_version=2.",
             )
         if name == "NO_SHARD" and not self._full:
             raise Conflict(
                 f"{asked[:-1]} and state_dict_type={plain_value(self.config, 'state_dict_type')!r}.",
-                "Nothing is sharded, so there are no shards to save.",
+                "With this strategy nothing is sharded, so there are no shards to save.",
                 "Use state_dict_type='FULL_STATE_DICT'.",
             )
         self._check_mesh(asked, name)
@@ -70,7 +70,7 @@ class FSDP1Strategy(ShardedStrategy):
         if self.context.mesh is not None and copies != (name in _HYBRID):
             raise Conflict(
                 f"{asked[:-1]} and a ParallelismConfig {'with' if copies else 'without'} dp_replicate_size above 1.",
-                "Copies of groups that shard the parameters are what the hybrid strategies are for.",
+                "Replicated groups that shard the parameters need a hybrid strategy.",
                 "Use 'HYBRID_SHARD' with dp_replicate_size, and 'FULL_SHARD' without.",
             )
 
@@ -81,7 +81,8 @@ class FSDP1Strategy(ShardedStrategy):
             if len(optimizer.param_groups) > 1 or len(bundle.models) > 1:
                 raise Conflict(
                     "Cannot use FSDP version 1 with use_orig_params=False.",
-                    "It joins parameters, so they cannot have several groups of options or belong to several models.",
+                    "It joins parameters, so an optimizer cannot have several groups of options or parameters of "
+                    "several models.",
                     "Use use_orig_params=True.",
                 )
 
@@ -91,7 +92,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     @property
     def full_to_host(self) -> bool:
-        # torch 2.13 ends the process when it gathers to the first process only, on a CPU, where all is on the host.
+        # On a CPU, torch 2.13 crashes when it gathers to the first process only; all states are in host memory anyway.
         return not self._on_cpu and bool(getattr(self.config.state_dict_config, "offload_to_cpu", True))
 
     @property
@@ -100,7 +101,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     @property
     def _strategy_name(self) -> str:
-        """Name of the sharding strategy: the one that was given, else what the axes say."""
+        """The name of the sharding strategy: that of the settings, else the one that the axes imply."""
         config = self.config
         name = str(plain_value(config, "sharding_strategy"))
         given = given_value(config, "sharding_strategy") is not None or isinstance(
@@ -125,7 +126,7 @@ class FSDP1Strategy(ShardedStrategy):
             optimizer.param_groups[0]["params"] = list(bundle.models[0].parameters())
 
     def _use_sharded_scaler(self) -> None:
-        """Find overflows of all processes: each sees its shards of the gradients only."""
+        """Combine the overflow checks of all processes, because each has only its shards of the gradients."""
         precision: Any = self.context.precision
         plain = precision.scaler
         if isinstance(plain, ShardedGradScaler):
@@ -161,7 +162,7 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def shard_key(self) -> Hashable:
-        # Its parameters are plain tensors that do not know of each other.
+        # Parameters are plain tensors, which do not identify the shard.
         process, shards = self.context.process, submesh(self.context.mesh, Axis.SHARD)
         if self._strategy_name == "NO_SHARD":
             return None
@@ -170,7 +171,7 @@ class FSDP1Strategy(ShardedStrategy):
         return process.topology.local_rank if self._strategy_name in _HYBRID else process.rank
 
     def _mesh(self) -> DeviceMesh:
-        """The mesh of the run; without one, the hybrid strategies shard within a node and copy between nodes."""
+        """The mesh of the run; without one, the hybrid strategies shard within a node and replicate between nodes."""
         process = self.context.process
         if self.context.mesh is not None:
             return self.context.mesh
@@ -205,12 +206,12 @@ class FSDP1Strategy(ShardedStrategy):
                 return norm
         raise NotOffered(
             "Cannot clip the gradients of some parameters to a norm.",
-            "With FSDP version 1 the norm is that of one whole model.",
-            "Give model.parameters(), or use fsdp_version=2.",
+            "FSDP version 1 computes the norm of all parameters of one model only.",
+            "Pass model.parameters(), or use fsdp_version=2.",
         )
 
     def _models(self) -> set[FullyShardedDataParallel]:
-        """The models that train."""
+        """The models with trainable parameters."""
         return {sharded for model in self._owners.values() if (sharded := _sharded(model)) is not None}
 
     def gradients(self, model: Module) -> dict[str, Tensor]:
@@ -226,12 +227,12 @@ class FSDP1Strategy(ShardedStrategy):
 
 
 def _sharded(model: Any) -> FullyShardedDataParallel | None:
-    """The wrapper that `setup` put around a model, or None for one that does not train."""
+    """The wrapper that `setup` added to a model, or None for a model without trainable parameters."""
     return model if isinstance(model, FullyShardedDataParallel) else None
 
 
 class _Syncing:
-    """Backward reduces gradients, or adds them up whole, for a while; may be nested."""
+    """A context in which backward reduces gradients, or accumulates full ones; may be nested."""
 
     __slots__ = ("_held", "_holding", "_model")
 

@@ -1,7 +1,7 @@
-"""The sharding strategy over `torch.distributed.fsdp.fully_shard`.
+"""The sharding strategy with `torch.distributed.fsdp.fully_shard`.
 
-Each block's parameters are gathered for its forward and backward and freed again; gradients and optimizer state exist
-in shards only. A model keeps its class and the names of its parameters, which become DTensors.
+Each block's parameters are gathered for its forward and backward and then freed; gradients and optimizer state exist
+only in shards. A model keeps its class and parameter names; parameters become DTensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OFFLOAD: Final = "offload"
 def apply_fully_shard(
     model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh | None, pins_memory: bool
 ) -> None:
-    """Shard each block of a model, and what is in none, over a mesh; None is one of all processes."""
+    """Shard each block of a model, and all other parameters, over a mesh; None: that of all processes."""
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": bool(config.reshard_after_forward),
@@ -53,7 +53,7 @@ def apply_fully_shard(
 
 
 class FSDP2Plans(MemoryPlans):
-    """Plans in which each block that the model repeats is sharded by itself, on the device or on the host."""
+    """Memory plans in which each repeated block is sharded separately, on the device or in host memory."""
 
     variants: ClassVar[tuple[str, ...]] = ("", _OFFLOAD)
     recomputes: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class FSDP2Plans(MemoryPlans):
 
 
 class FSDP2Strategy(ShardedStrategy):
-    """Shards each parameter by itself."""
+    """Shards each parameter separately."""
 
     version: ClassVar[int] = 2
 
@@ -88,7 +88,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._sources: dict[int, dict[str, Tensor]] = {}
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Models are built in shards, unless tensors are sharded too: those are sharded in `prepare`."""
+        """Models are built in shards; with tensor parallelism, only `prepare` shards them."""
         if self._mesh is None or submesh(self.context.mesh, Axis.TENSOR) is not None:
             return super().init_module(empty_init)
         return build_in_shards(self._mesh, empty=bool(empty_init))
@@ -99,7 +99,7 @@ class FSDP2Strategy(ShardedStrategy):
         if is_built_in_shards(model):
             return weights.place_values(model, self.context.process.device)
         if self.config.cpu_ram_efficient_loading:
-            # Transforms shard weights, and only whole ones can be sent.
+            # Transforms shard weights, and only full ones can be broadcast.
             self._sources[id(model)] = weights.weights_of_first(model, self.context.process.rank)
         return super().place(model)
 
@@ -123,13 +123,13 @@ class FSDP2Strategy(ShardedStrategy):
         return model
 
     def _source(self, model: Module) -> dict[str, Tensor]:
-        """All weights, where this is the first process; kept from before they were sharded."""
+        """All weights, on the first process; taken before they were sharded."""
         kept = self._sources.pop(id(model), None)
         return weights.weights_of_first(model, self.context.process.rank) if kept is None else kept
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:
-        """The mesh that parameters are sharded over, behind that of their copies; None when no axis shards them."""
+        """The mesh that replicates and shards parameters; None when no axis shards them."""
         whole, process = self.context.mesh, self.context.process
         if whole is None:
             return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(Axis.SHARD.value,))
@@ -152,7 +152,7 @@ class FSDP2Strategy(ShardedStrategy):
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
         norms = [_norm(group, norm_type) for group in groups]
-        # Parameters that are not sharded stay on the device when the others are offloaded.
+        # Unsharded parameters remain on the device when the others are offloaded.
         together = [norm.to(norms[0].device) for norm in norms]
         total = torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
         for group in groups:
@@ -165,7 +165,7 @@ class FSDP2Strategy(ShardedStrategy):
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters with a gradient, in groups that torch's functions can handle together: by their mesh."""
+    """Parameters with a gradient, grouped by mesh, because torch's functions support only one mesh per call."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -184,7 +184,7 @@ def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _norm_of_offloaded(gradients: list[DTensor], norm_type: float) -> Tensor:
-    """The norm of shards that are on the host, where the groups of their mesh may move tensors of its device only."""
+    """The norm of shards in host memory; the groups of their mesh may support only tensors on the device."""
     mesh = gradients[0].device_mesh
     norms: dict[tuple[Placement, ...], list[Tensor]] = {}
     for gradient in gradients:
@@ -205,7 +205,7 @@ def _norm_of_offloaded(gradients: list[DTensor], norm_type: float) -> Tensor:
 
 
 def _norm_over(norm: Tensor, norm_type: float, group: Any) -> Tensor:
-    """The norm of all shards of a group, given that of the shards of this process."""
+    """The norm of all shards of a group, computed from that of this process's shards."""
     if norm_type == float("inf"):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
@@ -215,7 +215,7 @@ def _norm_over(norm: Tensor, norm_type: float, group: Any) -> Tensor:
 
 
 class _Syncing:
-    """Backward reduces gradients, or leaves them where they are, for a while; may be nested."""
+    """A context that switches the reduction of gradients in backward on or off; may be nested."""
 
     __slots__ = ("_held", "_holding", "_model")
 

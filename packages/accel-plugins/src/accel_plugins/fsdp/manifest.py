@@ -1,4 +1,4 @@
-"""What the sharding backends declare, one for each version of FSDP."""
+"""The manifests of the sharding backends, one for each version of FSDP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VER
 
 
 def _asked(version: int) -> bool:
-    """Whether the launcher asked for sharding by a version; the first one when it did not say which."""
+    """Whether the launcher selected a version of FSDP; without a version, it is version 1."""
     use, found = read_setting(_USE), read_setting(_VERSION)
     return bool(use and use.value) and (1 if found is None else found.value) == version
 

@@ -1,4 +1,4 @@
-"""From the settings to what torch's functions of both versions take."""
+"""Convert the settings to arguments of torch's functions, for both versions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from accel_state.settings.schema import plain_value
 __all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload", "shard_groups")
 
 _SIZE: Final = 100_000_000
-"""Parameters that make a block when nothing was said, as launchers have it."""
+"""The default minimum number of parameters of a block, as in launchers."""
 
 
 class ShardingSettings(Protocol):
-    """What is read of a `FullyShardedDataParallelPlugin`, whose module imports this one."""
+    """The attributes that are read of a `FullyShardedDataParallelPlugin`; its module imports this one."""
 
     cpu_offload: Any
     ignored_modules: Any
@@ -32,11 +32,11 @@ class ShardingSettings(Protocol):
 
 
 def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
-    """The parts of a model that are sharded by themselves, the innermost first.
+    """The submodules that are sharded separately, innermost first.
 
     Raises:
-        SettingError: the classes of blocks are not known, or the model has none of them.
-        NotOffered: a `CustomPolicy` gives some blocks arguments of their own.
+        SettingError: the block classes are unknown, or the model has none of them.
+        NotOffered: a `CustomPolicy` returns different arguments for some blocks.
     """
     policy = plain_value(config, "auto_wrap_policy")
     if isinstance(policy, str):
@@ -48,18 +48,18 @@ def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
     chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     if any(chosen.values()):
         raise NotOffered(
-            "Cannot use a CustomPolicy that gives some blocks arguments of their own.",
+            "Cannot use a CustomPolicy with different arguments for some blocks.",
             "Every block is sharded with the settings of the plugin.",
-            "Let the function of the policy answer True or False.",
+            "Make the function of the policy return True or False.",
         )
     return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
 
 
 def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
-    """The blocks whose parameters are gathered together; those of no block are gathered with the whole model.
+    """Groups of blocks with jointly gathered parameters; other parameters are gathered with the whole model.
 
-    Modules that share a parameter are in one group, because a group replaces the parameters of its own modules alone:
-    a block that has some of them, and not all, belongs to the group around it.
+    Modules that share a parameter must be in one group, because a group replaces only the parameters of its modules. A
+    block with only some of these modules therefore belongs to the enclosing group.
 
     Raises:
         SettingError, NotOffered: as `blocks_to_shard`.
@@ -77,7 +77,7 @@ def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
 
 
 def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool] | None:
-    """Torch's policy for a model, of the name that the settings have; None for one that makes no blocks.
+    """Torch's policy for a model, for the policy name in the settings; None for one without blocks.
 
     Raises:
         SettingError: as `block_classes`.
@@ -92,26 +92,26 @@ def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool]
 
 
 def block_classes(model: Module, config: ShardingSettings) -> set[type[Module]]:
-    """The classes of blocks that the settings name, else those that the model names.
+    """The block classes in the settings, else those that the model declares.
 
     Raises:
-        SettingError: neither names any, or the model has none of them.
+        SettingError: no classes are specified, or the model has none of them.
     """
     names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
     if not names:
         raise SettingError(
             f"Cannot shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
-            "Neither the settings nor the model name the classes.",
-            "Give transformer_cls_names_to_wrap=['...'], or wrap by size.",
+            "Neither the settings nor the model specify the classes.",
+            "Set transformer_cls_names_to_wrap=['...'], or wrap by size.",
         )
     return {type(block) for block in blocks_of_class(model, names)}
 
 
 def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Module]:
-    """Blocks by a policy with torch's three arguments (module, recurse, nonwrapped_numel), or by one with a module.
+    """The blocks for a policy with the arguments (module, recurse, nonwrapped_numel), or only with a module.
 
-    With three, parts of a module are looked at where the policy wants to recurse into it, and the module is a block by
-    the parameters that are not in blocks inside of it.
+    With three, the policy decides whether to recurse into a module, and then whether it is a block, by the parameters
+    that are not in inner blocks.
     """
     if not _takes_torch_arguments(policy):
         return [part for part in reversed(list(model.modules())) if part is not model and policy(part)]
@@ -119,7 +119,7 @@ def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Modu
     seen: set[Module] = set()
 
     def claimed(part: Module) -> int:
-        """Number of parameters of a part that are in blocks."""
+        """The number of parameters of a submodule that are in blocks."""
         seen.add(part)
         total = sum(parameter.numel() for parameter in part.parameters())
         if not policy(module=part, recurse=True, nonwrapped_numel=total):
@@ -143,7 +143,7 @@ def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
 
 
 def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
-    """Where version 2 keeps parameters between uses; memory is pinned where the device can, by default."""
+    """The offload policy of version 2; by default, memory is pinned if the device supports it."""
     policy = config.cpu_offload
     if not isinstance(policy, CPUOffloadPolicy):
         return OffloadPolicy()
@@ -151,7 +151,7 @@ def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
 
 
 def ignored_parameters(model: Module, config: ShardingSettings) -> set[Parameter]:
-    """Parameters that stay whole on every process."""
+    """The parameters that are not sharded."""
     ignored = config.ignored_modules
     if ignored is None:
         return set()

@@ -1,4 +1,4 @@
-"""What both versions of FSDP have in common: what they refuse, where weights come from, and checkpoints."""
+"""The base of both FSDP strategies: checks, initial weights, and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = ("ShardedStrategy", "owner")
 
 
 class ShardedStrategy(Strategy):
-    """Shards parameters, gradients and optimizer state over the processes; a version says how.
+    """Shards parameters, gradients and optimizer state over the processes; subclasses implement the versions.
 
-    A version implements `shard`, which makes of a model on its device the one that trains.
+    A subclass implements `shard`, which receives a model on its device and returns the sharded one.
     """
 
     version: ClassVar[int]
@@ -50,7 +50,7 @@ class ShardedStrategy(Strategy):
         if config.fsdp_version != self.version:
             raise Conflict(
                 f"Cannot use the backend 'fsdp{self.version}' with fsdp_version={config.fsdp_version}.",
-                "Each version has its own backend and its own settings.",
+                "Each version has a separate backend, and the settings are for the other version.",
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or remove the backend.",
             )
         config.compute_in(context.precision.dtype)
@@ -69,13 +69,13 @@ class ShardedStrategy(Strategy):
         if self.context.process.backend is None:
             raise Conflict(
                 "Cannot shard a model with FSDP.",
-                "This run has one process, and sharding needs a launcher.",
+                "This run has one process and no launcher started it; sharding needs a launcher.",
                 "Start the script with `accel launch --num_processes N`.",
             )
         if plain_value(self.config, "state_dict_type") == "LOCAL_STATE_DICT":
             raise NotOffered(
                 "Cannot use state_dict_type='LOCAL_STATE_DICT'.",
-                "It holds flat shards, which only a run with the same ParallelismConfig can read.",
+                "It stores flat shards, which only a run with the same ParallelismConfig can read.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
         for model in bundle.models:
@@ -84,7 +84,7 @@ class ShardedStrategy(Strategy):
             if self.context.precision.scaler is not None and self._unsharded(model):
                 raise NotOffered(
                     "Cannot train unsharded parameters in fp16 (ignored_modules).",
-                    "torch's gradient scaler cannot unscale sharded gradients and whole ones together.",
+                    "torch's gradient scaler cannot unscale sharded and unsharded gradients together.",
                     "Train in bf16, or freeze the ignored modules.",
                 )
         for optimizer in bundle.optimizers:
@@ -92,8 +92,8 @@ class ShardedStrategy(Strategy):
             if optimizer.state:
                 raise Conflict(
                     f"Cannot prepare {type(optimizer).__name__}.",
-                    "It has stepped before, and its state belongs to parameters that are not sharded yet.",
-                    "Prepare it first, and load its state afterwards.",
+                    "The optimizer has already stepped, and its state belongs to unsharded parameters.",
+                    "Prepare the optimizer before its first step, and load its state afterwards.",
                 )
 
     def transforms(self) -> Iterable[Transform]:
@@ -108,7 +108,7 @@ class ShardedStrategy(Strategy):
         return model
 
     def arrives_sharded(self, model: Module) -> bool:
-        """Whether somebody has sharded a model before it came to `prepare`."""
+        """Whether a model was sharded before `prepare`."""
         return arrives_sharded(model, submesh(self.context.mesh, Axis.TENSOR))
 
     def setup(self, bundle: Bundle) -> Bundle:
@@ -121,7 +121,7 @@ class ShardedStrategy(Strategy):
             for parameter in self._unsharded(model):
                 hook = self._averaging_hook(model)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        # Parameters that FSDP 1 has joined do not show any more which are one.
+        # After FSDP 1 has joined parameters, ties cannot be found any more.
         ties = [find_tied_parameters(model) for model in bundle.models]
         bundle.models[:] = [self.shard(model) for model in bundle.models]
         self._ties.update(zip(bundle.models, ties, strict=True))
@@ -132,21 +132,22 @@ class ShardedStrategy(Strategy):
         return bundle
 
     def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
-        """Make the optimizers hold the parameters that now train; `before` names those they hold."""
+        """Replace the optimizers' parameters by the sharded ones; `before` has the names of the old ones."""
         bundle.rebind_by_name(before)
 
     def shard(self, model: Module) -> Module:
-        """The model that trains, made of one on its device."""
+        """Shard a model on its device; return the model that trains."""
         raise NotImplementedError
 
     def _unsharded(self, model: Module) -> list[Parameter]:
-        """Parameters that train and are not sharded."""
+        """Trainable parameters that are not sharded."""
         return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
 
     def _averaging_hook(self, model: Module) -> Callable[[Tensor], None]:
-        """Averages the gradient of a parameter that is not sharded, when gradients are synchronised.
+        """Averages the gradient of an unsharded parameter, when gradients are synchronised.
 
-        What earlier backwards have averaged is the same everywhere, so averaging it again changes nothing.
+        Gradients that were averaged after an earlier backward are equal on all processes, so averaging them again has
+        no effect.
         """
         transport, holding, key = self.context.process.transport, self._holding, id(model)
 
@@ -161,12 +162,12 @@ class ShardedStrategy(Strategy):
 
     @property
     def full_to_host(self) -> bool:
-        """Whether full states are put together in host memory of the first process, and nowhere else."""
+        """Whether full states are assembled only on the first process, in host memory."""
         return True
 
     @property
     def optimizer_to_host(self) -> bool:
-        """The same for full states of optimizers."""
+        """The same for full optimizer states."""
         return self.full_to_host
 
     @property
@@ -224,16 +225,16 @@ class ShardedStrategy(Strategy):
         self._save_plans.clear()
         group, self._saving_group = self._saving_group, None
         if group is not None and torch.distributed.is_initialized():
-            # Whoever ended all groups has ended this one, too.
+            # The group may already be destroyed, together with all groups.
             with suppress(ValueError):
                 torch.distributed.destroy_process_group(group)
 
 
 def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
-    """The model whose parameters an optimizer holds.
+    """The model of an optimizer's parameters.
 
     Raises:
-        Conflict: it holds parameters of several of the models, or of none.
+        Conflict: the optimizer has parameters of several of the models, or of none.
     """
     held: set[Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
@@ -241,6 +242,6 @@ def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
             return model
     raise Conflict(
         f"Cannot prepare {type(optimizer).__name__}.",
-        "Its parameters do not all belong to one model of this call; sharding replaces parameters.",
+        "Sharding replaces parameters, and the optimizer's parameters do not all belong to one model of this call.",
         "Prepare each optimizer together with its model, or create one for each model that prepare() returned.",
     )

@@ -1,9 +1,9 @@
-"""Weights and optimizer states of sharded models: on their way into a model, and as files.
+"""Weights and optimizer states of sharded models: load them into models, and read and write files.
 
 Weights come from the first process, from a mapping, from the meta device or from files: one file, a folder of shards,
-or a file per process. The folders of shards are those of `torch.distributed.checkpoint`, which load on another number
-of processes, and which `merge_weights` turns into one file without any process group. Only as many processes in the
-same order can read the files per process. What a backend wrote that does not shard is loaded too.
+or a file per process. Folders of shards are those of `torch.distributed.checkpoint`: they can be loaded on another
+number of processes, and `merge_weights` merges them into one file without a process group. Files per process need the
+same number of processes in the same order. Files of backends that do not shard are loaded too.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ _logger: Final = logging.getLogger(__name__)
 
 
 def check_weights(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
-    """Refuse a model without weights where nobody would give it any."""
+    """Raise for a model on the meta device that would get no weights."""
     if is_built_in_shards(model):
         return
     empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
     if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
         raise Conflict(
             f"Cannot prepare {type(model).__name__}.",
-            f"{empty!r} is on the meta device of process {rank} and has no values.",
-            "Load its weights on the first process at least, and set cpu_ram_efficient_loading=True.",
+            f"{empty!r} is on the meta device of process {rank} and has no weights.",
+            "Load its weights at least on the first process, and set cpu_ram_efficient_loading=True.",
         )
 
 
@@ -106,12 +106,12 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
 
 
 def to_device(model: Module, device: torch.device, initialise: Callable[[Module], None] | None = None) -> None:
-    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was.
+    """Move a model to the device; meta tensors get memory there, and ties are kept.
 
     Args:
         model: the model.
-        device: where it goes.
-        initialise: gives the tensors of one module memory and values, where they have none.
+        device: the target device.
+        initialise: allocates and initialises the meta tensors of one module.
     """
     if initialise is not None:
         for module in list(model.modules()):
@@ -125,7 +125,7 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
 
 
 def place_values(model: Module, device: torch.device) -> Module:
-    """Move what has values to the device, in place; what was built in shards stays on the meta device."""
+    """Move tensors with values to the device, in place; parameters built in shards remain meta tensors."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if not parameter.is_meta:
@@ -136,7 +136,7 @@ def place_values(model: Module, device: torch.device) -> Module:
 
 
 def train_in_fp32(model: Module) -> None:
-    """Let the optimizer step on fp32 weights: mixed precision gathers copies of them in 16 bits for forward.
+    """Convert trainable parameters to fp32, so that the optimizer steps in fp32; forward gathers 16-bit copies.
 
     Small updates would be lost in 16 bits, and FSDP shards parameters of one dtype only. Frozen parameters and buffers
     keep their dtype.
@@ -151,7 +151,7 @@ def train_in_fp32(model: Module) -> None:
 
 
 def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
-    """All weights and buffers on the first process, by name; empty elsewhere."""
+    """All weights and buffers by name, on the first process; empty on others."""
     if rank != 0:
         return {}
     kept = {**dict(model.named_buffers()), **model.state_dict()}
@@ -159,13 +159,13 @@ def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
 
 
 def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-    """Give every process the weights and buffers of the first, one tensor at a time and in place.
+    """Broadcast the weights and buffers of the first process, one tensor at a time and in place.
 
     Args:
-        model: whole on every process, or sharded over an axis of the mesh by tensor parallelism. Processes with the
-            same shard get it from the first of them.
-        device: of the process groups; tensors that are elsewhere are copied there on their way.
-        mesh: of the run, or None without axes.
+        model: unsharded on every process, or sharded over a mesh axis by tensor parallelism. Processes with the same
+            shard receive it from the first of them.
+        device: the device of the process groups; other tensors are copied there for the broadcast.
+        mesh: the mesh of the run, or None without axes.
     """
     for _, tensor in _tensors(model):
         value = tensor.detach()
@@ -178,7 +178,7 @@ def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None
 
 
 def _send(tensor: Tensor, device: torch.device, group: torch.distributed.ProcessGroup | None) -> None:
-    """Overwrite a tensor by that of the first process of a group."""
+    """Broadcast a tensor of the first process of a group."""
     fits = tensor.device.type == device.type and tensor.is_contiguous()
     sent = tensor if fits else tensor.to(device, copy=True, memory_format=torch.contiguous_format)
     torch.distributed.broadcast(sent, group=group, group_src=0)
@@ -187,7 +187,7 @@ def _send(tensor: Tensor, device: torch.device, group: torch.distributed.Process
 
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
-    """Give every process its shards of the first process's weights, and its buffers."""
+    """Send every process its shards of the first process's weights, and the buffers."""
     _reshard(model)
     persistent = set(model.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
@@ -204,14 +204,14 @@ def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
 
 
 def _reshard(model: Module) -> None:
-    """Free what the last forward has gathered: torch loads full weights into sharded parameters alone."""
+    """Free the parameters that the last forward gathered; torch loads full weights only into sharded ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Put complete weights, which every process has, into a sharded model.
+    """Load full weights, which every process has, into a sharded model.
 
     Raises:
         CheckpointError: names or shapes do not agree.
@@ -223,7 +223,7 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
         raise CheckpointError(
             f"Cannot load weights into {type(model).__name__}.",
             str(error),
-            "Build the model with the configuration it was saved with.",
+            "Create the model with the configuration of the saved one.",
         ) from error
 
 
@@ -235,26 +235,26 @@ _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
 def model_state(
     model: Module, *, full: bool, to_host: bool = True, ties: Iterable[Sequence[str]] = ()
 ) -> dict[str, Any]:
-    """Weights by name: whole, on the first process and in host memory; or the shards of this process.
+    """Weights by name: full ones in host memory of the first process, or the shards of this process.
 
     Args:
         model: a sharded model.
-        full: whether they are put together.
-        to_host: False leaves whole weights where they are, on every process.
-        ties: groups of names of one parameter, which names one tensor of the whole weights, too.
+        full: whether to assemble full weights.
+        to_host: False keeps full weights on their device, on every process.
+        ties: groups of names of tied parameters; in the full weights they are one tensor too.
     """
     options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
     state = dict(get_model_state_dict(model, options=options))
     for names in ties if full else ():
-        # torch gathers a parameter once for each of its names.
+        # torch gathers a tied parameter once for each of its names.
         state.update({name: state[names[0]] for name in names if name in state})
     return state
 
 
 def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host: bool = True) -> dict[str, Any]:
-    """State of an optimizer by names of parameters, as `model_state`."""
+    """The state of an optimizer by parameter names; see `model_state`."""
     if not _any_has_state(optimizer):
-        # torch would let the optimizer step once to have a state, and so change what training goes on with.
+        # torch would make the optimizer step once to create its state, which would change the training.
         return unstepped(optimizer, [model])
     options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
     with _stateless_as_it_is(optimizer):
@@ -262,10 +262,10 @@ def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host:
 
 
 def _any_has_state(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has stepped on any process.
+    """Whether an optimizer has stepped on any process.
 
-    With FSDP 1 the shard of a process may hold frozen parameters alone. Its optimizer has no state then, and it must
-    take part in gathering that of the others.
+    With FSDP 1 the shard of a process may contain only frozen parameters. Its optimizer then has no state, but the
+    process must take part in gathering the state of others.
     """
     process = current.process()
     found = torch.tensor(bool(optimizer.state), dtype=torch.int32, device=process.device)
@@ -275,7 +275,7 @@ def _any_has_state(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _stateless_as_it_is(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch from stepping an optimizer that has no state: it does not where a parameter has a gradient."""
+    """Prevent torch from stepping an optimizer without state: it does not step if a parameter has a gradient."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     first = None if optimizer.state else next(parameters, None)
     if first is None or first.grad is not None:
@@ -299,14 +299,14 @@ def write(
     plans: SavePlans,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
-    """Write what `model_state` or `optimizer_state` returned; called on every process.
+    """Write the result of `model_state` or `optimizer_state`; called on every process.
 
     Args:
-        part, state, folder, index: as `Strategy.save`.
-        full: the state is whole, and the first process writes it.
+        part, state, folder, index: as in `Strategy.save`.
+        full: the state is full, and the first process writes it.
         first: whether this is the first process.
-        plans: those of the last save of this object.
-        group: on which processes agree about shards, apart from training's.
+        plans: the plans of the last save of this object.
+        group: a separate process group for planning.
     """
     if full:
         if first:
@@ -316,9 +316,9 @@ def write(
 
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
-    """Read the weights of a model, from shards or from one file, whichever is there.
+    """Load the weights of a model, from shards or from one file, whichever exists.
 
-    Of a safetensors file each process reads the ranges that it holds.
+    From a safetensors file each process reads the ranges of its shards.
     """
     sharded, whole = folder / shards_name(FSDP_MODEL_NAME, index), folder / sharded_model_name(index)
     if sharded.is_dir():
@@ -331,19 +331,19 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     if plain is not None and holds_sharded_weights(model):
         load_checkpoint_in_model(model, plain, strict=strict)
         return
-    # Mapped, so that each process reads no more than the pages of its shards.
+    # Memory-mapped, so that each process reads only the pages of its shards.
     mapped = {"mmap": zipfile.is_zipfile(whole)} if plain is None else {}
     weights = pickled.read(whole, **mapped) if plain is None else with_tied_names(model, load_weights_file(plain))
     put_full_weights(model, weights, strict=strict)
 
 
 def put_model(model: Module, shards: dict[str, Any], *, strict: bool = True) -> None:
-    """Give a model the shards of this process."""
+    """Load this process's shards into a model."""
     set_model_state_dict(model, shards, options=StateDictOptions(strict=strict))
 
 
 def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int) -> None:
-    """Read the state of an optimizer, from shards or from one file, whichever is there."""
+    """Load the state of an optimizer, from shards or from one file, whichever exists."""
     sharded = folder / shards_name(OPTIMIZER_NAME, index)
     full = not sharded.is_dir()
     if full:
@@ -358,7 +358,7 @@ def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int
 
 
 def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *, full: bool = False) -> None:
-    """Give an optimizer its state by names of parameters: whole, or the shards of this process."""
+    """Load an optimizer's state by parameter names: the full state, or this process's shards."""
     if not state["state"]:
         restart(optimizer, state)
         return
@@ -377,16 +377,16 @@ def write_rank_file(part: Part, state: dict[str, Any], folder: Path, index: int)
     """Write the shards of this process: `pytorch_model_fsdp_0_rank1.bin`, `optimizer_0_rank1.bin`, ...
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: writing to disk failed.
     """
     pickled.write(state, folder / _rank_file_name(part, index, current.process().rank))
 
 
 def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
-    """What `write_rank_file` has written in this process.
+    """The state that `write_rank_file` wrote on this process.
 
     Raises:
-        CheckpointError: another number of processes wrote the files, or that of this process is damaged.
+        CheckpointError: another number of processes wrote the files, or this process's file is damaged.
     """
     process = current.process()
     found = len(list(folder.glob(_rank_file_name(part, index, "[0-9]*"))))
@@ -394,7 +394,7 @@ def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
         raise CheckpointError(
             f"Cannot read the {part.value} {index} from {folder}, one file per process.",
             f"{found} processes wrote it, and this run has {process.world_size}.",
-            "Start as many processes, or save with use_dcp=True, which loads on any number.",
+            "Start the same number of processes, or save with use_dcp=True, which can be loaded on any number.",
         )
     state: dict[str, Any] = pickled.read(folder / _rank_file_name(part, index, process.rank))
     return state
@@ -417,13 +417,13 @@ def merge_weights(
 
     Args:
         checkpoint_dir: a folder of shards such as `pytorch_model_fsdp_0`, or the checkpoint with one such folder.
-        output_path: the folder to write to.
-        safe_serialization: write `model.safetensors`, else `pytorch_model.bin`.
-        remove_checkpoint_dir: remove the folder of shards once the file is written.
+        output_path: the folder in which to write.
+        safe_serialization: write `model.safetensors`; False: `pytorch_model.bin`.
+        remove_checkpoint_dir: remove the folder of shards after the file is written.
 
     Raises:
-        SettingError: there are no shards, or those of several models.
-        CheckpointError: they are damaged, or the file could not be written; no shards were removed then.
+        SettingError: the folder has no shards, or shards of several models.
+        CheckpointError: the shards are damaged, or the file cannot be written; the shards are not removed then.
     """
     shards = _shards_in(Path(checkpoint_dir))
     state = merged_state(shards)
@@ -432,7 +432,7 @@ def merge_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot write merged weights to {target}.", f"The system refused: {error}.", "Name another folder."
+            f"Cannot write merged weights to {target}.", f"The system reported: {error}.", "Use another folder."
         ) from error
     save_weights_file(state, target)
     if remove_checkpoint_dir:
@@ -441,13 +441,13 @@ def merge_weights(
 
 
 def merged_state(shards: Path) -> dict[str, Tensor]:
-    """Whole weights by name from a folder of shards.
+    """Full weights by name from a folder of shards.
 
     Raises:
         CheckpointError: a shard is missing or damaged.
     """
     state = read_whole(shards)
-    # All weights are below one name in the files.
+    # In the files, all weights are under one key.
     root = state.get(Part.MODEL.value)
     return root if len(state) == 1 and isinstance(root, dict) else state
 
@@ -461,7 +461,9 @@ def _shards_in(folder: Path) -> Path:
         return inside[0]
     if inside:
         names = ", ".join(path.name for path in inside)
-        raise SettingError(asked, f"It holds several models: {names}.", "Name the folder of one of them.")
-    obstacle = "It has no shards (no file .metadata)." if folder.is_dir() else "There is no such folder."
-    remedy = f"Name a folder such as {FSDP_MODEL_NAME}_0, which state_dict_type='SHARDED_STATE_DICT' writes."
+        raise SettingError(
+            asked, f"The folder has the shards of several models: {names}.", "Use the folder of one of them."
+        )
+    obstacle = "The folder has no shards (no file .metadata)." if folder.is_dir() else "The folder does not exist."
+    remedy = f"Use a folder such as {FSDP_MODEL_NAME}_0, which state_dict_type='SHARDED_STATE_DICT' writes."
     raise SettingError(asked, obstacle, remedy)
