@@ -202,7 +202,7 @@ def test_a_plugin_reaches_another_process_through_variables(plugin: DeepSpeedPlu
 
 def test_a_table_that_json_cannot_hold_is_refused_where_it_is_passed_on() -> None:
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, "tags": {"a"}})
-    with pytest.raises(SettingError, match="JSON has not"):
+    with pytest.raises(SettingError, match="JSON cannot represent"):
         to_environment(plugin)
 
 

@@ -1,1 +1,1 @@
-"""The backend over DeepSpeed."""
+"""The backend that trains with DeepSpeed."""

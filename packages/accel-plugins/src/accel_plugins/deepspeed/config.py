@@ -1,7 +1,7 @@
-"""Settings of DeepSpeed; plain data, without torch.
+"""Settings of DeepSpeed: plain data, without torch.
 
-They end up in `deepspeed_config`, the table that DeepSpeed reads: one that was given, completed by what the other
-settings say, or one made of them.
+All settings are combined in `deepspeed_config`, the dict that DeepSpeed reads: the user's configuration with the other
+settings added, or a new dict.
 """
 
 # ruff: noqa: RUF009 - `setting` makes the fields of every settings class
@@ -36,7 +36,7 @@ _DEFAULT_STAGE: Final = 2
 _FP8: Final = settings_of(FP8Settings)
 _IN_16_BITS: Final = ("fp16", "bf16")
 _BESIDE_8_BITS: Final = "bf16"
-"""What computes where 8 bits do not reach."""
+"""The precision of operations that do not compute in 8 bits."""
 _KEYS: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -47,16 +47,16 @@ _KEYS: Final = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""The keys of the settings in DeepSpeed's table."""
+"""The keys of the settings in DeepSpeed's configuration."""
 
 
 def _in_table(kind: ValueType) -> ValueType:
-    """The type of a setting in DeepSpeed's table; what the table leaves open is written as nothing."""
+    """The type of a setting in DeepSpeed's configuration; unset values are written as an empty string."""
     return kind._replace(format=lambda value: "" if value in (AUTO_ENTRY, "none") else kind.format(value))
 
 
 _SELECT: Final = (
-    "The run has to know which of its configurations is in use.",
+    "The run must know its active configuration.",
     "Call AcceleratorState().select_deepspeed_plugin(name).",
 )
 
@@ -80,37 +80,38 @@ def _norm(text: str) -> float | str | None:
 _carried: Final = partial(
     setting, variable="ACCELERATE_DEEPSPEED_{NAME}", flag="--{name}", key="deepspeed_config.{name}", group=_GROUP
 )
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting; its variable, flag and key are derived from the field name."""
 
 
 @dataclass(init=False)
 class DeepSpeedPlugin:
-    """How DeepSpeed trains. What is None comes from the environment, else from the configuration given.
+    """How DeepSpeed trains. A field that is None is read from the environment, else from the configuration.
 
     Args:
-        hf_ds_config: DeepSpeed's configuration: a table, the path of a JSON file, or an object that has it as `config`.
+        hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, or an object with the attribute
+            `config`.
         gradient_accumulation_steps: micro-batches per optimizer step.
-        gradient_clipping: largest norm of the gradients; 1.0 where nobody says.
-        zero_stage: what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
-        is_train_batch_min: of several loaders, the smallest batch counts as the size of a batch; else the largest.
-        offload_optimizer_device: where optimizer states are kept between uses: "none", "cpu" or "nvme".
+        gradient_clipping: maximum norm of the gradients; 1.0 by default.
+        zero_stage: what is sharded: 0: nothing; 1: optimizer states; 2: also gradients; 3: also parameters.
+        is_train_batch_min: with several loaders, use the smallest batch size; False: the largest.
+        offload_optimizer_device: where to store optimizer states between uses: "none", "cpu" or "nvme".
         offload_param_device: the same for parameters, with stage 3.
         offload_optimizer_nvme_path: folder on the NVMe disk.
         offload_param_nvme_path: folder on the NVMe disk.
-        zero3_init_flag: shard parameters while transformers builds a model; by default with stage 3.
+        zero3_init_flag: shard parameters while transformers creates a model; the default with stage 3.
         zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
-        enable_msamp: train in fp8 with MS-AMP; such a run is refused, as no package index offers MS-AMP.
+        enable_msamp: train in fp8 with MS-AMP; such a run raises an error, because MS-AMP is not on any package index.
         msamp_opt_level: "O1" or "O2".
         auto_wrap_policy: has no effect.
         config: further top-level entries of DeepSpeed's configuration.
 
     Attributes:
-        deepspeed_config: the table that DeepSpeed reads.
-        dschf: transformers' view of the configuration, once it was selected.
+        deepspeed_config: the dict that DeepSpeed reads.
+        dschf: the configuration object for transformers, after it was selected.
 
     Raises:
-        SettingError: a value or the configuration cannot be used.
+        SettingError: a value or the configuration is invalid.
         Conflict: the configuration and another setting contradict each other.
 
     Example:
@@ -133,12 +134,12 @@ class DeepSpeedPlugin:
         help="Micro-batches in each optimizer step.",
     )
     gradient_clipping: float = _carried(
-        help="Norm to which gradients are clipped, or auto.",
+        help="Maximum norm of gradients, or auto.",
         type=_in_table(ValueType("a number, auto or none", _norm, metavar="N")),
         variable="ACCELERATE_{NAME}",
     )
     zero_stage: int = _carried(
-        help="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        help="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
         type=_in_table(ValueType("a stage from 0 to 3", _stage, metavar="N")),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
@@ -148,7 +149,7 @@ class DeepSpeedPlugin:
     offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER)
     offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER)
     zero3_init_flag: bool = _carried(
-        help="Shard parameters while the model is built.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
+        help="Shard parameters while the model is created.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
     zero3_save_16bit_model: bool = _carried(
         help="Gather 16-bit weights when the model is saved.",
@@ -208,10 +209,10 @@ class DeepSpeedPlugin:
         self._read_back()
         self._configure_msamp()
 
-    # ------------------------------------------------------------------ making the table
+    # ------------------------------------------------------------------ building the configuration
 
     def _from_environment(self, name: str) -> str | None:
-        """Take a setting that was not given from the environment; where its value is from, or None."""
+        """Read a setting that was not passed from the environment; return the source of its value, or None."""
         known, given = settings_of(type(self))[name], getattr(self, name)
         if given is not None:
             if isinstance(given, str) and name != "hf_ds_config" and given != AUTO_ENTRY:
@@ -224,7 +225,7 @@ class DeepSpeedPlugin:
         return f"the variable {known.variable}"
 
     def _made_table(self) -> dict[str, Any]:
-        """A table for those who gave none; the entries for given settings follow."""
+        """The default configuration; the entries for settings are added later."""
         return {
             "train_batch_size": AUTO_ENTRY,
             "train_micro_batch_size_per_gpu": AUTO_ENTRY,
@@ -242,12 +243,12 @@ class DeepSpeedPlugin:
         }
 
     def _complete(self, sources: Mapping[str, str]) -> None:
-        """Bring the settings that were given into the table."""
+        """Add the passed settings to the configuration."""
         ds_config = self.hf_ds_config
         if not isinstance(ds_config.get_value("zero_optimization"), dict):
             raise SettingError(
                 "Cannot use this DeepSpeed configuration.",
-                'It has no entry "zero_optimization".',
+                'The configuration has no entry "zero_optimization".',
                 'Add "zero_optimization": {"stage": 2}, or the stage you want.',
             )
         known = [
@@ -258,12 +259,12 @@ class DeepSpeedPlugin:
         known += [AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
         fill_auto(ds_config, known)
         if ds_config.get_value("gradient_accumulation_steps") is None:
-            # What DeepSpeed takes it for.
+            # DeepSpeed's default.
             self._leaves_steps_open = True
             ds_config.set_value("gradient_accumulation_steps", 1)
 
     def _read_back(self) -> None:
-        """Let the settings show what the table says."""
+        """Set the fields from the configuration."""
         ds_config = self.hf_ds_config
         defaults: dict[str, Any] = {name: "none" for name in _KEYS if name.startswith("offload_")}
         defaults |= {"gradient_clipping": AUTO_ENTRY, "zero3_save_16bit_model": False}
@@ -275,14 +276,14 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = ds_config.is_zero3()
         if self.zero3_init_flag and not ds_config.is_zero3():
             warnings.warn(
-                "DeepSpeed shards parameters while a model is built (zero3_init_flag) with ZeRO stage 3 only.",
+                "DeepSpeed shards parameters while a model is created (zero3_init_flag) only with ZeRO stage 3.",
                 UserWarning,
                 stacklevel=4,
             )
             self.zero3_init_flag = False
 
     def _check_disk(self, what: str) -> None:
-        """Refuse states on a disk whose folder nobody names."""
+        """Raise for offloading to NVMe without a folder."""
         device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
         if getattr(self, device) == "nvme" and getattr(self, path) in (None, "none"):
             raise SettingError(
@@ -302,11 +303,11 @@ class DeepSpeedPlugin:
             self.msamp_opt_level = "O1" if found is None else found.value
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
-    # ------------------------------------------------------------------ asking it
+    # ------------------------------------------------------------------ reading it
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The table that DeepSpeed reads."""
+        """The dict that DeepSpeed reads."""
         table: dict[str, Any] = self.hf_ds_config.config
         return table
 
@@ -315,22 +316,22 @@ class DeepSpeedPlugin:
         self.hf_ds_config.config = table
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key of the table."""
+        """The value of a dotted key of the configuration."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether an entry is left to be found out."""
+        """Whether an entry is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO_ENTRY)
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace "auto" by `kwargs[ds_key_long]`; note where the table says something else.
+        """Replace "auto" by `kwargs[ds_key_long]`; record a contradiction.
 
         Args:
             ds_key_long: the dotted key.
-            mismatches: takes a line for a contradiction.
-            must_match: note contradictions.
+            mismatches: a line is appended for a contradiction.
+            must_match: record contradictions.
             kwargs: values by dotted key.
         """
         if ds_key_long not in kwargs:
@@ -349,17 +350,17 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Replace every "auto" of the table whose value is given by its dotted key.
+        """Replace every "auto" in the configuration that has a value in `kwargs`.
 
         Args:
-            prefix: begin of the keys that are filled, with its dot.
-            mismatches: takes a line for each contradiction, which is not raised then.
-            config: the table below `prefix`; the whole one when None.
-            must_match: refuse contradictions.
+            prefix: prefix of the keys to fill, with its dot.
+            mismatches: a line is appended for each contradiction; no error is raised then.
+            config: the dict at `prefix`; None: the whole configuration.
+            must_match: raise for contradictions.
             kwargs: values by dotted key.
 
         Raises:
-            Conflict: the table says something else.
+            Conflict: the configuration has a different value.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for key in kwargs:
@@ -370,10 +371,10 @@ class DeepSpeedPlugin:
             refuse(found)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Let DeepSpeed compute in a precision.
+        """Set the precision in which DeepSpeed trains.
 
         Raises:
-            Conflict: the table asks for another one.
+            Conflict: the configuration enables another one.
             NotOffered: the settings select MS-AMP.
         """
         if self.enable_msamp:
@@ -387,14 +388,14 @@ class DeepSpeedPlugin:
 
     @property
     def configured_precision(self) -> str | None:
-        """The precision that the table switches on, for a run that did not ask for one."""
+        """The precision that the configuration enables, for a run without mixed_precision."""
         return next((name for name in _IN_16_BITS if self.get_value(f"{name}.enabled") is True), None)
 
     def agree_on_steps(self, steps: int) -> int | None:
-        """How many micro-batches the table says, or None where it follows the run; called by the backend.
+        """The number of micro-batches in the configuration, or None if it follows the run; called by the backend.
 
         Args:
-            steps: how many the run accumulates.
+            steps: the number that the run accumulates.
         """
         if self._leaves_steps_open and steps != 1:
             self._leaves_steps_open = False
@@ -403,15 +404,15 @@ class DeepSpeedPlugin:
         configured = self.get_value("gradient_accumulation_steps", AUTO_ENTRY)
         return None if configured == AUTO_ENTRY else int(configured)
 
-    # ------------------------------------------------------------------ building models in parts
+    # ------------------------------------------------------------------ sharding models while they are created
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether transformers shards parameters while it builds a model."""
+        """Whether transformers shards parameters while it creates a model."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch sharding while models are built on or off for a block."""
+        """A context that switches the sharding of models during their creation on or off."""
         before = self.zero3_init_flag
         try:
             self.zero3_init_flag = enable
@@ -422,23 +423,23 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Show transformers the configuration, and whether models are built in parts."""
+        """Pass the configuration to transformers, which then shards models while it creates them, or not."""
         from accel_plugins.deepspeed.zero_init import transformers_view
 
         self.dschf = transformers_view(self.deepspeed_config, self.is_zero3_init_enabled())
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Let ZeRO stage 3 take each mixture-of-experts layer of a model as one piece."""
+        """Make ZeRO stage 3 treat each mixture-of-experts layer of a model as one unit."""
         if self.transformer_moe_cls_names:
             from accel_plugins.deepspeed.zero_init import set_leaf_modules
 
             set_leaf_modules(model, self.transformer_moe_cls_names.split(","))
 
-    # ------------------------------------------------------------------ one of several
+    # ------------------------------------------------------------------ several configurations
 
     @property
     def selected(self) -> bool:
-        """Whether this is the configuration in use."""
+        """Whether this is the active configuration."""
         return self._selected
 
     @selected.setter
@@ -446,14 +447,14 @@ class DeepSpeedPlugin:
         raise NotOffered(f"Cannot set DeepSpeedPlugin.selected to {value!r}.", *_SELECT)
 
     def deselect(self) -> None:
-        """Make another configuration the one in use; called by `AcceleratorState.select_deepspeed_plugin`."""
+        """Deactivate this configuration; called by `AcceleratorState.select_deepspeed_plugin`."""
         self._selected = False
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this the configuration in use; called by `AcceleratorState.select_deepspeed_plugin`.
+        """Make this the active configuration; called by `AcceleratorState.select_deepspeed_plugin`.
 
         Raises:
-            SettingError: something else called it.
+            SettingError: the call comes from elsewhere.
         """
         if not _from_accelerator_state:
             raise SettingError("Cannot call DeepSpeedPlugin.select().", *_SELECT)

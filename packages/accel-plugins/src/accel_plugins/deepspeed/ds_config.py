@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration: a nested table with dotted keys, and the values that replace "auto" in it.
+"""DeepSpeed's configuration: a nested dict with dotted keys, and the values that replace "auto" in it.
 
-The configuration is read from a file or given. When something becomes known, because the settings are read or because
-models, optimizers and loaders are prepared, `fill_auto` replaces "auto" by it, and refuses what contradicts it.
+The configuration is read from a file or passed by the user. When a value becomes known from the settings or from
+prepared models, optimizers and loaders, `fill_auto` replaces "auto" by it, and raises for contradictions.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = (
 )
 
 OFFLOADING: Final = ("cpu", "nvme")
-"""Places off the device where states are kept between uses."""
+"""The targets of offloading."""
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration that is asked by dotted keys such as "zero_optimization.stage".
+    """A DeepSpeed configuration with access by dotted keys such as "zero_optimization.stage".
 
     Args:
-        config_file_or_dict: a table, the path of a JSON file, or a JSON text encoded in base64.
+        config_file_or_dict: a dict, the path of a JSON file, or base64-encoded JSON.
 
     Raises:
-        SettingError: it cannot be read.
+        SettingError: the configuration cannot be read.
 
     Example:
         >>> HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
@@ -57,13 +57,13 @@ class HfDeepSpeedConfig:
         return self.config == other.config if isinstance(other, HfDeepSpeedConfig) else NotImplemented
 
     def set_stage_and_offload(self) -> None:
-        """Note stage and offloading of the configuration as it is now."""
+        """Store the stage and offloading of the current configuration."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
         self._offload = any(device in OFFLOADING for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The table that contains a dotted key, or None, and the last component of the key."""
+        """The dict that contains a dotted key, or None, and the last component of the key."""
         *parents, last = ds_key_long.split(".")
         node: Any = self.config
         for name in parents:
@@ -78,7 +78,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(last, default)
 
     def set_value(self, ds_key_long: str, value: Any) -> None:
-        """Give a dotted key a value; tables on the way are made."""
+        """Set the value of a dotted key; create missing dicts."""
         *parents, last = ds_key_long.split(".")
         node = self.config
         for name in parents:
@@ -86,10 +86,10 @@ class HfDeepSpeedConfig:
         node[last] = value
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a value or a whole table.
+        """Remove a value or a whole dict.
 
         Raises:
-            SettingError: it is not there and must be.
+            SettingError: the entry does not exist, and `must_exist` is set.
         """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
@@ -97,16 +97,16 @@ class HfDeepSpeedConfig:
         elif must_exist:
             raise SettingError(
                 f"Cannot remove {ds_key_long!r} from the DeepSpeed configuration.",
-                "There is no such entry.",
-                "Look at the configuration, or leave must_exist out.",
+                "The configuration has no such entry.",
+                "Correct the key, or remove must_exist.",
             )
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a dotted key is there with a true value."""
+        """Whether a dotted key exists with a true value."""
         return bool(self.get_value(ds_key_long, False))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a dotted key is there with a false value."""
+        """Whether a dotted key exists with a false value."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
@@ -115,22 +115,22 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are sharded as well."""
+        """Whether parameters are sharded too."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters are kept off the device between uses."""
+        """Whether optimizer states or parameters are offloaded."""
         return self._offload
 
 
 def read_ds_config(given: Any) -> dict[str, Any]:
-    """A configuration as a table of its own.
+    """A configuration as a new dict.
 
     Args:
-        given: a table, the path of a JSON file, a JSON text in base64, or an object with such a table as `config`.
+        given: a dict, the path of a JSON file, base64-encoded JSON, or an object with such a dict as `config`.
 
     Raises:
-        SettingError: it cannot be read.
+        SettingError: the configuration cannot be read.
     """
     given = getattr(given, "config", given)
     if isinstance(given, Mapping):
@@ -138,8 +138,8 @@ def read_ds_config(given: Any) -> dict[str, Any]:
     if not isinstance(given, (str, os.PathLike)):
         raise SettingError(
             f"Cannot read a DeepSpeed configuration of type {type(given).__name__}.",
-            "A configuration is a dict or the path of a JSON file.",
-            "Give a dict, or a path such as 'ds_config.json'.",
+            "The configuration must be a dict or the path of a JSON file.",
+            "Pass a dict, or a path such as 'ds_config.json'.",
         )
     path = os.path.expanduser(os.fspath(given))
     if os.path.exists(path):
@@ -148,12 +148,12 @@ def read_ds_config(given: Any) -> dict[str, Any]:
 
 
 def encoded(ds_config: HfDeepSpeedConfig | str | os.PathLike[str]) -> str:
-    """A configuration as a variable carries it: the path that it was given as, or its JSON text in base64.
+    """A configuration as the value of an environment variable: its path, or base64-encoded JSON.
 
-    JSON has no infinity: entries such as `steps_per_print` become the largest integer of 64 bits.
+    JSON has no infinity: in entries such as `steps_per_print` it becomes the largest 64-bit integer.
 
     Raises:
-        SettingError: the configuration has a value that JSON has not.
+        SettingError: the configuration has a value that JSON cannot represent.
     """
     if isinstance(ds_config, (str, os.PathLike)):
         return os.fspath(ds_config)
@@ -164,9 +164,9 @@ def encoded(ds_config: HfDeepSpeedConfig | str | os.PathLike[str]) -> str:
         text = json.dumps(_finite(ds_config.config), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise SettingError(
-            "Cannot pass a DeepSpeed configuration on to another process.",
-            f"It has a value that JSON has not: {error}.",
-            "Replace the value by a number, a text, a list or a table.",
+            "Cannot pass a DeepSpeed configuration to another process.",
+            f"It has a value that JSON cannot represent: {error}.",
+            "Replace the value by a number, a string, a list or a dict.",
         ) from error
     return base64.urlsafe_b64encode(text.encode()).decode()
 
@@ -186,7 +186,7 @@ def _text_of(path: str) -> str:
         raise SettingError(
             f"Cannot read the DeepSpeed configuration {path}.",
             f"{type(error).__name__}: {error}",
-            "Name a JSON file that can be read.",
+            "Use a readable JSON file.",
         ) from error
 
 
@@ -199,8 +199,8 @@ def _decoded(text: str) -> str:
     except (binascii.Error, ValueError):
         raise SettingError(
             f"Cannot read the DeepSpeed configuration {text!r}.",
-            "There is no such file, and it is not JSON text in base64.",
-            "Give the path of a JSON file, or a dict.",
+            "There is no such file, and the value is not base64-encoded JSON.",
+            "Pass the path of a JSON file, or a dict.",
         ) from None
 
 
@@ -208,7 +208,7 @@ def _parsed(text: str, asked: str) -> dict[str, Any]:
     try:
         table = parse_json(text)
     except ValueError as error:
-        raise SettingError(asked, str(error), "Correct the text there.") from None
+        raise SettingError(asked, str(error), "Correct the JSON there.") from None
     if not isinstance(table, dict):
         raise SettingError(asked, f"It contains a {type(table).__name__}.", "Write a JSON object, in braces.")
     return table
@@ -218,14 +218,14 @@ AUTO_ENTRY: Final = "auto"
 
 
 class AutoValue(NamedTuple):
-    """A value that the run knows for one entry.
+    """A known value of an entry.
 
     Args:
         key: the dotted key of the entry.
-        value: what is known.
-        source: where it is known from, as users would name it: "DeepSpeedPlugin(zero_stage=2)".
-        needed: add the entry where the configuration has none.
-        binding: the configuration may not say something else; otherwise this is a suggestion.
+        value: the known value.
+        source: its source, in the user's terms, such as "DeepSpeedPlugin(zero_stage=2)".
+        needed: add the entry if the configuration has none.
+        binding: the configuration must not have another value; False: this is a suggestion.
     """
 
     key: str
@@ -236,10 +236,10 @@ class AutoValue(NamedTuple):
 
 
 def fill_auto(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) -> None:
-    """Set the entries for which the configuration says "auto", or that it lacks and needs.
+    """Set the entries that are "auto" in the configuration, or missing and needed.
 
     Raises:
-        Conflict: the configuration contradicts a value; all contradictions are named.
+        Conflict: the configuration contradicts values; the message lists all.
     """
     known = list(auto_values)
     refuse(contradictions(ds_config, known))
@@ -262,24 +262,24 @@ def contradictions(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue
 
 
 def refuse(lines: list[str]) -> None:
-    """Raise for what `contradictions` found.
+    """Raise for the results of `contradictions`.
 
     Raises:
-        Conflict: there is anything.
+        Conflict: there are contradictions.
     """
     if lines:
         raise Conflict(
             "Cannot configure DeepSpeed from two sources.",
             f"They contradict each other: {'; '.join(lines)}.",
-            'Let both say the same, or write "auto" in the configuration.',
+            'Set the same value in both, or "auto" in the configuration.',
         )
 
 
 def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
-    """Refuse a configuration that still says "auto" somewhere.
+    """Raise for a configuration that still contains "auto".
 
     Raises:
-        SettingError: it does; all such entries are named.
+        SettingError: it does; the message lists all such entries.
     """
     left = sorted(_auto_keys(ds_config.config))
     if left:
@@ -300,7 +300,7 @@ def _auto_keys(table: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values say the same, be they numbers or texts of numbers."""
+    """Whether two values are equal, as numbers or strings of numbers."""
     if one == other:
         return True
     if isinstance(one, bool) or isinstance(other, bool):
