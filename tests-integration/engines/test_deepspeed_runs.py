@@ -176,7 +176,7 @@ class _Payload:
                 "accumulation": 3,
                 "plugin": {"hf_ds_config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}},
             },
-            "The DeepSpeed configuration says gradient_accumulation_steps=2",
+            "The DeepSpeed configuration has gradient_accumulation_steps=2",
         ),
     ],
 )

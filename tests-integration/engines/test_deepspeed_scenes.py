@@ -51,7 +51,7 @@ def test_clipping_that_an_engine_does_not_do_is_refused(play: Play) -> None:
     assert "max_norm=0.25" in smaller
     assert "clips to 0.5 in the 2-norm" in smaller
     assert "norm_type=1" in other_norm
-    assert "configured to clip nothing" in nothing
+    assert "configured without clipping" in nothing
     assert "Set DeepSpeedPlugin(gradient_clipping=1.0)" in nothing
 
 

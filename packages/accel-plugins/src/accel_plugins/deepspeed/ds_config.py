@@ -286,8 +286,8 @@ def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
         raise SettingError(
             "Cannot start DeepSpeed.",
             f"The value of {', '.join(left)} is not known.",
-            'Replace "auto" by numbers. Sizes of ZeRO stage 3 follow from model.config.hidden_size, learning rates '
-            "from a DummyOptim, schedules from a DummyScheduler.",
+            'Replace "auto" by numbers. Sizes of ZeRO stage 3 are derived from model.config.hidden_size, learning '
+            "rates from a DummyOptim, schedules from a DummyScheduler.",
         )
 
 

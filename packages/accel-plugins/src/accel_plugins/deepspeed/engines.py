@@ -1,6 +1,6 @@
-"""Engines of DeepSpeed: the auto values that models, optimizers and loaders give, its gradients, and its checkpoints.
+"""DeepSpeed's engines: their "auto" values from models, optimizers and loaders, their gradients and checkpoints.
 
-An engine writes its files by itself, in folders named as the original names them.
+An engine writes its own files, in folders with the names that the original library uses.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _WARM_UP: Final = "scheduler.params.warmup_num_steps"
 
 
 class Started(NamedTuple):
-    """An engine and what it drives.
+    """An engine with its optimizer and scheduler.
 
     Args:
-        engine: takes the place of the model.
-        optimizer: that of the engine, or None.
-        scheduler: the one that the engine moves, or None.
+        engine: replaces the model.
+        optimizer: the engine's optimizer, or None.
+        scheduler: the scheduler that the engine steps, or None.
     """
 
     engine: Any
@@ -85,7 +85,7 @@ def is_engine(model: object) -> bool:
 
 
 def parameters_behind(loss: Tensor) -> set[int]:
-    """Ids of the parameters that a loss was computed with."""
+    """Ids of the parameters from which a loss was computed."""
     found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -101,12 +101,12 @@ def parameters_behind(loss: Tensor) -> set[int]:
 
 
 def trains_in_fp16() -> bool:
-    """Whether DeepSpeed trains in fp16 on the devices that are here."""
+    """Whether DeepSpeed trains in fp16 on this machine's devices."""
     return bool(get_accelerator().is_fp16_supported())
 
 
 def dtype_of(precision: Precision) -> torch.dtype | None:
-    """In which dtype DeepSpeed keeps parameters; None leaves them as they are."""
+    """The dtype in which DeepSpeed stores parameters; None: unchanged."""
     return precision.dtype
 
 
@@ -117,26 +117,26 @@ def start(
     sizes: Iterable[AutoValue],
     ulysses: Ulysses | None = None,
 ) -> Started:
-    """Complete the configuration and make the engine; called on every process.
+    """Complete the configuration and create the engine; called on every process.
 
     Args:
-        plugin: the configuration; what it left to be found out is put into it.
+        plugin: the configuration; its "auto" values are replaced.
         context: the context of the run.
         bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
-        sizes: of batches, as `batch_values` knows them.
-        ulysses: shards the sequences of the model; None where they are not sharded.
+        sizes: the batch sizes from `batch_values`.
+        ulysses: shards the sequences of the model; None: they are not sharded.
 
     Raises:
         SettingError: the configuration is incomplete.
-        Conflict: it contradicts what was prepared, or the model's sequences cannot be sharded.
-        NotOffered: DeepSpeed has no such optimizer on the host, or shards no sequences of such a model.
+        Conflict: it contradicts the prepared objects, or the model's sequences cannot be sharded.
+        NotOffered: DeepSpeed has no such optimizer for host memory, or does not shard sequences of such a model.
     """
     (model,) = bundle.models
     ds_config = plugin.hf_ds_config
     fill_auto(ds_config, sizes)
     fill_auto(ds_config, object_values(bundle))
     if ds_config.get_value(_WARM_UP) == 0:
-        # DeepSpeed takes a warm-up of 1 for none, as it took 0 before 0.19.6, which refuses it.
+        # A warm-up of 1 means none; DeepSpeed 0.19.6 and newer refuse 0, which older versions accept.
         ds_config.set_value(_WARM_UP, 1)
     if bundle.optimizers:
         refuse_auto(ds_config)
@@ -155,7 +155,7 @@ def start(
 
 
 def before_each_update(engine: DeepSpeedEngine, notify: Callable[[DeepSpeedEngine], None]) -> None:
-    """Call a function before each step of an engine that changes parameters; gradients are reduced then."""
+    """Call a function before each engine step that updates parameters, when gradients are reduced."""
     step = engine.step
 
     def announced(*arguments: Any, **named: Any) -> Any:
@@ -167,9 +167,9 @@ def before_each_update(engine: DeepSpeedEngine, notify: Callable[[DeepSpeedEngin
 
 
 def full_gradients(engine: Any) -> dict[str, Tensor]:
-    """The gradients that an engine steps with, before it clips them; called on every process, between its two halves.
+    """The gradients of an engine's step, before clipping; called on every process, between backward and step.
 
-    Those of parameters that forward did not reach are zeros.
+    Parameters that forward did not use have zero gradients.
     """
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -180,10 +180,10 @@ def full_gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def end(engine: DeepSpeedEngine) -> None:
-    """Let an engine give back what it holds."""
+    """Free the memory of an engine."""
     inside = set(engine.modules())
     engine.destroy()
-    # ZeRO stage 3 keeps every model that it sharded in a list, and in the caches of methods (seen in 0.19.8).
+    # ZeRO stage 3 stores every sharded model in a list, and in caches of methods (seen in 0.19.8).
     sharded = getattr(parameter_offload, "FWD_MODULE_STACK", [])
     sharded[:] = [module for module in sharded if module not in inside]
     for method in vars(PartitionedParameterCoordinator).values():
@@ -208,7 +208,7 @@ def _optimizer(plugin: DeepSpeedPlugin, bundle: Bundle) -> dict[str, Any]:
 
 
 def _follow(scheduler: Any, optimizer: Any) -> None:
-    """Let a scheduler of torch follow another optimizer; it warns unless it sees that one step."""
+    """Attach a torch scheduler to another optimizer, so that torch does not warn about missed steps."""
     inner = optimizer.step
 
     def step(*arguments: Any, **named: Any) -> Any:
@@ -221,7 +221,7 @@ def _follow(scheduler: Any, optimizer: Any) -> None:
 
 
 def _scheduler(bundle: Bundle) -> dict[str, Any]:
-    """A scheduler that the engine moves and that its configuration does not describe."""
+    """A scheduler that the engine steps and that its configuration does not describe."""
     for scheduler in bundle.schedulers:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             return {"lr_scheduler": scheduler.lr_scheduler_callable}
@@ -235,7 +235,7 @@ def _moves_by_engine(scheduler: Any) -> bool:
 
 
 def _cast_inputs(engine: Any, precision: Precision) -> None:
-    """Bring floating-point inputs to the dtype of the parameters, which DeepSpeed leaves to the script."""
+    """Convert floating-point inputs to the dtype of the parameters, which DeepSpeed itself does not do."""
     dtype = dtype_of(precision)
     if dtype is None:
         return
@@ -255,11 +255,11 @@ _PREFETCHED: Final = 0.9
 
 
 def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
-    """Refuse an optimizer or scheduler that the configuration describes already, and one that nobody describes.
+    """Raise if object and configuration both describe an optimizer or scheduler, or neither does.
 
     Raises:
-        Conflict: both are given.
-        SettingError: neither is given.
+        Conflict: an object and the configuration describe it.
+        SettingError: neither describes it.
     """
     for optimizer in bundle.optimizers:
         _check_one(plugin, "optimizer", optimizer, isinstance(optimizer, DummyOptim), "DummyOptim")
@@ -269,8 +269,9 @@ def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
         if own and not placeholder and not isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
             raise Conflict(
                 f"Cannot prepare {type(scheduler).__name__} together with a DummyOptim.",
-                "DeepSpeed creates the optimizer, and this scheduler changes another one.",
-                "Give DummyScheduler(optimizer, lr_scheduler_callable=...), which DeepSpeed's optimizer then gets.",
+                "DeepSpeed creates the optimizer, but this scheduler changes another one.",
+                "Pass DummyScheduler(optimizer, lr_scheduler_callable=...); the callable receives DeepSpeed's "
+                "optimizer.",
             )
         if not placeholder or scheduler.lr_scheduler_callable is None:
             _check_one(plugin, "scheduler", scheduler, placeholder, "DummyScheduler")
@@ -289,25 +290,25 @@ def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: boo
         raise SettingError(
             asked,
             f'The configuration has no entry "{entry}" that describes it.',
-            f'Add "{entry}" to the configuration, or give a real one.',
+            f'Add "{entry}" to the configuration, or pass a real one.',
         )
 
 
 def batch_values(
     plugin: DeepSpeedPlugin, bundle: Bundle, shards: int, steps: int, together: int = 1, seen: Iterable[Any] = ()
 ) -> list[AutoValue]:
-    """Sizes of batches, from prepared loaders.
+    """Batch sizes, from prepared loaders.
 
     Args:
         plugin: the configuration.
-        bundle: its loaders know how many samples all processes together take.
-        shards: into how many slices a batch is cut.
+        bundle: its loaders have the number of samples of a global batch.
+        shards: the number of shards of a global batch.
         steps: micro-batches per optimizer step.
-        together: processes that compute one batch, one after the other that of each of them.
-        seen: loaders that were prepared before, for a model that comes without one.
+        together: number of processes that together compute the batch of each of them, one batch after another.
+        seen: loaders that were prepared earlier, for a model that is prepared without one.
 
     Raises:
-        SettingError: neither a loader nor the configuration says the size.
+        SettingError: neither a loader nor the configuration has the size.
     """
     micro = plugin.get_value("train_micro_batch_size_per_gpu", AUTO_ENTRY)
     if micro == AUTO_ENTRY:
@@ -319,13 +320,13 @@ def batch_values(
                 "does not set it.",
                 "Prepare the training loader in the same call, or set train_micro_batch_size_per_gpu.",
             )
-        # A model that is only evaluated takes batches of any size.
+        # A model that is only evaluated accepts batches of any size.
         micro = (min if plugin.is_train_batch_min else max)(sizes or [1])
     counted = shards // together
     total = int(micro) * steps * counted
     return [
         AutoValue("gradient_accumulation_steps", steps, f"gradient_accumulation_steps={steps}", True),
-        AutoValue("train_micro_batch_size_per_gpu", int(micro), "the loaders given to prepare()", True, False),
+        AutoValue("train_micro_batch_size_per_gpu", int(micro), "the loaders passed to prepare()", True, False),
         AutoValue("train_batch_size", total, f"{micro} samples x {steps} micro-batches x {counted} processes"),
     ]
 
@@ -335,7 +336,7 @@ def _sizes(loaders: Iterable[Any], shards: int) -> list[int]:
 
 
 def object_values(bundle: Bundle) -> Iterator[AutoValue]:
-    """Learning rates and schedules from placeholders, sizes of ZeRO stage 3 from the model."""
+    """Values for learning rates and schedules from placeholders, and for sizes of ZeRO stage 3 from the model."""
     yield _suggestion("gradient_clipping", 1.0)
     yield _suggestion("zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
     for what in ("optimizer", "param"):
@@ -375,7 +376,7 @@ def _suggestion(key: str, value: Any) -> AutoValue:
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Width of a model's layers, as configurations of transformers tell it."""
+    """The hidden size of a model, from its transformers configuration."""
     if config is None:
         return None
     size = getattr(config, "hidden_size", None)
@@ -394,10 +395,10 @@ LOAD_OPTIONS: Final = {
     "load_module_only": "load_module_only",
     "custom_load_fn": "custom_load_fn",
 }
-"""Options of DeepSpeed's `load_checkpoint`, by the names under which `load_state` is given them."""
+"""Options of DeepSpeed's `load_checkpoint`, by their names in `load_state`."""
 
 _CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-"""What files of DeepSpeed hold besides tensors and plain data."""
+"""Classes in DeepSpeed's files, besides tensors and plain data."""
 
 _UNIVERSAL: Final = "_universal"
 _SETTING: Final = '"checkpoint": {"load_universal": true}'
@@ -411,42 +412,42 @@ def tag_of(index: int) -> str:
 
 
 def save_engine(engine: Any, folder: Path, index: int, options: Mapping[str, Any]) -> None:
-    """Let an engine write its model, optimizer and schedule; called on every process.
+    """Make an engine write its model, optimizer and schedule; called on every process.
 
     Args:
-        engine: of DeepSpeed.
-        folder: of the checkpoint.
-        index: of the model.
-        options: of the manifest's `save_options`.
+        engine: an engine of DeepSpeed.
+        folder: the checkpoint folder.
+        index: index of the model.
+        options: options from `Traits.save_options`.
     """
     engine.save_checkpoint(str(folder), tag_of(index), **options)
 
 
 def load_engine(engine: Any, folder: Path, index: int, process: Process, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Let an engine read what `save_engine` wrote; called on every process.
+    """Make an engine load the files of `save_engine`; called on every process.
 
-    DeepSpeed unpickles its files, so they are looked through before, each by one process, and nothing in them is run.
+    DeepSpeed unpickles its files, so each is first checked by one process, without running code from it.
 
     Args:
-        engine: of DeepSpeed.
-        folder: of the checkpoint.
-        index: of the model.
-        process: who this process is.
-        options: of `LOAD_OPTIONS`.
+        engine: an engine of DeepSpeed.
+        folder: the checkpoint folder.
+        index: index of the model.
+        process: this process.
+        options: options from `LOAD_OPTIONS`.
 
     Returns:
-        What was saved as `client_state`.
+        The saved `client_state`.
 
     Raises:
         SettingError: DeepSpeed has no such option.
-        CheckpointError: files are missing, damaged, hold code, or belong to another stage or number of processes.
+        CheckpointError: files are missing or damaged, contain code, or belong to another stage or number of processes.
     """
     unknown = sorted(options.keys() - LOAD_OPTIONS.keys())
     if unknown:
         raise SettingError(
             f"Cannot call load_state() with {', '.join(unknown)}.",
             "DeepSpeed has no such loading options.",
-            f"Leave them out; it knows {', '.join(LOAD_OPTIONS)}.",
+            f"Remove them; DeepSpeed has {', '.join(LOAD_OPTIONS)}.",
         )
     place = folder / tag_of(index)
     if engine.load_universal_checkpoint():
@@ -471,23 +472,23 @@ def load_engine(engine: Any, folder: Path, index: int, process: Process, options
 
 
 def _universal(place: Path) -> Path:
-    """The folder that DeepSpeed's converter made of another.
+    """The folder that DeepSpeed's converter created from another.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such folder.
     """
     for folder in (place.with_name(f"{place.name}{_UNIVERSAL}"), place):
         if (folder / "zero").is_dir():
             return folder
     raise CheckpointError(
         f"Cannot load the universal DeepSpeed checkpoint of {place} (checkpoint.load_universal).",
-        "It was not converted.",
+        "The checkpoint was not converted.",
         f"Run: {_conversion(place)}",
     )
 
 
 def _conversion(place: Path) -> str:
-    """The command that makes a universal checkpoint."""
+    """The command that creates a universal checkpoint."""
     return (
         f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
         f"--output_folder {place}{_UNIVERSAL}"
@@ -495,18 +496,18 @@ def _conversion(place: Path) -> str:
 
 
 def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -> None:
-    """Refuse files that do not fit or hold code; each is read by one process.
+    """Raise for files that do not fit or contain code; each is read by one process.
 
     Args:
-        engine: reads them afterwards.
+        engine: the engine that will load them.
         place: their folder.
-        process: who this process is.
-        optimizer: whether the states of the optimizer are to be read, too.
+        process: this process.
+        optimizer: whether optimizer states will be loaded too.
     """
     asked = f"Cannot load the DeepSpeed checkpoint {place}."
     files = sorted(place.rglob("*.pt")) if place.is_dir() else []
     if not files:
-        raise CheckpointError(asked, "There is no such folder with files of DeepSpeed.", "Name another checkpoint.")
+        raise CheckpointError(asked, "The folder with DeepSpeed's files does not exist.", "Use another checkpoint.")
     ours = int(engine.zero_optimization_stage())
     anything_fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
     if not anything_fits:
@@ -544,16 +545,16 @@ def _other_stage(asked: str, place: Path, theirs: int, ours: int) -> CheckpointE
     return CheckpointError(
         asked,
         f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
-        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_SETTING} in the configuration "
-        "of DeepSpeed, or take the weights alone with the script zero_to_fp32.py beside it.",
+        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_SETTING} in the "
+        "configuration of DeepSpeed, or extract only the weights with the script zero_to_fp32.py beside it.",
     )
 
 
 def full_weights(engine: Any) -> dict[str, Tensor]:
-    """All weights of an engine's model on the process that writes; called on every process.
+    """All weights of an engine's model, on the writing process; called on every process.
 
     Raises:
-        NotReady: they are sharded, and the settings do not gather them.
+        NotReady: the weights are sharded, and the settings do not gather them.
     """
     if int(engine.zero_optimization_stage()) < 3:
         weights: dict[str, Tensor] = engine.module.state_dict()
@@ -561,7 +562,7 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise NotReady(
             "Cannot read the weights of a model that ZeRO stage 3 shards.",
-            "Gathering them when the model is saved is switched off.",
+            "The settings do not gather them when the model is saved.",
             "Set DeepSpeedPlugin(zero3_save_16bit_model=True), or use the script zero_to_fp32.py on a checkpoint.",
         )
     gathered: dict[str, Tensor] | None = engine._zero3_consolidated_16bit_state_dict()
@@ -569,7 +570,7 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def put_engine_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> None:
-    """Put whole weights into an engine's model, and into the copies that its optimizer keeps.
+    """Load full weights into an engine's model, and into the copies of its optimizer.
 
     Raises:
         NotOffered: parameters are sharded.
@@ -577,8 +578,8 @@ def put_engine_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool)
     if int(engine.zero_optimization_stage()) >= 3:
         raise NotOffered(
             "Cannot load weights into a model that ZeRO stage 3 shards.",
-            "DeepSpeed reads them while the model is built, or from a checkpoint of its own.",
-            "Load them before prepare().",
+            "DeepSpeed loads weights only while the model is created, or from its own checkpoints.",
+            "Load the weights before prepare().",
         )
     engine.module.load_state_dict(weights, strict=strict)
     refresh = getattr(engine.optimizer, "refresh_fp32_params", None)

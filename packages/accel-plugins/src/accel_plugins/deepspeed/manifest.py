@@ -1,4 +1,4 @@
-"""What the DeepSpeed backend declares."""
+"""The manifest of the DeepSpeed backend."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MANIFEST: Final = Manifest(
     ),
     switch=_USE,
     parameter="deepspeed_plugin",
-    # Below those that shard parameters by torch: axes alone must not choose an engine.
+    # Lower than backends that shard parameters with torch: mesh axes must not select an engine.
     priority=45,
     tier=1,
     protocol=PROTOCOL,

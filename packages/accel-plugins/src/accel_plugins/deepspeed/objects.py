@@ -1,4 +1,4 @@
-"""The optimizers, schedulers and models of a script: placeholders for those that DeepSpeed makes, and wrappers."""
+"""Placeholders for the optimizers and schedulers that DeepSpeed creates, and wrappers of its objects."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class DummyOptim:
     """A placeholder for the optimizer that the entry "optimizer" of the DeepSpeed configuration describes.
 
     Args:
-        params: parameters, or groups of them as torch's optimizers take.
-        lr: learning rate, where the configuration says "auto".
-        weight_decay: weight decay, where the configuration says "auto".
-        kwargs: kept for code that reads them.
+        params: parameters, or groups of them as for torch's optimizers.
+        lr: learning rate, if the configuration has "auto".
+        weight_decay: weight decay, if the configuration has "auto".
+        kwargs: stored for code that reads them.
 
     Example:
         >>> optimizer = DummyOptim(model.parameters(), lr=3e-4)
@@ -57,11 +57,11 @@ class DummyScheduler:
     """A placeholder for the scheduler that the entry "scheduler" of the DeepSpeed configuration describes.
 
     Args:
-        optimizer: the optimizer it follows, or its placeholder.
-        total_num_steps: length of the schedule, where the configuration says "auto".
-        warmup_num_steps: length of its beginning, where the configuration says "auto".
-        lr_scheduler_callable: given the optimizer, makes the scheduler, where the configuration describes none.
-        kwargs: kept for code that reads them.
+        optimizer: its optimizer, or the placeholder for it.
+        total_num_steps: number of steps of the schedule, if the configuration has "auto".
+        warmup_num_steps: number of warm-up steps, if the configuration has "auto".
+        lr_scheduler_callable: receives the optimizer and returns the scheduler, if the configuration describes none.
+        kwargs: stored for code that reads them.
     """
 
     placeholder_for: ClassVar[Part] = Part.SCHEDULER
@@ -82,13 +82,13 @@ class DummyScheduler:
 
 
 class DeepSpeedEngineWrapper:
-    """Backward and, at the end of an accumulation window, everything a step consists of.
+    """Runs backward and, at the end of an accumulation window, the full optimizer step.
 
     Args:
-        engine: what `deepspeed.initialize` made.
+        engine: the engine of `deepspeed.initialize`.
 
     Attributes:
-        client_state: what was given to `save_state(client_state=...)`, once a checkpoint was loaded.
+        client_state: the argument of `save_state(client_state=...)`, after a checkpoint was loaded.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -96,12 +96,12 @@ class DeepSpeedEngineWrapper:
         self.client_state: dict[str, Any] = {}
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Compute gradients; with `sync_gradients`, reduce and clip them, step, and move the schedule.
+        """Compute gradients; with `sync_gradients`, also reduce and clip them, step, and advance the schedule.
 
         Args:
-            loss: not divided by the number of micro-batches: the engine does that.
+            loss: the loss, not divided by the number of micro-batches, because the engine divides it.
             sync_gradients: whether this is the last micro-batch of its window.
-            kwargs: go to the engine's `backward`.
+            kwargs: further arguments of the engine's `backward`.
         """
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -109,7 +109,7 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
-        """Total norm of the gradients of the last step, before they were clipped; None before the first."""
+        """Total gradient norm of the last step, before clipping; None before the first step."""
         norm = self.engine.get_global_grad_norm()
         return float(norm) if hasattr(norm, "item") else norm
 
@@ -127,11 +127,11 @@ class DeepSpeedOptimizerWrapper(EngineSteppedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler that the engine moves when it steps; its own `step` does nothing.
+    """A scheduler that the engine steps; its own `step` does nothing.
 
     Args:
-        scheduler: that of the engine.
-        optimizers: those it follows.
+        scheduler: the engine's scheduler.
+        optimizers: its optimizers.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers, gradient=gradient, processes=1)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the engine has moved it."""
+        """Do nothing: the engine has already stepped it."""
 
 
 _ON_HOST: Final = {
@@ -149,14 +149,14 @@ _ON_HOST: Final = {
     "Adagrad": ("DeepSpeedCPUAdagrad", {}, ("lr", "eps", "weight_decay")),
     "Lion": ("DeepSpeedCPULion", {}, ("lr", "betas", "weight_decay")),
 }
-"""By class of a torch or bitsandbytes optimizer: DeepSpeed's class, its options, and the options taken over."""
+"""For each class of a torch or bitsandbytes optimizer: DeepSpeed's class, its options, and the options to copy."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of DeepSpeed that steps on the host as this one would; it has the same groups of parameters.
+    """The equivalent DeepSpeed optimizer that steps in host memory; it has the same groups of parameters.
 
     Raises:
-        NotOffered: DeepSpeed has none of this kind.
+        NotOffered: DeepSpeed has no equivalent optimizer.
 
     Example:
         >>> type(map_pytorch_optim_to_deepspeed(torch.optim.AdamW(model.parameters()))).__name__
@@ -173,8 +173,8 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     kind = name.removesuffix("8bit").removesuffix("32bit")
     if kind not in _ON_HOST:
         raise NotOffered(
-            f"Cannot use {name} while DeepSpeed keeps optimizer states on the host.",
-            f"DeepSpeed steps there with {', '.join(_ON_HOST)} only.",
+            f"Cannot use {name} while DeepSpeed stores optimizer states in host memory.",
+            f"In host memory, DeepSpeed supports {', '.join(_ON_HOST)} only.",
             "Use one of them, or set zero_force_ds_cpu_optimizer=false in the DeepSpeed configuration.",
         )
     target, options, taken = _ON_HOST[kind]

@@ -1,7 +1,7 @@
-"""The strategy over DeepSpeed's engine, which owns accumulation, precision and clipping.
+"""The strategy with DeepSpeed's engine, which owns accumulation, precision and clipping.
 
-The engine does a whole step within backward, as scripts written for it expect: at the end of an accumulation window
-gradients are reduced and clipped, the optimizer steps, and the schedule moves.
+The engine makes the whole step within backward, as its users expect: at the end of an accumulation window it reduces
+and clips gradients, steps the optimizer, and advances the schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ("DeepSpeedStrategy",)
 
 _OwnStore: Any = torch._C._distributed_c10d.HashStore
-"""Where a process that runs alone meets itself."""
+"""The rendezvous address of a single process."""
 
 
 class DeepSpeedStrategy(Strategy):
@@ -48,7 +48,7 @@ class DeepSpeedStrategy(Strategy):
 
     Args:
         context: the context of the run.
-        config: the configuration, or several by name; the first one, or the one that was selected, is in use.
+        config: the configuration, or several by name; the selected one is active, by default the first.
     """
 
     def __init__(self, context: Context, config: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
@@ -66,7 +66,7 @@ class DeepSpeedStrategy(Strategy):
         self._plugin.select(_from_accelerator_state=True)
         if not dist.is_initialized():
             dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
-            # DeepSpeed refuses a process without this variable, which launchers set.
+            # DeepSpeed requires this variable, which launchers set.
             current.publish_for_run({"LOCAL_RANK": str(context.process.topology.local_rank)})
         parallelism_config = context.parallelism_config
         if parallelism_config is not None and parallelism_config.sp_by_engine:
@@ -76,16 +76,16 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def engine(self) -> DeepSpeedEngineWrapper | None:
-        """The engine that was made first."""
+        """The engine that was created first."""
         return self._engines[0] if self._engines else None
 
     @property
     def _plugin(self) -> DeepSpeedPlugin:
-        """The configuration in use."""
+        """The active configuration."""
         return next((plugin for plugin in self._plugins if plugin.selected), self._plugins[0])
 
     def _tell_precision(self) -> None:
-        """Let every configuration compute as the run does."""
+        """Set the run's precision in every configuration."""
         precision, family = self.context.precision, self.context.process.family
         if precision.name == "fp16" and not engines.trains_in_fp16():
             raise NotOffered(
@@ -97,15 +97,15 @@ class DeepSpeedStrategy(Strategy):
             plugin.set_mixed_precision(precision.name)
 
     def _agree_on_steps(self) -> None:
-        """Let the run accumulate as many micro-batches as the configuration says."""
+        """Set the run's number of accumulated micro-batches from the configuration."""
         gradient = self.context.gradient
         configured = self._plugin.agree_on_steps(gradient.num_steps)
         if configured is not None and configured != gradient.num_steps:
             if gradient.num_steps != 1:
                 raise Conflict(
                     f"Cannot accumulate with gradient_accumulation_steps={gradient.num_steps}.",
-                    f"The DeepSpeed configuration says gradient_accumulation_steps={configured}.",
-                    'Say it in one place, and write "auto" in the other.',
+                    f"The DeepSpeed configuration has gradient_accumulation_steps={configured}.",
+                    'Set it in one place, and write "auto" in the other.',
                 )
             gradient.plugin = dataclasses.replace(gradient.plugin, num_steps=configured)
         for plugin in self._plugins:
@@ -117,21 +117,21 @@ class DeepSpeedStrategy(Strategy):
         if len(bundle.models) > 1 and bundle.optimizers:
             raise Conflict(
                 f"Cannot prepare {len(bundle.models)} models and an optimizer in one call.",
-                "A DeepSpeed engine holds one model.",
-                "Prepare each model with its optimizer in a call of its own.",
+                "A DeepSpeed engine has exactly one model.",
+                "Prepare each model with its optimizer in a separate call.",
             )
         if bundle.optimizers and (not bundle.models or len(bundle.optimizers) > 1):
             raise Conflict(
                 f"Cannot prepare {len(bundle.optimizers)} optimizers and {len(bundle.models)} models in one call.",
-                "A DeepSpeed engine holds one model and one optimizer.",
-                "Give each model together with its optimizer.",
+                "A DeepSpeed engine has exactly one model and one optimizer.",
+                "Prepare each model together with its optimizer.",
             )
         if bundle.optimizers and self.context.precision.name == "fp16":
             _check_scaling(self._plugin)
         check_placeholders(self._plugin, bundle)
 
     def place(self, model: Module) -> Module:
-        # The engine moves it; one that was built in parts cannot be moved.
+        # The engine moves it; a model that was created in shards cannot be moved.
         return model
 
     def setup(self, bundle: Bundle) -> Bundle:
@@ -149,7 +149,8 @@ class DeepSpeedStrategy(Strategy):
         engines.before_each_update(made.engine, self._announce_gradients)
         self._engines.append(DeepSpeedEngineWrapper(made.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
-            # Also a model that was built whole is sharded now: transformers lets its processes generate in step.
+            # A model that was created unsharded is sharded now too, so transformers synchronises processes in
+            # `generate`.
             plugin.dschf = transformers_view(plugin.deepspeed_config, sharded=True)
         bundle.models[:] = [made.engine]
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
@@ -160,7 +161,7 @@ class DeepSpeedStrategy(Strategy):
         return bundle
 
     def _plain(self, model: Module) -> Module:
-        """A model that is only evaluated, where nothing of it is sharded."""
+        """Prepare a model that is only evaluated and not sharded."""
         return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
 
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
@@ -180,10 +181,10 @@ class DeepSpeedStrategy(Strategy):
         wrapped.backward(loss, self.context.gradient.sync_gradients, **kwargs)
 
     def _engine_of(self, loss: Tensor, model: Module | None) -> DeepSpeedEngineWrapper:
-        """The engine whose model the loss comes from.
+        """The engine of the model that computed the loss.
 
-        It is the one of the model that the caller knows, or the one that trains; of several, the one that has been
-        through forward; of several of these, the one whose parameters the loss was computed with.
+        If the caller passes no model, it is the only training engine; of several, the only one that has run forward; of
+        several of these, the one with parameters in the graph of the loss.
         """
         training = [wrapped for wrapped in self._engines if wrapped.engine.optimizer is not None]
         training = [wrapped for wrapped in training if wrapped.engine is model] or training
@@ -199,9 +200,9 @@ class DeepSpeedStrategy(Strategy):
             f"The loss may come from any of {len(training)} prepared models."
             if training
             else "No model was prepared together with an optimizer.",
-            "Call model.backward(loss) of the right one, and model.step()."
+            "Call model.backward(loss) and model.step() of the right one."
             if training
-            else "Give model and optimizer to prepare() in one call.",
+            else "Pass model and optimizer to prepare() in one call.",
         )
 
     def _announce_gradients(self, engine: Module) -> None:
@@ -215,7 +216,7 @@ class DeepSpeedStrategy(Strategy):
     def gradients(self, model: Module) -> dict[str, Tensor]:
         if not engines.is_engine(model):
             return super().gradients(model)
-        # Before backward there are none, and the step takes them away.
+        # They do not exist before backward, and the step frees them.
         return engines.full_gradients(model) if model is self._stepping else {}
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
@@ -226,14 +227,14 @@ class DeepSpeedStrategy(Strategy):
             return super().clip_norm(listed, max_norm, norm_type)
         for wrapped in holders:
             _check_clipping(wrapped.engine, max_norm, norm_type)
-        # Plain numbers, as scripts for DeepSpeed expect; None while an engine accumulates.
+        # Floats, as scripts for DeepSpeed expect; None while an engine accumulates.
         norms = [float(norm) for wrapped in holders if (norm := wrapped.get_global_grad_norm()) is not None]
         return norms[0] if len(norms) == 1 else math.hypot(*norms) if norms else None
 
     # ------------------------------------------------------------------ checkpoints
 
     def collect(self, part: Part, item: Any) -> Any:
-        """The object itself where the engine saves it: it writes while it collects."""
+        """The object itself if the engine saves it, because the engine collects and writes together."""
         if engines.is_engine(item) or isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
             return item
         return super().collect(part, item)
@@ -295,7 +296,7 @@ def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:
 
 
 def _check_scaling(plugin: DeepSpeedPlugin) -> None:
-    """Refuse fp16 where nothing is sharded: steps would be made with gradients that are far too small.
+    """Raise for fp16 without sharding, because the gradients of steps would be far too small.
 
     Raises:
         NotOffered: fp16 with stage 0.
@@ -303,23 +304,24 @@ def _check_scaling(plugin: DeepSpeedPlugin) -> None:
     if int(plugin.get_value("zero_optimization.stage", 0)) == 0:
         raise NotOffered(
             "Cannot train in fp16 with ZeRO stage 0.",
-            "DeepSpeed divides gradients by a scale there, and does not multiply the loss by it (seen in 0.19.8).",
+            "With stage 0, DeepSpeed divides gradients by the loss scale but does not multiply the loss by it (seen "
+            "in 0.19.8).",
             "Use zero_stage=1, or mixed_precision='bf16'.",
         )
 
 
 def _check_clipping(engine: Any, max_norm: float, norm_type: float) -> None:
-    """Refuse a norm that an engine does not clip to, because the engine has stepped already.
+    """Raise for a norm other than the engine's, because the engine has already stepped.
 
     Raises:
-        Conflict: it clips otherwise.
+        Conflict: the engine clips with another norm.
     """
     configured = float(engine.gradient_clipping() or 0.0)
     if configured == max_norm and norm_type == 2.0:
         return
-    clips = f"clips to {configured} in the 2-norm" if configured else "is configured to clip nothing"
+    clips = f"clips to {configured} in the 2-norm" if configured else "is configured without clipping"
     raise Conflict(
         f"Cannot call clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}).",
-        f"DeepSpeed clips while it steps, within backward, and {clips}.",
-        f"Set DeepSpeedPlugin(gradient_clipping={max_norm}), or leave out the call.",
+        f"DeepSpeed clips in its step, within backward, and {clips}.",
+        f"Set DeepSpeedPlugin(gradient_clipping={max_norm}), or remove the call.",
     )

@@ -1,6 +1,6 @@
-"""Sequences sharded by DeepSpeed (Ulysses): each process has a shard of them, and in attention some heads in full.
+"""Sequence sharding by DeepSpeed (Ulysses): shards of sequences, and in attention some heads over the full sequence.
 
-DeepSpeed steps into the attention of transformers, so it shards the sequences of such models only.
+DeepSpeed replaces the attention of transformers, so it supports only models of transformers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Ulysses:
     """Sequence parallelism of one model.
 
     Args:
-        parallelism_config: how many processes share a sequence, and the options.
-        device: device of the batches.
+        parallelism_config: the number of processes that share a sequence, and options.
+        device: the device of the batches.
     """
 
     def __init__(self, parallelism_config: ParallelismConfig, device: torch.device) -> None:
@@ -41,38 +41,44 @@ class Ulysses:
 
     @property
     def length(self) -> int | None:
-        """Tokens of every sequence, or None when they differ."""
+        """Number of tokens of every sequence, or None when they differ."""
         length: int | None = None if self._options.sp_seq_length_is_variable else self._options.sp_seq_length
         return length
 
     @property
     def ready(self) -> bool:
-        """Whether there is a model whose sequences are sharded."""
+        """Whether there is a model with sharded sequences."""
         return self._replaced is not None
 
     def shard(self, model: Module, samples: int) -> Any:
-        """Let the attention of a model work on sharded sequences; called on every process.
+        """Make a model's attention work on sharded sequences; called on every process.
 
         Args:
-            model: one of transformers.
-            samples: in a batch of one process.
+            model: a model of transformers.
+            samples: number of samples in a batch of one process.
 
         Returns:
-            What DeepSpeed asks for the groups of processes.
+            The object from which DeepSpeed gets its process groups.
 
         Raises:
-            NotOffered: the model is not of transformers.
-            Conflict: its attention cannot be sharded so, or that of another model is.
+            NotOffered: the model is not a model of transformers.
+            Conflict: its attention cannot be sharded, or another model is already sharded.
         """
         asked = f"Cannot shard the sequences of {type(model).__name__} with DeepSpeed (sp_size={self.count})."
         config = getattr(model, "config", None)
         name = getattr(config, "_attn_implementation", None)
         if config is None or name is None:
             raise NotOffered(
-                asked, "It shards those of transformers' models only.", "Set sp_backend='torch', or sp_size=1."
+                asked,
+                "DeepSpeed shards sequences only for models of transformers.",
+                "Set sp_backend='torch', or sp_size=1.",
             )
         if self.ready:
-            raise Conflict(asked, "It shards those of one model, and has one.", "Train the other in a run of its own.")
+            raise Conflict(
+                asked,
+                "DeepSpeed shards sequences for only one model, and another one is already prepared.",
+                "Train this model in a separate run.",
+            )
         self._replaced = self._registered(asked, model, self._options.sp_attn_implementation or name, samples)
         return groups
 
@@ -90,16 +96,17 @@ class Ulysses:
             raise Conflict(
                 asked,
                 f"DeepSpeed refuses: {error}",
-                "Build the model with attn_implementation='sdpa' or a flash attention, and heads that sp_size divides.",
+                "Create the model with attn_implementation='sdpa' or a flash attention, and a number of heads that "
+                "sp_size divides.",
             ) from error
         return name, before
 
     def loader(self, loader: Any) -> SequenceShardedLoader:
-        """A loader whose sequences are sharded."""
+        """Wrap a loader; its sequences are sharded."""
         return SequenceShardedLoader(loader, self)
 
     def close(self) -> None:
-        """Give transformers its attention back."""
+        """Restore the attention of transformers."""
         if self._replaced is None:
             return
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -111,24 +118,24 @@ class Ulysses:
 
 
 class SequenceShardedLoader:
-    """The batches of all processes of a group, one after the other, of each the part that is this process's.
+    """Yields the batches of all processes of a group, one after another; of each batch, this process's shard.
 
     Every batch is a mapping of tensors of the shape (samples, tokens), with "input_ids", "labels" and "position_ids".
-    In place of "labels" comes "shift_labels": what each token is to predict.
+    "labels" is replaced by "shift_labels": the target of each token.
 
     Args:
-        loader: a prepared one.
+        loader: a prepared loader.
         ulysses: how the sequences are sharded.
 
     Raises:
-        DataError: a batch lacks something; while it is read.
+        DataError: a batch lacks an entry; raised during iteration.
     """
 
     def __init__(self, loader: Any, ulysses: Ulysses) -> None:
         self._loader, self._ulysses = loader, ulysses
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_ulysses"):  # not there yet: it is being unpickled
+        if name in ("_loader", "_ulysses"):  # the attribute does not exist during unpickling
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -140,8 +147,8 @@ class SequenceShardedLoader:
         if not ulysses.ready:
             raise NotReady(
                 "Cannot read a loader whose sequences DeepSpeed shards.",
-                "It shards them with the groups of a model, and none was prepared.",
-                "Prepare model, optimizer and loader before you iterate over the loader.",
+                "Sharding needs the process groups of a prepared model, and no model was prepared.",
+                "Prepare model, optimizer and loader before the iteration over the loader.",
             )
         rank, group = groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_group()
         batches = _Once(self._checked())
@@ -156,21 +163,21 @@ class SequenceShardedLoader:
                 raise DataError(
                     "Cannot shard the sequences of a batch with DeepSpeed.",
                     f"It has no {', '.join(missing)}.",
-                    "Let the collate function return a dict with them; position_ids count the tokens of each sample: "
-                    "torch.arange(tokens).",
+                    "Make the collate function return a dict with these entries; position_ids count the tokens of "
+                    "each sample: torch.arange(tokens).",
                 )
             tokens = batch["input_ids"].shape[1]
             if tokens % self._ulysses.count or tokens != (length or tokens):
                 raise DataError(
                     f"Cannot shard a batch with sequences of {tokens} tokens over {self._ulysses.count} processes.",
-                    "All shards have the same length" + (f", and sp_seq_length is {length}." if length else "."),
+                    "All shards must have the same length" + (f", but sp_seq_length is {length}." if length else "."),
                     f"Pad sequences to {length or f'a multiple of {self._ulysses.count}'} tokens.",
                 )
             yield dict(batch) if isinstance(batch, Mapping) else {name: batch[name] for name in batch.keys()}  # noqa: SIM118
 
 
 class _Once:
-    """Batches that are read once: DeepSpeed begins anew as soon as they end, and the next epoch is not due then."""
+    """Batches that can be iterated only once: DeepSpeed restarts them at their end, before the next epoch begins."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Sharding parameters while models are built (ZeRO stage 3), through transformers and DeepSpeed."""
+"""Shard parameters while models are created (ZeRO stage 3), through transformers and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WHILE_BUILDING: Final = {
     "zero_optimization.stage3_prefetch_bucket_size": 0,
     "zero_optimization.stage3_param_persistence_threshold": 0,
 }
-"""What DeepSpeed has to read as numbers while a model is built; none of it counts there."""
+"""Entries that DeepSpeed reads as numbers while a model is created; their values have no effect there."""
 
 
 def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
-    """The object through which transformers, and who asks it, sees the configuration; None where it cannot be had.
+    """The object through which transformers reads the configuration; None if it is not available.
 
-    It is seen for as long as it lives and no other is made. It cannot be had without transformers, nor without the
-    distribution `accelerate`, whose name transformers looks for; models are built whole then, and sharded when they are
-    prepared.
+    transformers uses it while it exists and no other is created. It is not available without transformers, or without a
+    distribution named `accelerate`, which transformers requires; models are then created unsharded, and sharded by
+    `prepare`.
 
     Args:
-        table: DeepSpeed's configuration.
-        sharded: whether parameters of stage 3 are sharded while models are built, and when they generate.
+        table: DeepSpeed's configuration, as a dict.
+        sharded: whether parameters of stage 3 are sharded while models are created, and in `generate`.
     """
     if not importable("transformers"):
         return None
     if installed_version("accelerate") is None:
         if sharded:
             _logger.warning(
-                "transformers builds models whole: it shards them where the package accelerate is installed."
+                "transformers creates unsharded models: it shards them only if the package accelerate is installed."
             )
         return None
     from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
@@ -63,10 +63,10 @@ def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
 
 
 def set_leaf_modules(model: Any, names: Iterable[str]) -> None:
-    """Let ZeRO stage 3 take each layer of some classes as one piece.
+    """Make ZeRO stage 3 treat each layer of some classes as one unit.
 
     Raises:
-        SettingError: the model has no layer of such a class.
+        SettingError: the model has no layer of one of these classes.
     """
     import deepspeed
 
@@ -77,7 +77,7 @@ def set_leaf_modules(model: Any, names: Iterable[str]) -> None:
         raise SettingError(
             f"Cannot use transformer_moe_cls_names={','.join(wanted)!r}.",
             f"{type(model).__name__} has no layer of the class {', '.join(missing)}.",
-            "Name the classes of its mixture-of-experts layers.",
+            "Set the class names of its mixture-of-experts layers.",
         )
     deepspeed.utils.set_z3_leaf_modules(model, [by_name[name] for name in wanted])
 
@@ -85,13 +85,13 @@ def set_leaf_modules(model: Any, names: Iterable[str]) -> None:
 def gathered(
     parameters: Any, modifier_rank: int | None = None, forward_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[None]:
-    """A block in which parameters are whole that DeepSpeed shards; where none are sharded, it changes nothing.
+    """A context that gathers parameters that DeepSpeed shards; it has no effect if none are sharded.
 
     Args:
         parameters: one or several.
-        modifier_rank: the process whose changes are given to all; None when nothing is changed.
-        forward_module: the module that uses them in forward, where it does so unusually.
-        enabled: False makes it do nothing.
+        modifier_rank: the rank of the process from which changes are broadcast; None: nothing is changed.
+        forward_module: the module that uses them in forward, if it does not own them.
+        enabled: False: no effect.
 
     Raises:
         Missing: parameters are sharded, and DeepSpeed is not installed.
