@@ -70,7 +70,7 @@ def test_a_file_of_version_1_becomes_one_of_version_2(accel: Accel, old: Path, t
     assert yaml.safe_load((tmp_path / "new.yaml").read_text(encoding="utf-8")) == NEW
     assert old.read_text(encoding="utf-8") == OLD
     for gone in ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"):
-        assert f"{gone} is left out" in done.stderr
+        assert f"{gone} is removed" in done.stderr
 
 
 def test_the_launcher_reads_what_was_written(accel: Accel, old: Path, tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_keys_without_their_prefix_and_unknown_ones_are_kept() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"mixed_precision": "bf16"}, "no table 'fsdp_config'"),
-        ({"fsdp_config": {}}, "no table 'fsdp_config'"),
+        ({"mixed_precision": "bf16"}, "no section 'fsdp_config'"),
+        ({"fsdp_config": {}}, "no section 'fsdp_config'"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "HALF_SHARD"}}, "No such sharding strategy"),
         ({"fsdp_config": {"fsdp_sharding_strategy": 6}}, "No such sharding strategy"),
         ({"fsdp_config": {"fsdp_sharding_strategy": ""}}, "No such sharding strategy"),
