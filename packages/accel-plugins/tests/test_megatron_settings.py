@@ -292,9 +292,9 @@ def test_padding_is_hidden_between_an_encoder_and_a_decoder() -> None:
         ({}, "It has no tensors"),
         ({"names": ["a", "b"]}, "It has no tensors"),
         ({"input_ids": torch.zeros(4, 3), "labels": torch.zeros(2)}, "different numbers of samples"),
-        ({"input_ids": torch.zeros(3, 3)}, "cut into micro-batches of 2 samples"),
-        ({"input_ids": torch.zeros(0, 3)}, "cut into micro-batches of 2 samples"),
-        ({"input_ids": torch.zeros(())}, "cut into micro-batches of 2 samples"),
+        ({"input_ids": torch.zeros(3, 3)}, "divided into micro-batches of 2 samples"),
+        ({"input_ids": torch.zeros(0, 3)}, "divided into micro-batches of 2 samples"),
+        ({"input_ids": torch.zeros(())}, "divided into micro-batches of 2 samples"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], said: str) -> None:

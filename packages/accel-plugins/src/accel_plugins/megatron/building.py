@@ -1,4 +1,4 @@
-"""Building the sharded model, its optimizer and its schedule from the objects of `prepare` and the settings."""
+"""Build the sharded model, its optimizer and its schedule from the objects of `prepare` and the settings."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ __all__ = (
 
 
 class MegatronParts(NamedTuple):
-    """What an engine drives.
+    """The objects of an engine.
 
     Args:
-        model: the parts of the model that this process holds.
-        optimizer: that of Megatron-LM.
-        scheduler: the one that follows it, or None.
+        model: the parts of the model on this process.
+        optimizer: Megatron-LM's optimizer.
+        scheduler: its learning-rate scheduler, or None.
     """
 
     model: list[Any]
@@ -68,10 +68,10 @@ class MegatronParts(NamedTuple):
 
 
 def check_batches(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
-    """Refuse a model of which nobody says how large its batches are.
+    """Raise if the size of a micro-batch is unknown.
 
     Raises:
-        SettingError: nobody does.
+        SettingError: it is unknown.
     """
     if plugin.micro_batch_size is None and not any(_micro_batch(loader, plugin, 1) for loader in bundle.loaders):
         raise SettingError(
@@ -82,7 +82,7 @@ def check_batches(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
 
 
 def _micro_batch(loader: Any, plugin: MegatronLMPlugin, shards: int) -> int | None:
-    """Samples of a micro-batch on one process, as a loader says it; it may be prepared or not."""
+    """Number of samples of a micro-batch on one process, from a loader that is prepared or not."""
     said = getattr(loader, "dataset_args", {}).get("micro_batch_size")
     if said is not None:
         return int(said)
@@ -95,10 +95,10 @@ def _micro_batch(loader: Any, plugin: MegatronLMPlugin, shards: int) -> int | No
 
 
 def take_sizes(plugin: MegatronLMPlugin, bundle: Bundle, shards: int) -> None:
-    """Bring the sizes of batches and of the model, and the kinds of optimizer and schedule, into the settings.
+    """Add the sizes of batches and model, and the kinds of optimizer and schedule, to the settings.
 
     Raises:
-        SettingError, NotOffered, Conflict: Megatron-LM cannot train this.
+        SettingError, NotOffered, Conflict: Megatron-LM cannot train these objects.
     """
     sizes = [size for loader in bundle.loaders if (size := _micro_batch(loader, plugin, shards))]
     if sizes:
@@ -115,13 +115,13 @@ def take_sizes(plugin: MegatronLMPlugin, bundle: Bundle, shards: int) -> None:
 
 
 def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> MegatronParts:
-    """Build the model in its sharded form, its optimizer and its schedule; the settings know all sizes.
+    """Build the sharded model, its optimizer and its schedule; the settings must have all sizes.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
-        model: only its configuration was of use.
-        optimizer: that of the script; only its numbers were.
-        scheduler: a placeholder, one of torch, or None.
+        model: the user's model; only its configuration was used.
+        optimizer: the user's optimizer; only its options were used.
+        scheduler: a placeholder, a torch scheduler, or None.
     """
     plugin = accelerator.state.megatron_lm_plugin
     parts = build_parts(plugin, accelerator.device)
@@ -130,10 +130,10 @@ def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> Megat
 
 
 def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -> Any:
-    """A schedule that follows Megatron-LM's optimizer: its own for a placeholder, else the one given, bound to it.
+    """The scheduler of Megatron-LM's optimizer: Megatron-LM's for a placeholder, else `scheduler`, attached to it.
 
     Raises:
-        Conflict: the one given has other groups of parameters.
+        Conflict: `scheduler` has other groups of parameters.
     """
     if isinstance(scheduler, MegatronLMDummyScheduler):
         return build_schedule(plugin, optimizer)
@@ -155,7 +155,7 @@ def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -
 
 
 def iterators_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callable[[], tuple[Any, Any, Any]]:
-    """The function that makes the iterators of a placeholder for data, the same at every call."""
+    """The function that returns the iterators of a placeholder for data; every call returns the same ones."""
     plugin = accelerator.state.megatron_lm_plugin
     loader.set_megatron_data_args(plugin)
 
@@ -223,7 +223,7 @@ _ELSEWHERE: Final = frozenset(
         "weight_decay_incr_style",
     }
 )
-"""Settings that neither of Megatron-LM's configuration classes has, and that something here reads."""
+"""Settings that only this package reads, not Megatron-LM's configuration classes."""
 
 _CLASSES: Final = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
@@ -233,7 +233,7 @@ def _fields_of(kind: Any) -> frozenset[str]:
 
 
 def check_arguments(plugin: MegatronLMPlugin) -> None:
-    """Refuse settings that nothing reads.
+    """Raise for unknown settings.
 
     Raises:
         SettingError: Megatron-LM has no such setting.
@@ -243,13 +243,13 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
         near = closest(name, known)
         raise SettingError(
             f"Cannot use other_megatron_args={{{name!r}: ...}}.",
-            "Neither Megatron-LM's configurations of models, optimizers and data parallelism nor ours have it.",
+            "Megatron-LM's configurations of models, optimizers and data parallelism do not have this setting.",
             f"Did you mean {near!r}?" if near else "Leave it out.",
         )
 
 
 def _made(kind: Any, megatron_args: Mapping[str, Any], **more: Any) -> Any:
-    """A configuration of Megatron-LM from those settings that it has."""
+    """Create a configuration object of Megatron-LM from the settings that it has."""
     return kind(**{**{name: megatron_args[name] for name in _fields_of(kind) & megatron_args.keys()}, **more})
 
 
@@ -275,22 +275,22 @@ def transformer_config(plugin: MegatronLMPlugin) -> Any:
 
 
 def _demand_divided_norms() -> None:
-    """Norms of a sharded sequence are brought by Transformer Engine or Apex; torch's compute on the whole one."""
+    """Raise without Transformer Engine or Apex: torch's norms do not support a sharded sequence."""
     if not (importable("transformer_engine") or importable("apex")):
         raise Missing(
             "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
-            "Megatron-LM takes the norms of a sharded sequence from Transformer Engine or from Apex; neither is here.",
-            "Install transformer-engine for this machine's CUDA, or leave out sequence_parallelism.",
+            "For a sharded sequence, Megatron-LM needs the norms of Transformer Engine or Apex; neither is installed.",
+            "Install transformer-engine for this machine's CUDA, or remove sequence_parallelism.",
         )
 
 
 def _virtual_stages(plugin: MegatronLMPlugin, layers: int, part: int) -> int:
-    """Into how many parts each stage of the pipeline is cut."""
+    """The number of parts of each pipeline stage."""
     stages, left = divmod(layers, plugin.pp_degree * part)
     if left or plugin.pp_degree == 1:
         raise Conflict(
             f"Cannot use num_layers_per_virtual_pipeline_stage={part}.",
-            f"{layers} layers in {plugin.pp_degree} stages cannot be cut into parts of that size.",
+            f"{layers} layers in {plugin.pp_degree} stages cannot be divided into parts of that size.",
             "Choose a divisor of the layers of a stage, and pp_degree of at least 2.",
         )
     return stages
@@ -300,7 +300,7 @@ def _virtual_stages(plugin: MegatronLMPlugin, layers: int, part: int) -> int:
 
 
 def build_parts(plugin: MegatronLMPlugin, device: torch.device) -> list[Module]:
-    """The parts of the model that this process holds, wrapped; more than one with an interleaved pipeline."""
+    """The wrapped parts of the model on this process; more than one with an interleaved pipeline."""
     config = None if plugin.custom_model_provider_function is not None else transformer_config(plugin)
     if _parts(config) > 1:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(_parts(config))
@@ -328,13 +328,13 @@ def _part(plugin: MegatronLMPlugin, config: Any, index: int) -> Module:
 
 
 def _wrapped(plugin: MegatronLMPlugin, parts: Iterable[Any]) -> list[Module]:
-    """Parts in their precision, with their gradients averaged."""
+    """Wrap parts of a model for their precision and for gradient averaging."""
     megatron_args, wrapped = plugin.megatron_lm_default_args, list[Module]()
     for index, part in enumerate(parts):
         half = bool(megatron_args.get("fp16") or megatron_args.get("bf16"))
         inner = Float16Module(part.config, part) if half else part
         wrapping = _made(DistributedDataParallelConfig, {"grad_reduce_in_fp32": half, **megatron_args})
-        # Only the first part's gradients have time to be reduced while others are computed.
+        # Only the reduction of the first part's gradients can overlap with the computation of others.
         wrapped.append(_wrapper(megatron_args)(part.config, wrapping, inner, disable_bucketing=index > 0))
     return wrapped
 
@@ -347,11 +347,11 @@ def _wrapper(megatron_args: Mapping[str, Any]) -> Any:
     return DistributedDataParallel
 
 
-# ---------------------------------------------------------------------------- what optimizes it
+# ---------------------------------------------------------------------------- the optimizer
 
 
 def build_optimizer(plugin: MegatronLMPlugin, parts: list[Any]) -> Any:
-    """Megatron-LM's optimizer for the parts of a model, which then scales their losses."""
+    """Megatron-LM's optimizer for the parts of a model; it also scales their losses."""
     megatron_args = plugin.megatron_lm_default_args
     config = _made(OptimizerConfig, {**megatron_args, "params_dtype": _dtype(megatron_args)})
     optimizer = get_megatron_optimizer(config, parts, config_overrides=_overrides(plugin, config))
@@ -362,7 +362,7 @@ def build_optimizer(plugin: MegatronLMPlugin, parts: list[Any]) -> Any:
 
 
 def _overrides(plugin: MegatronLMPlugin, config: Any) -> dict[Any, Any]:
-    """Which parameters have another weight decay or learning rate than the others."""
+    """The parameters with a different weight decay or learning rate."""
     overrides: dict[Any, Any] = {}
     if plugin.no_wd_decay_cond is None:
         overrides.update(get_standard_config_overrides(config))
@@ -386,7 +386,7 @@ def build_schedule(plugin: MegatronLMPlugin, optimizer: Any) -> Any:
     """Megatron-LM's schedule, which counts samples.
 
     Raises:
-        SettingError: nobody said how long training is.
+        SettingError: the length of training is unknown.
     """
     megatron_args = plugin.megatron_lm_default_args
     warmup, decay, whole = config.schedule_samples(plugin)
@@ -408,22 +408,22 @@ def build_schedule(plugin: MegatronLMPlugin, optimizer: Any) -> Any:
 # ---------------------------------------------------------------------------- the models of Megatron-LM
 
 PADDING: Final = 128
-"""Vocabularies are made multiples of this, so that matrices can be sharded and are computed fast."""
+"""Vocabulary sizes are padded to multiples of this, so that matrices can be sharded and are fast."""
 
 
 def provide_model(
     plugin: MegatronLMPlugin, config: Any, first: bool, last: bool, vp_stage: int | None = None
 ) -> Module:
-    """The part of a model that one stage of the pipeline holds.
+    """The part of a model on one pipeline stage.
 
     Args:
         plugin: the settings.
         config: Megatron-LM's configuration of the model.
-        first, last: whether the stage has the embedding and the head.
-        vp_stage: which part of an interleaved stage.
+        first, last: whether the stage has the embedding, and the head.
+        vp_stage: index of the part in an interleaved stage.
 
     Raises:
-        NotOffered: Megatron-LM has no such model, or cannot shard it so.
+        NotOffered: Megatron-LM has no such model, or cannot shard it in this way.
     """
     megatron_args = plugin.megatron_lm_default_args
     makers: dict[str, Callable[..., Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
@@ -431,21 +431,21 @@ def provide_model(
     if kind not in makers:
         raise NotOffered(
             f"Cannot build a model of the kind {kind!r} with Megatron-LM.",
-            f"Kinds that are built are {', '.join(makers)}.",
-            "Set model_type_name in the function that reads its configuration, or give custom_model_provider_function.",
+            f"The supported kinds are {', '.join(makers)}.",
+            "Set model_type_name in the function that reads its configuration, or pass custom_model_provider_function.",
         )
     return makers[kind](plugin, config, {"pre_process": first, "post_process": last}, vp_stage)
 
 
 def padded_vocabulary(plugin: MegatronLMPlugin) -> int:
-    """Size of a vocabulary that can be sharded over the processes of tensor parallelism."""
+    """The padded vocabulary size, which can be sharded over the tensor-parallel processes."""
     megatron_args = plugin.megatron_lm_default_args
     multiple = int(megatron_args.get("make_vocab_size_divisible_by", PADDING)) * plugin.tp_degree
     return -(-int(megatron_args["vocab_size"]) // multiple) * multiple
 
 
 def _by_transformer_engine(config: Any) -> bool:
-    """Whether layers are those of Transformer Engine, which has the faster ones where it is installed."""
+    """Whether to use the layers of Transformer Engine, which are faster, if it is installed."""
     return importable("transformer_engine") and config.attention_backend.name != "local"
 
 
@@ -497,7 +497,7 @@ def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_s
         **_usual(plugin, stage),
     )
     if not pretrains and stage["post_process"]:
-        # The head for two sentences has the name of a classifier's head, and another size.
+        # The next-sentence head has the name of a classifier's head, but another size.
         made.binary_head = get_linear_layer(
             config.hidden_size, megatron_args["num_labels"], config.init_method, config.perform_initialization
         )
@@ -511,7 +511,7 @@ def _t5(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_sta
     if plugin.pp_degree > 1:
         raise NotOffered(
             f"Cannot split a T5 over pp_degree={plugin.pp_degree} stages.",
-            "Megatron-LM keeps encoder and decoder of a T5 in one stage.",
+            "Megatron-LM supports T5 only with encoder and decoder in one stage.",
             "Use tp_degree.",
         )
     megatron_args = plugin.megatron_lm_default_args

@@ -1,8 +1,8 @@
-"""Settings of Megatron-LM; plain data, without torch.
+"""Settings of Megatron-LM: plain data, without torch.
 
-They end up in `megatron_lm_default_args`, a table under the names that Megatron-LM itself uses, which the objects of
-one `prepare` call complete. Megatron-LM builds the model anew in its sharded form: of the model given it takes the
-sizes alone, from the configuration that models of transformers carry.
+All settings are combined in `megatron_lm_default_args`, a dict with Megatron-LM's names; `prepare` adds values from its
+objects. Megatron-LM builds a new, sharded model: of the user's model it uses only the sizes, from the configuration
+that models of transformers have.
 """
 
 from __future__ import annotations
@@ -63,38 +63,38 @@ _OWN_NAMES: Final = {
     "lr_decay_style": "lr_decay_style",
     "weight_decay_incr_style": "weight_decay_incr_style",
 }
-"""By our name of a setting, that of Megatron-LM."""
+"""Megatron-LM's name for each setting."""
 
 _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "fusedsgd": "sgd"}
 
 
 def _own_args(plugin: Any) -> dict[str, Any]:
-    """What our settings say, with `other_megatron_args` after it; what is None is left to Megatron-LM."""
+    """The settings, then `other_megatron_args`; None means Megatron-LM's default."""
     found = {theirs: getattr(plugin, ours) for ours, theirs in _OWN_NAMES.items()}
     if plugin.recompute_activations and plugin.recompute_granularity is None:
         found["recompute_granularity"] = "selective"
     if found["recompute_granularity"] == "full":
         found["recompute_method"] = found["recompute_method"] or "uniform"
         found["recompute_num_layers"] = found["recompute_num_layers"] or 1
-    # The optimizer with states in lower precision is a form of the one that shards them.
+    # The precision-aware optimizer is an option of the distributed optimizer.
     found["use_distributed_optimizer"] = bool(plugin.use_distributed_optimizer or plugin.use_precision_aware_optimizer)
     megatron_args = {name: value for name, value in found.items() if value is not None}
     return {**megatron_args, **(plugin.other_megatron_args or {})}
 
 
 def _optimizer_args(plugin: Any, optimizer: Any) -> dict[str, Any]:
-    """Kind, learning rate, weight decay and momenta of an optimizer.
+    """The kind, learning rate, weight decay and momenta of an optimizer.
 
     Raises:
-        NotOffered: Megatron-LM has none of this kind.
+        NotOffered: Megatron-LM has no such optimizer.
     """
     name = type(optimizer).__name__
     kind = _OPTIMIZERS.get(name.lower())
     if kind is None:
         raise NotOffered(
             f"Cannot use {name} with Megatron-LM.",
-            "Megatron-LM makes its own optimizer, which is Adam or SGD.",
-            "Give torch.optim.AdamW, Adam or SGD.",
+            "Megatron-LM creates its own optimizer, which is Adam or SGD.",
+            "Use torch.optim.AdamW, Adam or SGD.",
         )
     numbers = optimizer.defaults
     decay = numbers.get("weight_decay", 0.0)
@@ -111,25 +111,25 @@ def _optimizer_args(plugin: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _precision_args(name: str) -> dict[str, Any]:
-    """Megatron's switches for a precision.
+    """Megatron-LM's settings for a precision.
 
     Raises:
-        NotOffered: it is none of those.
+        NotOffered: Megatron-LM does not support the precision.
     """
     if name not in ("no", "fp16", "bf16"):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r} with Megatron-LM.",
-            "The backend supports 'no', 'fp16' and 'bf16'; Megatron-LM has its own settings for 8 bits.",
-            "Use mixed_precision='bf16', and other_megatron_args={'fp8': 'hybrid'} on devices that have it.",
+            "The backend supports 'no', 'fp16' and 'bf16'; Megatron-LM has separate settings for 8 bits.",
+            "Use mixed_precision='bf16', and other_megatron_args={'fp8': 'hybrid'} on devices that support it.",
         )
     return {"fp16": name == "fp16", "bf16": name == "bf16"}
 
 
 def _take_schedule(plugin: Any, scheduler: Any) -> None:
-    """Take the length of a schedule, in steps of all processes, into the settings.
+    """Set the length of a schedule, in steps summed over data-parallel processes, in the settings.
 
     Raises:
-        Conflict: the settings say the length too.
+        Conflict: the settings have a length too.
     """
     shared = plugin.data_parallel_size or 1
     if scheduler.total_num_steps is not None:
@@ -137,7 +137,7 @@ def _take_schedule(plugin: Any, scheduler: Any) -> None:
             raise Conflict(
                 f"Cannot prepare a schedule of {scheduler.total_num_steps} steps.",
                 f"MegatronLMPlugin(train_samples={plugin.train_samples}) sets the length of training too.",
-                "Leave out one of the two.",
+                "Remove one of the two.",
             )
         if plugin.train_iters is None:
             plugin.train_iters = max(1, scheduler.total_num_steps // shared)
@@ -146,10 +146,10 @@ def _take_schedule(plugin: Any, scheduler: Any) -> None:
 
 
 def schedule_samples(plugin: Any) -> tuple[int, int, int]:
-    """Samples over which the learning rate rises and decays, and those of the whole training.
+    """Numbers of samples of the learning rate's warm-up and decay, and of the whole training.
 
     Raises:
-        SettingError: nobody said how long training is.
+        SettingError: the length of training is unknown.
     """
     batch = plugin.global_batch_size or 1
     whole = plugin.train_samples or (plugin.train_iters or 0) * batch
@@ -157,8 +157,8 @@ def schedule_samples(plugin: Any) -> tuple[int, int, int]:
     if not decay:
         raise SettingError(
             "Cannot create a learning-rate schedule for Megatron-LM.",
-            "Neither the scheduler nor the settings give the number of training steps.",
-            "Give MegatronLMDummyScheduler(optimizer, total_num_steps=...), or MegatronLMPlugin(train_iters=...).",
+            "Neither the scheduler nor the settings specify the number of training steps.",
+            "Pass MegatronLMDummyScheduler(optimizer, total_num_steps=...), or MegatronLMPlugin(train_iters=...).",
         )
     if plugin.lr_warmup_fraction is not None:
         warmup = int(plugin.lr_warmup_fraction * decay)
@@ -172,7 +172,7 @@ _ATTENTION: Final = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _attention(text: str) -> str:
-    """Name of an implementation; older scripts pass a bool, of which True leaves the choice open."""
+    """The name of an implementation; older scripts pass a bool, and True means "auto"."""
     word = text.strip().lower()
     if word in _ATTENTION:
         return word
@@ -186,72 +186,76 @@ _megatron: Final = partial(
     key="megatron_lm_config.megatron_lm_{name}",
     group="Megatron-LM",
 )
-"""A setting whose variable, flag and key follow from the name of its field."""
+"""A setting; its variable, flag and key are derived from the field name."""
 _switch: Final = partial(_megatron, type=BOOLEAN, unset=False)
 _number: Final = partial(_megatron, type=_COUNT)
 
 
 @dataclass
 class MegatronLMPlugin:
-    """How Megatron-LM shards a model, trains it and optimizes it. What is None comes from the environment.
+    """How Megatron-LM shards, trains and optimizes a model. A field that is None is read from the environment.
 
     Args:
-        tp_degree: processes over which each tensor is sharded.
-        pp_degree: stages of the pipeline.
-        use_custom_fsdp: shard parameters as Megatron's own FSDP does.
+        tp_degree: number of processes over which each tensor is sharded.
+        pp_degree: number of pipeline stages.
+        use_custom_fsdp: shard parameters with Megatron's own FSDP.
         overlap_cpu_optimizer_d2h_h2d: copy optimizer states while the device computes.
         no_load_optim: do not load optimizer states.
-        eod_mask_loss: leave ends of documents out of the loss.
+        eod_mask_loss: exclude end-of-document tokens from the loss.
         no_save_optim: do not save optimizer states.
-        optimizer_cpu_offload: keep optimizer states on the host.
-        use_precision_aware_optimizer: let the optimizer keep its states in lower precision.
-        decoder_last_pipeline_num_layers: layers of the last stage, where it has another number than the others.
-        recompute_granularity: what is computed again in backward: "full" layers or "selective" parts.
+        optimizer_cpu_offload: store optimizer states in host memory.
+        use_precision_aware_optimizer: store optimizer states in lower precision.
+        decoder_last_pipeline_num_layers: number of layers of the last stage, if it differs from the other stages.
+        recompute_granularity: what to recompute in backward: "full" layers or "selective" parts.
         recompute_method: with "full", which layers: "uniform" or "block".
-        recompute_num_layers: with "full", layers that are computed again at once; 1 by default.
+        recompute_num_layers: with "full", number of layers that are recomputed at once; 1 by default.
         attention_backend: "flash", "fused", "unfused", "local" or "auto"; True is "auto", False is "unfused".
-        expert_model_parallel_size: processes over which experts are sharded.
-        context_parallel_size: processes over which the sequence is sharded; 1 by default.
+        expert_model_parallel_size: number of processes over which experts are sharded.
+        context_parallel_size: number of processes over which the sequence is sharded; 1 by default.
         attention_dropout, hidden_dropout: 0 by default.
         attention_softmax_in_fp32: compute the softmax of attention in 32 bits; the default.
-        expert_tensor_parallel_size: processes over which each tensor of an expert is sharded.
-        calculate_per_token_loss: average the loss over the tokens of the whole batch; the default.
-        use_rotary_position_embeddings: rotary positions; as the model's configuration says when None.
-        num_micro_batches: micro-batches of one step; they take the place of gradient accumulation.
-        gradient_clipping: largest norm of the gradients; 1.0 by default, 0 clips nothing.
+        expert_tensor_parallel_size: number of processes over which each tensor of an expert is sharded.
+        calculate_per_token_loss: average the loss over the tokens of the global batch; the default.
+        use_rotary_position_embeddings: use rotary positions; None: as in the model's configuration.
+        num_micro_batches: number of micro-batches of one step; replaces gradient accumulation.
+        gradient_clipping: maximum norm of the gradients; 1.0 by default, 0: no clipping.
         sequence_parallelism: shard the sequence where tensors are not sharded.
-        recompute_activations: compute again what is cheap, the same as `recompute_granularity="selective"`.
-        use_distributed_optimizer: shard optimizer states over the processes that share data.
-        pipeline_model_parallel_split_rank: refused: a pipeline is no longer split between encoder and decoder.
-        num_layers_per_virtual_pipeline_stage: layers of each of several parts of a stage (interleaved pipeline).
-        is_train_batch_min: of several loaders, the smallest batch is the size of a micro-batch; else the largest.
-        train_iters, train_samples: length of training in steps or in samples; one of the two.
-        weight_decay_incr_style: how weight decay goes from its start to its end: "constant", "linear" or "cosine".
-        start_weight_decay, end_weight_decay: that of the optimizer when None.
+        recompute_activations: recompute cheap activations, the same as `recompute_granularity="selective"`.
+        use_distributed_optimizer: shard optimizer states over the data-parallel processes.
+        pipeline_model_parallel_split_rank: raises an error: Megatron-LM no longer splits a pipeline between encoder and
+            decoder.
+        num_layers_per_virtual_pipeline_stage: number of layers of each part of a stage (interleaved pipeline).
+        is_train_batch_min: with several loaders, use the smallest batch as size of a micro-batch; False: the largest.
+        train_iters, train_samples: length of training in steps or in samples; set only one.
+        weight_decay_incr_style: how weight decay changes from its start to its end value: "constant", "linear" or
+            "cosine".
+        start_weight_decay, end_weight_decay: these values; None: that of the optimizer.
         lr_decay_style: how the learning rate decays: "constant", "linear", "cosine" or "inverse-square-root".
-        lr_decay_iters, lr_decay_samples: over how many steps or samples; over the whole training when None.
-        lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction: its rise from zero, in steps, samples, or parts of the
-            decay.
-        min_lr: learning rate at the end.
-        consumed_samples: samples of training, validation and test data that were seen before.
-        no_wd_decay_cond: given a parameter's name and the parameter, whether it has no weight decay.
-        scale_lr_cond: given the same, whether its learning rate is multiplied by `lr_mult`.
+        lr_decay_iters, lr_decay_samples: length of the decay in steps or samples; None: the whole training.
+        lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction: length of the warm-up from zero, in steps, samples, or
+            as a fraction of the decay.
+        min_lr: the final learning rate.
+        consumed_samples: numbers of training, validation and test samples that earlier runs have used.
+        no_wd_decay_cond: receives a parameter's name and the parameter; returns whether it has no weight decay.
+        scale_lr_cond: receives the same; returns whether to multiply its learning rate by `lr_mult`.
         lr_mult: that factor.
-        megatron_dataset_flag: data come from Megatron's own datasets, through `MegatronLMDummyDataLoader`.
-        seq_length: tokens of a sample; the encoder's where there are two.
-        encoder_seq_length, decoder_seq_length: tokens of a sample of models with an encoder and a decoder.
+        megatron_dataset_flag: use Megatron's own datasets, through `MegatronLMDummyDataLoader`.
+        seq_length: number of tokens of a sample; with encoder and decoder, that of the encoder.
+        encoder_seq_length, decoder_seq_length: number of tokens of a sample, for models with an encoder and a decoder.
         tensorboard_dir: folder to which losses and learning rates are written for TensorBoard.
         set_all_logging_options: write the norm of the gradients and the scale of the loss too.
-        eval_iters: steps of each evaluation, for the size of validation data.
-        eval_interval: steps between two evaluations, for the size of validation data.
-        return_logits: let the engine's outputs have logits, where there is one pipeline stage.
-        custom_train_step_class: a train step of yours.
-        custom_train_step_kwargs: the arguments with which it is made.
-        custom_model_provider_function: makes a model from `(pre_process, post_process)`, instead of the model given.
-        custom_prepare_model_function: given the parts of the model on this process, wraps them instead of DDP.
-        custom_megatron_datasets_provider_function: makes the three datasets from their three lengths.
-        custom_get_batch_function: given `(accelerator, megatron_dataset_flag)`, makes the function that reads a batch.
-        custom_loss_function: given `(accelerator)`, makes the function of the loss.
+        eval_iters: number of steps of each evaluation; determines the size of validation data.
+        eval_interval: number of steps between two evaluations; determines the size of validation data.
+        return_logits: include logits in the engine's outputs, with only one pipeline stage.
+        custom_train_step_class: a user-defined train step class.
+        custom_train_step_kwargs: arguments of its constructor.
+        custom_model_provider_function: receives `(pre_process, post_process)` and returns the model, instead of
+            Megatron-LM's.
+        custom_prepare_model_function: receives the parts of the model on this process, and wraps them instead of DDP.
+        custom_megatron_datasets_provider_function: returns the three datasets for their three lengths.
+        custom_get_batch_function: receives `(accelerator, megatron_dataset_flag)`; returns the function that reads a
+            batch.
+        custom_loss_function: receives `(accelerator)`; returns the loss function.
         other_megatron_args: further settings under the names of Megatron-LM.
 
     Attributes:
@@ -259,9 +263,9 @@ class MegatronLMPlugin:
         micro_batch_size, data_parallel_size, global_batch_size: known after `prepare`.
 
     Raises:
-        SettingError: a value cannot be used.
+        SettingError: a value is invalid.
         Conflict: two settings contradict each other.
-        NotOffered: Megatron-LM does not have it any more.
+        NotOffered: Megatron-LM no longer supports a setting.
 
     Example:
         >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, use_distributed_optimizer=True)
@@ -381,36 +385,36 @@ class MegatronLMPlugin:
         if self.sequence_parallelism and self.tp_degree == 1:
             raise Conflict(
                 "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
-                "It shards the sequence over the processes of tensor parallelism, and tp_degree is 1.",
+                "It shards the sequence over the tensor-parallel processes, and tp_degree is 1.",
                 "Set tp_degree, or use context_parallel_size.",
             )
         if self.consumed_samples is not None and len(self.consumed_samples) != 3:
             raise SettingError(
                 f"Cannot use consumed_samples={self.consumed_samples!r}.",
-                "The value must have three numbers: of training, validation and test samples.",
-                "Give a list such as [1000, 0, 0].",
+                "The value must be three numbers: of training, validation and test samples.",
+                "Pass a list such as [1000, 0, 0].",
             )
 
-    # ------------------------------------------------------------------ what is found out in prepare
+    # ------------------------------------------------------------------ values that `prepare` determines
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Take the sizes of a model from its configuration.
+        """Read the sizes of a model from its configuration.
 
         Args:
-            model: has a `config` as models of transformers have.
-            batch_data: a batch, for the length of its samples.
+            model: a model with a `config` like models of transformers.
+            batch_data: a batch, which determines the length of samples.
 
         Raises:
-            NotOffered: Megatron-LM is not known to have such a model.
+            NotOffered: the model is not supported.
         """
         set_sizes(self, model, batch_data)
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Take the size of a batch.
+        """Set the batch sizes.
 
         Args:
-            micro_batch_size: samples of one micro-batch on one process.
-            dp_degree: groups of processes that see different samples.
+            micro_batch_size: number of samples of a micro-batch on one process.
+            dp_degree: number of data-parallel groups.
         """
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
@@ -420,23 +424,24 @@ class MegatronLMPlugin:
         )
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Take the kind of an optimizer and its numbers.
+        """Set the kind and options of the optimizer.
 
         Raises:
-            NotOffered: Megatron-LM has none of this kind.
+            NotOffered: Megatron-LM has no such optimizer.
         """
         self.megatron_lm_default_args.update(_optimizer_args(self, optimizer))
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take the length of a schedule from a `MegatronLMDummyScheduler`, which counts the steps of all processes.
+        """Set the length of a schedule from a `MegatronLMDummyScheduler`, which counts steps of all data-parallel
+        processes.
 
         Raises:
-            Conflict: the settings say the length too.
+            Conflict: the settings have a length too.
         """
         _take_schedule(self, scheduler)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Compute as `mixed_precision` says: "no", "fp16" or "bf16".
+        """Set the precision: "no", "fp16" or "bf16".
 
         Raises:
             NotOffered: another precision.
@@ -444,7 +449,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(_precision_args(mixed_precision))
 
     def set_tensorboard_logging_options(self) -> None:
-        """Write everything that is known of a step for TensorBoard."""
+        """Write all available metrics of a step for TensorBoard."""
         self.megatron_lm_default_args.update(
             tensorboard_dir=self.tensorboard_dir, log_all=bool(self.set_all_logging_options)
         )
@@ -455,7 +460,7 @@ class MegatronLMPlugin:
 Parser = Callable[[Any, Any, Any], None]
 
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: Final[dict[str, Parser]] = {}
-"""By `model_type` of a configuration, the function that reads it."""
+"""The function that reads a configuration, for each `model_type`."""
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
@@ -482,10 +487,10 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 
 
 def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
-    """Bring the sizes of a model into the settings.
+    """Add the sizes of a model to the settings.
 
     Raises:
-        SettingError: the model carries no configuration.
+        SettingError: the model has no configuration.
         NotOffered: no function reads configurations of its type.
     """
     asked = f"Cannot train {type(model).__name__} with Megatron-LM."
@@ -493,17 +498,17 @@ def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
     if kind is None:
         raise SettingError(
             asked,
-            "Megatron-LM builds the model anew, and this one has no `config.model_type`, which gives its sizes.",
-            "Give a model of transformers, or MegatronLMPlugin(custom_model_provider_function=...).",
+            "Megatron-LM builds a new model and reads its sizes from `config.model_type`, which this model lacks.",
+            "Use a model of transformers, or MegatronLMPlugin(custom_model_provider_function=...).",
         )
     known = MODEL_CONFIGS_TO_MEGATRON_PARSERS
-    # "t5" also reads "mt5", and an exact name goes before a part of one.
+    # "t5" also matches "mt5"; an exact name has priority over a part of one.
     name = kind if kind in known else next((part for part in known if part in str(kind).lower()), None)
     if name is None:
         near = closest(str(kind), known)
         raise NotOffered(
             asked,
-            f"Its configuration is of the type {kind!r}; those that are read are {', '.join(known)}.",
+            f"Its configuration is of the type {kind!r}; the supported types are {', '.join(known)}.",
             (f"Did you mean {near!r}? " if near else "")
             + "Register a function for it with add_model_config_to_megatron_parser.",
         )
@@ -511,7 +516,7 @@ def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
 
 
 def _take(plugin: Any, found: Mapping[str, Any]) -> None:
-    """Add what a model says; what the user said under the names of Megatron-LM stays."""
+    """Add values of a model; values that the user set by Megatron-LM's names have priority."""
     said = plugin.other_megatron_args or {}
     kept = {"use_rotary_position_embeddings": plugin.use_rotary_position_embeddings}
     arguments = plugin.megatron_lm_default_args
@@ -521,7 +526,7 @@ def _take(plugin: Any, found: Mapping[str, Any]) -> None:
 
 
 def _lengths(plugin: Any, longest: int, batch_data: Any) -> dict[str, Any]:
-    """Tokens of a sample: as was said, else as a batch shows, else the longest that the model has positions for."""
+    """Number of tokens of a sample: that of the settings, else of a batch, else the model's maximum."""
     ids = None if batch_data is None else batch_data.get("input_ids")
     shown = longest if ids is None else int(ids.shape[1])
     return {"seq_length": plugin.seq_length or shown, "max_position_embeddings": longest}
@@ -529,7 +534,7 @@ def _lengths(plugin: Any, longest: int, batch_data: Any) -> dict[str, Any]:
 
 @add_model_config_to_megatron_parser("megatron-bert")
 def parse_bert_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
-    """Read the configuration of a BERT; a model for pretraining has a head that tells whether sentences follow."""
+    """Read the configuration of a BERT; a model for pretraining has a next-sentence head."""
     config = model.config
     pretrains = "PreTraining" in type(model).__name__
     _take(
@@ -611,7 +616,7 @@ def parse_t5_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> Non
 
 
 def _decoder(plugin: Any, config: Any, batch_data: Any) -> dict[str, Any]:
-    """What decoders with rotary positions, gated layers and grouped queries have in common."""
+    """Read settings that decoders with rotary positions, gated layers and grouped queries have in common."""
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000
     return {
@@ -671,10 +676,10 @@ def parse_glm4_moe_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) 
 
 
 def _activation(name: str) -> str:
-    """One name for an activation that configurations name in several ways.
+    """The normalised name of an activation, which has several names in configurations.
 
     Raises:
-        NotOffered: Megatron-LM is not known to have it.
+        NotOffered: the activation is not supported.
     """
     names = {
         "gelu": "gelu",

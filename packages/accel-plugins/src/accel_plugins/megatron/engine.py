@@ -1,6 +1,6 @@
-"""The engine: the model that `prepare` returns while Megatron-LM trains it. Calling it is a whole step.
+"""The engine: the model that `prepare` returns with Megatron-LM. A call of it makes a whole step.
 
-Its checkpoints have Megatron-LM's own distributed format, which another number of processes can read too.
+Its checkpoints have Megatron-LM's distributed format, which can be loaded on another number of processes.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ __all__ = (
 
 
 class MegatronEngine(Module):
-    """A model that Megatron-LM trains. In training, a call computes gradients, steps and moves the schedule.
+    """A model that Megatron-LM trains. In training, a call computes gradients, steps and advances the schedule.
 
-    A call is given a batch of `micro_batch_size * num_micro_batches` samples by name, and returns its loss, averaged
-    over all processes that see different samples. Of a batch only tensors reach the model.
+    A call receives a batch of `micro_batch_size * num_micro_batches` samples as named arguments, and returns the loss,
+    averaged over all data-parallel processes. Only the tensors of a batch are passed to the model.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
-        model: the parts of the model that this process holds.
-        optimizer: that of Megatron-LM, or what wraps it.
-        scheduler: moves when the optimizer has stepped; None where there is none.
+        model: the parts of the model on this process.
+        optimizer: Megatron-LM's optimizer, or a wrapper of it.
+        scheduler: advanced after each optimizer step; None: no scheduler.
 
     Attributes:
         module: the parts of the model.
-        base_model: the first of them, unwrapped.
-        iteration: steps so far.
+        base_model: the first part, unwrapped.
+        iteration: number of steps so far.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -88,23 +88,23 @@ class MegatronEngine(Module):
         return self.base_model.config
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        """Let calls train; with False, let them evaluate."""
+        """Make calls train; with False, evaluate."""
         super().train(mode)
         if mode:
             self.log_eval_results()
         return self
 
     def eval(self) -> MegatronEngine:
-        """Let calls evaluate: they return a loss and change nothing."""
+        """Make calls evaluate: they only return a loss."""
         return self.train(False)
 
     # ------------------------------------------------------------------ one step
 
     def forward(self, **batch_data: Any) -> Any:
-        """A step of training or of evaluation, on a batch by name or, with Megatron's datasets, on an iterator.
+        """A training or evaluation step, on a batch by name or, with Megatron's datasets, on an iterator.
 
         Raises:
-            DataError: the batch cannot be cut into micro-batches.
+            DataError: the batch cannot be divided into micro-batches.
         """
         report = self.train_step(**batch_data) if self.training else self.eval_step(**batch_data)
         if self.training:
@@ -115,7 +115,7 @@ class MegatronEngine(Module):
         return self._output(report)
 
     def train_step(self, **batch_data: Any) -> dict[str, Tensor]:
-        """Compute gradients, step and move the schedule; the losses by name, and logits on request."""
+        """Compute gradients, step and advance the schedule; return the losses by name, and logits on request."""
         for part in self.module:
             part.zero_grad_buffer()  # type: ignore[operator]
         inner_optimizer(self.optimizer).zero_grad()
@@ -133,7 +133,7 @@ class MegatronEngine(Module):
         return report
 
     def eval_step(self, **batch_data: Any) -> dict[str, Tensor]:
-        """The losses of a batch by name; nothing changes."""
+        """The losses of a batch by name, without training."""
         with torch.no_grad():
             return self._run(batch_data, forward_only=True)
 
@@ -146,7 +146,7 @@ class MegatronEngine(Module):
                 inner.step()
 
     def _run(self, batch_data: Mapping[str, Any], forward_only: bool) -> dict[str, Tensor]:
-        """Forward, and backward in training, over all micro-batches and stages."""
+        """Run forward, and in training backward, over all micro-batches and stages."""
         iterators, count = self._iterators(batch_data)
         lengths = self._plugin.megatron_lm_default_args
         shown = batch_data.get("input_ids")
@@ -163,7 +163,7 @@ class MegatronEngine(Module):
         return self._together(reports)
 
     def _forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
-        """The train step's, with a mean loss weighted as one token where Megatron-LM wants to know their number."""
+        """The train step's function; a mean loss counts as one token where Megatron-LM needs a number of tokens."""
         output, loss_func = self.train_step_handler.forward_step(data_iterator, model)
 
         @wraps(getattr(loss_func, "func", loss_func))
@@ -179,10 +179,10 @@ class MegatronEngine(Module):
     # ------------------------------------------------------------------ data
 
     def get_batch_data_iterator(self, batch_data: Mapping[str, Any]) -> Any:
-        """Micro-batches of a batch; one iterator for each part of the model where there are several.
+        """The micro-batches of a batch; one iterator for each part of the model, if there are several.
 
         Raises:
-            DataError: the batch cannot be cut into micro-batches.
+            DataError: the batch cannot be divided into micro-batches.
         """
         iterators, _ = self._iterators(batch_data)
         return iterators
@@ -192,17 +192,17 @@ class MegatronEngine(Module):
         if not batch_data:
             raise DataError(
                 "Cannot call a model of Megatron-LM without a batch.",
-                "It takes the tensors of a batch as named arguments.",
+                "The model receives the tensors of a batch as named arguments.",
                 "Call model(**batch), also with batches of Megatron-LM's own data sets.",
             )
         chunks = micro_batches(batch_data, plugin.micro_batch_size)
         made: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
         return (made if parts > 1 else made[0]), len(chunks)
 
-    # ------------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------------ outputs
 
     def _together(self, reports: list[Any]) -> dict[str, Tensor]:
-        """Losses averaged over micro-batches, the same on all stages; logits joined, on the last stage."""
+        """Losses averaged over micro-batches, equal on all stages; concatenated logits, on the last stage."""
         names = [name for name in reports[0] if name != "logits"] if reports else []
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             names = self._names_of_last_stage(names)
@@ -235,7 +235,7 @@ class MegatronEngine(Module):
         return kind(loss=loss) if logits is None else kind(loss=loss, logits=logits)
 
     def log_eval_results(self) -> None:
-        """Write the mean losses of the evaluation since the last call, where there was one, and forget them."""
+        """Write the mean losses of the evaluation since the last call, if any, and reset them."""
         if self._evaluated:
             means = {name: total / self._evaluated for name, total in self.eval_total_loss_dict.items()}
             self._recorder.evaluated(means, self.iteration)
@@ -249,32 +249,34 @@ class MegatronEngine(Module):
         save_engine(self, Path(output_dir), self._plugin)
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
-        """Read what `save_checkpoint` wrote; called on every process.
+        """Load a checkpoint of `save_checkpoint`; called on every process.
 
         Raises:
-            CheckpointError: the folder holds no such checkpoint, or one of another model.
+            CheckpointError: the folder has no such checkpoint, or one of another model.
         """
         load_engine(self, Path(input_dir), self._plugin)
 
 
 def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, Any]]:
-    """The tensors of a batch by name, cut into micro-batches of `size` samples.
+    """The tensors of a batch by name, divided into micro-batches of `size` samples.
 
     Raises:
-        DataError: it cannot be cut so.
+        DataError: the batch cannot be divided in this way.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     samples = {name: value.shape[0] if value.ndim else 0 for name, value in tensors.items()}
     asked = f"Cannot pass a batch of {samples} samples to Megatron-LM."
     if not samples:
-        raise DataError(asked, "It has no tensors.", "Give tensors whose first dimension counts samples.")
+        raise DataError(asked, "It has no tensors.", "Pass tensors with the samples as first dimension.")
     if len(set(samples.values())) != 1:
-        raise DataError(asked, "Its tensors have different numbers of samples.", "Give one number of samples.")
+        raise DataError(
+            asked, "Its tensors have different numbers of samples.", "Pass tensors with the same number of samples."
+        )
     count = next(iter(samples.values()))
     if not size or not count or count % size:
         raise DataError(
             asked,
-            f"It cannot be cut into micro-batches of {size} samples.",
+            f"The batch cannot be divided into micro-batches of {size} samples.",
             "Use the prepared loaders, with even_batches=True (the default) or with drop_last=True.",
         )
     return [{name: value[start : start + size] for name, value in tensors.items()} for start in range(0, count, size)]
@@ -287,7 +289,7 @@ def _add(totals: dict[str, float], report: Mapping[str, Tensor]) -> None:
 
 
 def _innermost(part: Any) -> Any:
-    """A part of a model without what averages its gradients and casts its inputs."""
+    """A part of a model without the wrappers for gradient averaging and precision."""
     while hasattr(part, "module"):
         part = part.module
     return part
@@ -302,13 +304,13 @@ _TENSORBOARD: Final = Requirement("tensorboard")
 
 
 class Recorder:
-    """Writes on one process: the last one, which knows the losses.
+    """Writes metrics for TensorBoard, on the last process, which has the losses.
 
     Args:
-        plugin: says the folder, and whether norms and scales are written too.
+        plugin: the settings with the folder, and whether to write norms and scales too.
 
     Raises:
-        Missing: a folder for TensorBoard was named, and it is not installed.
+        Missing: a folder for TensorBoard is set, but TensorBoard is not installed.
     """
 
     def __init__(self, plugin: MegatronLMPlugin) -> None:
@@ -327,7 +329,7 @@ class Recorder:
         return dist.get_rank() == dist.get_world_size() - 1
 
     def record(self, engine: Any, report: Mapping[str, Any], stepped: bool) -> None:
-        """Write a step of training."""
+        """Write a training step."""
         if self._writer is None:
             return
         values = {name: float(loss) for name, loss in report.items() if name != "logits"}
@@ -356,25 +358,25 @@ class Recorder:
 # ---------------------------------------------------------------------------- checkpoints
 
 FOLDER: Final = "megatron"
-"""Name of the folder of a checkpoint that Megatron-LM fills."""
+"""The name of Megatron-LM's folder in a checkpoint."""
 
 _GENERATORS: Final = "rng_state"
 _FORM: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Sharded optimizer states are written in the form that any other number of processes can read."""
+"""Sharded optimizer states are written in the format that can be loaded on another number of processes."""
 
 
 def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
-    """Let every process write its part of an engine's state.
+    """Write an engine's state; every process writes its part.
 
     Raises:
-        NotOffered: Megatron-LM could not read what it would write.
+        NotOffered: Megatron-LM would not be able to load the checkpoint.
     """
     if plugin.use_distributed_optimizer and not plugin.no_save_optim:
         _demand_readable(inner_optimizer(engine.optimizer))
     place = folder / FOLDER
     if _is_first():
         place.mkdir(parents=True, exist_ok=True)
-    # The folder exists now.
+    # After this, the folder exists for all processes.
     wait_for_everyone()
     state = _sharded(engine, loading=False, optimizer=not plugin.no_save_optim)
     state[_GENERATORS] = _generators()
@@ -387,12 +389,12 @@ def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
 
 
 def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
-    """Read what `save` wrote, on as many processes or on others.
+    """Load a checkpoint of `save`, on any number of processes.
 
-    Generators are restored where the model is sharded as it was; their states are of no use to other parts.
+    Random-number generators are restored only if the model is sharded in the same way.
 
     Raises:
-        CheckpointError: it is missing, damaged, holds code, or is of another model.
+        CheckpointError: the checkpoint is missing or damaged, contains code, or belongs to another model.
     """
     place = folder / FOLDER
     asked = f"Cannot load the Megatron-LM checkpoint {place}."
@@ -402,8 +404,8 @@ def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     if wants_optimizer and not common["has_optimizer"]:
         raise CheckpointError(
             asked,
-            "It was written without optimizer states.",
-            "Set MegatronLMPlugin(no_load_optim=True) to begin with new ones.",
+            "The checkpoint was saved without optimizer states.",
+            "Set MegatronLMPlugin(no_load_optim=True) to start with new ones.",
         )
     state = _sharded(engine, loading=True, optimizer=wants_optimizer)
     same = common["degrees"] == _degrees(plugin)
@@ -412,9 +414,11 @@ def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     try:
         found = dist_checkpointing.load(state, str(place))
     except Exception as error:
-        # Its errors are of many kinds, and each means that the files do not fit.
+        # Megatron-LM raises many kinds of errors here; each means that the files do not fit.
         raise CheckpointError(
-            asked, f"It does not fit this model: {error}", "Load a checkpoint of a model of the same sizes."
+            asked,
+            f"The checkpoint does not fit this model: {error}",
+            "Load a checkpoint of a model with the same sizes.",
         ) from error
     _restore(engine, plugin, found, same and wants_optimizer, wants_optimizer)
 
@@ -425,7 +429,7 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool
     engine.iteration = found["iteration"]
     plugin.consumed_samples = list(found["consumed_samples"])
     if not optimizer:
-        # What the optimizer keeps in 32 bits begins with the weights that were read.
+        # The optimizer's 32-bit copies start from the loaded weights.
         inner_optimizer(engine.optimizer).reload_model_params()
         return
     inner_optimizer(engine.optimizer).load_state_dict(found["optimizer"])
@@ -436,7 +440,7 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool
 
 
 def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
-    """The tensors that Megatron-LM writes or fills, with the position of each shard in the full tensor."""
+    """The tensors that Megatron-LM writes or loads, with the position of each shard in the full tensor."""
     models = {
         _part_name(index): _innermost(part).sharded_state_dict(metadata=_FORM)
         for index, part in enumerate(engine.module)
@@ -455,19 +459,19 @@ def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
 
 
 def _demand_readable(optimizer: Any) -> None:
-    """Megatron-LM does not read sharded states again where torch's Adam, which also counts steps, keeps them."""
+    """Raise for sharded states of torch's Adam, which has step counts: Megatron-LM cannot load them again."""
     if any(
         isinstance(one.optimizer, torch.optim.Adam) for one in getattr(optimizer, "chained_optimizers", [optimizer])
     ):
         raise NotOffered(
             "Cannot write a checkpoint with sharded optimizer states (use_distributed_optimizer=True).",
-            "Megatron-LM steps with torch's Adam here, whose sharded states it writes and cannot read again.",
-            "Install transformer-engine or apex, whose Adam it reads, or set no_save_optim=True.",
+            "Megatron-LM uses torch's Adam here, and cannot load its sharded states again.",
+            "Install transformer-engine or apex, which have a supported Adam, or set no_save_optim=True.",
         )
 
 
 def _begin_states(optimizer: Any) -> None:
-    """Give an optimizer that has not stepped the states that are to be filled; torch's want their step as well."""
+    """Create the states of an optimizer that has not stepped, for loading; torch's also need a step count."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if one.optimizer.state:
             continue
@@ -482,7 +486,8 @@ def _part_name(index: int) -> str:
 
 
 def _generators() -> Any:
-    """The generators for parts of tensors: one set for each part of the model, equal where samples differ."""
+    """The random-number generators of tensor parallelism: one set per part of the model, equal on data-parallel
+    processes."""
     place = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
     whole = (
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -504,9 +509,9 @@ def _is_first() -> bool:
 
 
 def _look_through(asked: str, place: Path) -> dict[str, Any]:
-    """What the folder holds besides tensors; nothing in the files is run."""
+    """The content of the folder besides tensors, read without running code from the files."""
     if not (place / ".metadata").is_file():
-        raise CheckpointError(asked, "There is no such folder with files of Megatron-LM.", "Name another checkpoint.")
+        raise CheckpointError(asked, "The folder with Megatron-LM's files does not exist.", "Use another checkpoint.")
     check_objects(place)
     pickled.read(place / "common.pt", map_location="meta")
     try:
@@ -515,7 +520,5 @@ def _look_through(asked: str, place: Path) -> dict[str, Any]:
         raise CheckpointError(asked, f"common.pt cannot be read: {error}", "Load another checkpoint.") from error
     missing = {"degrees", "iteration", "has_optimizer"} - common.keys()
     if missing:
-        raise CheckpointError(
-            asked, f"It lacks {', '.join(sorted(missing))}.", "Load one that was written by save_state()."
-        )
+        raise CheckpointError(asked, f"It lacks {', '.join(sorted(missing))}.", "Load a checkpoint of save_state().")
     return common

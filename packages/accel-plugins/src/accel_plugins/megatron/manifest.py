@@ -1,4 +1,4 @@
-"""What the Megatron-LM backend declares."""
+"""The manifest of the Megatron-LM backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The strategy over Megatron-LM, which owns accumulation, precision and clipping.
+"""The strategy with Megatron-LM, which owns accumulation, precision and clipping.
 
-Megatron-LM builds the model anew in its sharded form. What comes back from `prepare` in the model's place is an engine:
-calling it with a batch is a whole step, and backward, the optimizer and the schedule have nothing left to do.
+Megatron-LM builds a new, sharded model. `prepare` returns an engine instead of the model. Calling it with a batch makes
+a whole step; backward and the steps of optimizer and schedule then do nothing.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from accel_state.errors import Conflict, NotOffered
 __all__ = ("MegatronStrategy",)
 
 _OwnStore: Any = torch._C._distributed_c10d.HashStore
-"""Where a process that runs alone meets itself."""
+"""The rendezvous address of a single process."""
 
 
 class MegatronStrategy(Strategy):
-    """Tensors, layers, the sequence and experts sharded over processes.
+    """Shards tensors, layers, the sequence and experts over processes.
 
     Args:
         context: the context of the run.
         config: the settings.
 
     Attributes:
-        engine: the engine that was made, or None.
+        engine: the engine, or None before `prepare`.
 
     Raises:
-        NotOffered: there is no CUDA device, or the precision is none of Megatron-LM's.
-        Conflict: gradients are to be accumulated in another way.
+        NotOffered: there is no CUDA device, or Megatron-LM does not support the precision.
+        Conflict: the run sets gradient accumulation too.
     """
 
     def __init__(self, context: Context, config: MegatronLMPlugin) -> None:
@@ -91,16 +91,18 @@ class MegatronStrategy(Strategy):
                 f"Cannot prepare {len(bundle.models)} models, {len(bundle.optimizers)} optimizers and "
                 f"{len(bundle.schedulers)} schedulers.",
                 "Megatron-LM trains one model with one optimizer and one schedule.",
-                "Give one of each, in one call.",
+                "Pass one of each, in one call.",
             )
         if self.engine is not None:
             raise Conflict(
-                "Cannot prepare a second model.", "Megatron-LM trains one model in a run.", "Train it in another run."
+                "Cannot prepare a second model.",
+                "Megatron-LM trains one model in a run.",
+                "Train the second model in another run.",
             )
         building.check_batches(self.config, bundle)
 
     def place(self, model: Module) -> Module:
-        # Only its configuration is used; its weights never need a device.
+        # Only its configuration is used, so its weights need no device.
         return model
 
     def shards(self) -> Shards:
@@ -140,10 +142,10 @@ class MegatronStrategy(Strategy):
     # ------------------------------------------------------------------ one step
 
     def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
-        """Nothing: the engine computed gradients when it was called."""
+        """Do nothing: the engine computed gradients when it was called."""
 
     def step(self, optimizer: Any, closure: Any = None) -> bool:
-        """Nothing: the engine has stepped."""
+        """Do nothing: the engine has already stepped."""
         return not getattr(optimizer, "step_was_skipped", False)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -151,7 +153,7 @@ class MegatronStrategy(Strategy):
             raise Conflict(
                 f"Cannot call clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}).",
                 f"Megatron-LM clips within a step, to gradient_clipping={self.config.gradient_clipping} in the 2-norm.",
-                f"Set MegatronLMPlugin(gradient_clipping={max_norm}), or leave out the call.",
+                f"Set MegatronLMPlugin(gradient_clipping={max_norm}), or remove the call.",
             )
         norm = None if self.engine is None else self.engine.grad_norm
         return None if norm is None else torch.tensor(norm)
@@ -159,7 +161,7 @@ class MegatronStrategy(Strategy):
     # ------------------------------------------------------------------ checkpoints
 
     def collect(self, part: Part, item: Any) -> Any:
-        """The object itself where the engine saves it: it writes while it collects."""
+        """The object itself if the engine saves it, because the engine collects and writes together."""
         return item if _is_ours(item) else super().collect(part, item)
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
@@ -187,8 +189,8 @@ class MegatronStrategy(Strategy):
         if held > 1 or self.config.num_layers_per_virtual_pipeline_stage:
             raise NotOffered(
                 f"Cannot {what} all weights of a model of Megatron-LM.",
-                f"It has {held} shards, whose names and shapes are not those of a full model.",
-                "Use save_state() and load_state(): Megatron-LM reads its checkpoints with other degrees too.",
+                f"It has {held} shards; their names and shapes differ from those of a full model.",
+                "Use save_state() and load_state(): Megatron-LM can load its checkpoints with other degrees.",
             )
 
     def writes_weights(self) -> bool:
