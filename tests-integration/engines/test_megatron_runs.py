@@ -159,7 +159,7 @@ def test_steps_that_overflow_are_skipped_and_the_schedule_waits() -> None:
     ("told", "said"),
     [
         ({"plugin": {"other_megatron_args": {"hiden_size": 3}}}, "Did you mean 'hidden_size'"),
-        ({"plugin": {"tp_degree": 3}}, "One model takes 3 processes"),
+        ({"plugin": {"tp_degree": 3}}, "One model needs 3 processes"),
         ({"accumulation": 2}, "num_micro_batches=2"),
         ({"load": "/no/such/checkpoint"}, "checkpoint"),
     ],
@@ -224,5 +224,5 @@ def test_groups_and_models_are_made_on_gloo(two: Processes) -> None:
 def test_without_cuda_it_refuses_before_anything_is_built() -> None:
     from accel_torch import Accelerator
 
-    with fresh(), pytest.raises(NotOffered, match="CUDA devices only"):
+    with fresh(), pytest.raises(NotOffered, match="only CUDA devices"):
         Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())

@@ -380,7 +380,7 @@ class MegatronLMPlugin:
             raise Conflict(
                 f"Cannot combine train_iters={self.train_iters} and train_samples={self.train_samples}.",
                 "Both set the length of training.",
-                "Give one of them.",
+                "Pass only one of them.",
             )
         if self.sequence_parallelism and self.tp_degree == 1:
             raise Conflict(
@@ -432,8 +432,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(_optimizer_args(self, optimizer))
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Set the length of a schedule from a `MegatronLMDummyScheduler`, which counts steps of all data-parallel
-        processes.
+        """Set the length of a schedule from a `MegatronLMDummyScheduler`.
 
         Raises:
             Conflict: the settings have a length too.

@@ -486,8 +486,7 @@ def _part_name(index: int) -> str:
 
 
 def _generators() -> Any:
-    """The random-number generators of tensor parallelism: one set per part of the model, equal on data-parallel
-    processes."""
+    """The generators of tensor parallelism: one set per part of the model, equal on data-parallel processes."""
     place = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
     whole = (
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -1,6 +1,6 @@
-"""The optimizers, schedules and data of a script: placeholders for those that Megatron-LM makes, and wrappers.
+"""Placeholders for the optimizers, schedules and data that Megatron-LM creates, and wrappers of its objects.
 
-Data are loaders whose micro-batches are joined to steps, or Megatron's own indexed datasets of tokens.
+Data are loaders, with micro-batches joined to the batch of a step, or Megatron's own indexed datasets of tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = (
 
 
 class MegatronLMDummyScheduler:
-    """A placeholder for the schedule of Megatron-LM, whose form `MegatronLMPlugin` says.
+    """A placeholder for the schedule of Megatron-LM, which `MegatronLMPlugin` specifies.
 
     Args:
-        optimizer: the optimizer it follows.
-        total_num_steps: length of the schedule, counted over all processes that see different samples.
-        warmup_num_steps: length of its beginning, counted likewise.
-        kwargs: kept for code that reads them.
+        optimizer: its optimizer.
+        total_num_steps: number of steps of the schedule, summed over data-parallel processes.
+        warmup_num_steps: number of warm-up steps, counted in the same way.
+        kwargs: stored for code that reads them.
     """
 
     placeholder_for: ClassVar[Part] = Part.SCHEDULER
@@ -56,12 +56,11 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMDummyDataLoader:
-    """A placeholder for loaders of Megatron's own datasets; given thrice: training, validation, test.
+    """A placeholder for loaders of Megatron's own datasets; pass it three times: for training, validation and test.
 
     Args:
-        dataset_kwargs: paths of the data and their split, under the names of Megatron-LM: `data_path` (prefixes of
-            the files, with weights before them or without), `split`, `micro_batch_size`, `seq_length`,
-            `data_cache_path`, `tokenizer`.
+        dataset_kwargs: paths of the data and their split, with Megatron-LM's names: `data_path` (prefixes of the files,
+            optionally each after a weight), `split`, `micro_batch_size`, `seq_length`, `data_cache_path`, `tokenizer`.
 
     Example:
         >>> data = MegatronLMDummyDataLoader(data_path=["corpus"], split="900,50,50", micro_batch_size=4)
@@ -74,10 +73,10 @@ class MegatronLMDummyDataLoader:
         self.dataset_args: dict[str, Any] = dataset_kwargs
 
     def set_megatron_data_args(self, plugin: Any = None) -> None:
-        """Take what is said of data into the settings.
+        """Add the arguments to the settings.
 
         Args:
-            plugin: the settings; those of the run when None.
+            plugin: the settings; None: those of the run.
         """
         if plugin is None:
             from accel_state.run_state import AcceleratorState
@@ -88,7 +87,7 @@ class MegatronLMDummyDataLoader:
         plugin.megatron_lm_default_args.update(self.dataset_args)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
-        """The function that makes three datasets from their three lengths.
+        """The function that returns three datasets for their three lengths.
 
         Args:
             accelerator: has `state.megatron_lm_plugin`.
@@ -96,7 +95,7 @@ class MegatronLMDummyDataLoader:
         return provider(accelerator.state.megatron_lm_plugin)
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Endless iterators over batches of training, validation and test data, each None where there are no data.
+        """Infinite iterators over batches of training, validation and test data; None for one without data.
 
         Args:
             accelerator: has `state.megatron_lm_plugin`.
@@ -126,21 +125,21 @@ class MegatronLMOptimizerWrapper(EngineSteppedOptimizer):
 
 
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """A schedule that the engine moves when it steps; its own `step` does nothing.
+    """A scheduler that the engine steps; its own `step` does nothing.
 
     Args:
-        scheduler: that of Megatron-LM, or one of torch that follows Megatron's optimizer.
-        optimizers: those it follows.
+        scheduler: Megatron-LM's scheduler, or a torch scheduler of Megatron-LM's optimizer.
+        optimizers: its optimizers.
     """
 
     def __init__(self, scheduler: Any, optimizers: Any, gradient: GradientState | None = None) -> None:
         super().__init__(scheduler, optimizers, gradient=gradient, processes=1)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the engine has moved it."""
+        """Do nothing: the engine has already stepped it."""
 
     def get_last_lr(self) -> list[float]:
-        """Learning rate of each group of parameters."""
+        """The learning rate of each group of parameters."""
         ours = getattr(self.scheduler, "get_last_lr", None)
         if ours is not None:
             return list(ours())
@@ -151,16 +150,16 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
 
 
 class JoinedLoader:
-    """A prepared loader whose batches are joined, as many as a step has micro-batches.
+    """A prepared loader that joins the micro-batches of a step to one batch.
 
-    The last batch of an epoch holds those that are left. Everything else is that of the loader inside.
+    The last batch of an epoch has the remaining ones. All other attributes are those of the inner loader.
 
     Args:
-        loader: gives micro-batches.
-        count: micro-batches of a step.
+        loader: yields micro-batches.
+        count: number of micro-batches of a step.
 
     Attributes:
-        micro_batches: how many that are.
+        micro_batches: that number.
     """
 
     def __init__(self, loader: Any, count: int) -> None:
@@ -182,7 +181,7 @@ class JoinedLoader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a step, over all processes."""
+        """Number of samples of a step, over all processes."""
         return int(self.base_dataloader.total_batch_size) * self.micro_batches
 
     def __getattr__(self, name: str) -> Any:
@@ -192,12 +191,12 @@ class JoinedLoader:
 
 
 class MegatronLoader:
-    """Batches of one of Megatron's datasets, made when they are first asked for; endless.
+    """Infinite batches of one of Megatron's datasets, which is created at the first use.
 
     Args:
-        source: makes the three iterators, of training, validation and test data.
-        index: which of them this is.
-        dataset_args: what was said of the data.
+        source: returns the three iterators of training, validation and test data.
+        index: index of this one among the three.
+        dataset_args: the arguments of the placeholder.
     """
 
     def __init__(self, source: Any, index: int, dataset_args: Mapping[str, Any]) -> None:
@@ -222,10 +221,10 @@ _MASKED: Final[dict[str, Any]] = {
 
 
 def lengths(plugin: MegatronLMPlugin) -> list[int]:
-    """Samples of training, validation and test data that a training needs.
+    """Numbers of training, validation and test samples that a training needs.
 
     Raises:
-        SettingError: nobody said how long training is.
+        SettingError: the length of training is unknown.
     """
     batch = plugin.global_batch_size or 1
     training = plugin.train_samples or (plugin.train_iters or 0) * batch
@@ -233,14 +232,14 @@ def lengths(plugin: MegatronLMPlugin) -> list[int]:
         raise SettingError(
             "Cannot construct the data sets of Megatron-LM.",
             "The number of training samples is not known.",
-            "Give MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
+            "Pass MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
         )
     evaluations = training // batch // plugin.eval_interval + 1
     return [training, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
 
 
 def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any]]:
-    """The function that makes three datasets from their three lengths; that of the settings where they bring one."""
+    """The function that returns three datasets for their three lengths: that of the settings, or the default."""
     if plugin.custom_megatron_datasets_provider_function is not None:
         return plugin.custom_megatron_datasets_provider_function
 
@@ -256,12 +255,12 @@ def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any
 
 
 def _is_built_here() -> bool:
-    """Every process reads: the processes of one tensor take the same samples, and need no sending of them."""
+    """Every process reads: tensor-parallel processes read the same samples, so that none must be sent."""
     return True
 
 
 def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
-    """The class of a dataset and its configuration."""
+    """The dataset class and its configuration."""
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
@@ -287,7 +286,7 @@ def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
         name: bool(megatron_args.get(name, False))
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     }
-    # The train step makes masks, in the form that it needs.
+    # The train step creates masks in the form that it needs.
     return GPTDataset, GPTDatasetConfig(**usual, **marks, create_attention_mask=False)
 
 
@@ -297,13 +296,13 @@ def _listed(megatron_args: dict[str, Any]) -> list[Any]:
         raise SettingError(
             "Cannot construct the data sets of Megatron-LM.",
             "The path of the data is missing.",
-            'Give MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
+            'Pass MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
         )
     return [path] if isinstance(path, str) else list(path)
 
 
 def iterators(plugin: MegatronLMPlugin) -> tuple[Any, Any, Any]:
-    """Endless iterators over training, validation and test data, each None where there are none."""
+    """Infinite iterators over training, validation and test data; None for one without data."""
     datasets = provider(plugin)(lengths(plugin))
     begun = list(plugin.consumed_samples or (0, 0, 0))
     made = [
@@ -322,12 +321,12 @@ def _endless(dataset: Any, plugin: MegatronLMPlugin, consumed: int) -> Iterator[
 
 
 class _Share(Sampler[list[int]]):
-    """Batches of one process: steps are cut one after the other from the data, and each among those that share them.
+    """Batches of one process: each step is a consecutive range of samples, divided among data-parallel processes.
 
     Args:
-        total: samples of the data.
-        consumed: samples that were seen before.
-        size: samples of a step on one process.
+        total: number of samples of the data.
+        consumed: number of samples that were used before.
+        size: number of samples of a step on one process.
     """
 
     def __init__(self, total: int, consumed: int, size: int) -> None:
@@ -340,7 +339,7 @@ class _Share(Sampler[list[int]]):
             raise SettingError(
                 f"Cannot draw a step of {self._step} samples.",
                 f"The data set has {total}.",
-                "Take smaller batches or more data.",
+                "Use smaller batches or more data.",
             )
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,6 +1,6 @@
-"""Process groups over which Megatron-LM shards a model, reductions over them, and its modules, imported on first use.
+"""Megatron-LM's process groups, reductions over them, and its modules, which are imported on first use.
 
-So engines, train steps and placeholders can be imported where Megatron-LM is not installed.
+Engines, train steps and placeholders can thus be imported without Megatron-LM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Module:
     """A placeholder for a module until the first access to an attribute.
 
     Args:
-        name: the module's.
+        name: name of the module.
 
     Raises:
         Missing: Megatron-LM is not installed.
@@ -69,11 +69,11 @@ _DEFAULT_SEED: Final = 1234
 
 
 class MegatronContext(NamedTuple):
-    """What a train step may ask of the run, by the names that scripts use of an Accelerator.
+    """The data of the run that a train step may use, with the names of an Accelerator's attributes.
 
     Args:
         megatron_lm_plugin: the settings.
-        device: where this process computes.
+        device: the device of this process.
     """
 
     megatron_lm_plugin: MegatronLMPlugin
@@ -81,12 +81,12 @@ class MegatronContext(NamedTuple):
 
     @property
     def state(self) -> MegatronContext:
-        """Itself: scripts read `accelerator.state.megatron_lm_plugin`."""
+        """This object: scripts read `accelerator.state.megatron_lm_plugin`."""
         return self
 
 
 def demand_cuda() -> None:
-    """Refuse a process without CUDA: Megatron-LM would fail in the middle of the first step.
+    """Raise without CUDA, because Megatron-LM would fail in the middle of the first step.
 
     Raises:
         NotOffered: there is no CUDA device.
@@ -94,21 +94,21 @@ def demand_cuda() -> None:
     if not torch.cuda.is_available():
         raise NotOffered(
             "Cannot use Megatron-LM.",
-            "Its layers, its optimizer and its pipeline compute on CUDA devices only, and this process has none.",
+            "Its layers, optimizer and pipeline support only CUDA devices, and this process has none.",
             "Start on machines with NVIDIA GPUs, or use the backend 'fsdp2', with tensor parallelism where needed.",
         )
 
 
 def size_of_one_model(plugin: MegatronLMPlugin) -> int:
-    """Processes that hold one copy of the model together."""
+    """Number of processes that together have one copy of the model."""
     return plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size
 
 
 def create_groups(plugin: MegatronLMPlugin) -> None:
-    """Make the groups of processes; called on every process, once. Existing groups of the same sizes are kept.
+    """Create the process groups; called once on every process. Existing groups of the same sizes are reused.
 
     Raises:
-        SettingError: the number of processes is not a multiple of the model's.
+        SettingError: the number of processes is not a multiple of that of one model.
         Conflict: groups of other sizes exist already.
     """
     megatron_args, processes = plugin.megatron_lm_default_args, dist.get_world_size()
@@ -116,7 +116,7 @@ def create_groups(plugin: MegatronLMPlugin) -> None:
         raise SettingError(
             f"Cannot use Megatron-LM with tp_degree={plugin.tp_degree}, pp_degree={plugin.pp_degree} and "
             f"context_parallel_size={plugin.context_parallel_size}.",
-            f"One model takes {size_of_one_model(plugin)} processes, and {processes} is not a multiple of that.",
+            f"One model needs {size_of_one_model(plugin)} processes, and {processes} is not a multiple of that.",
             "Change the degrees or the number of processes.",
         )
     if parallel_state.model_parallel_is_initialized():
@@ -154,24 +154,24 @@ def _check_same(plugin: MegatronLMPlugin) -> None:
 
 
 def seed(plugin: MegatronLMPlugin) -> None:
-    """Seed the generators, so that parts of a tensor are dropped differently and copies of it alike.
+    """Seed the generators, so that dropout differs between shards of a tensor and is equal for its replicas.
 
-    The settings may say the seed: `other_megatron_args={"seed": 1}`.
+    The settings may contain the seed: `other_megatron_args={"seed": 1}`.
     """
     number = int(plugin.megatron_lm_default_args.get("seed", _DEFAULT_SEED))
-    # Stages of a pipeline hold different layers; those of equal sizes must not begin with equal weights.
+    # Pipeline stages have different layers; layers of equal sizes must not have equal initial weights.
     torch.manual_seed(number + 100 * parallel_state.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(number + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of each loss over the processes that see different samples.
+    """The mean of each loss over the data-parallel processes.
 
     Args:
-        losses: scalars.
+        losses: scalar tensors.
 
     Returns:
-        As many numbers, in one tensor.
+        One tensor with the means, in the same order.
     """
     together = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = parallel_state.get_data_parallel_group()
@@ -180,10 +180,10 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """The tensors of all processes that see different samples, joined along their first dimension.
+    """The tensors of all data-parallel processes, concatenated along the first dimension.
 
     Args:
-        tensor: a tensor with one dimension at least, or a nested container of those; of equal shapes everywhere.
+        tensor: a tensor with at least one dimension, or a nested container of them; with equal shapes on all processes.
     """
     from accel_ops import recursively_apply
 
@@ -199,7 +199,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 
 
 def from_last_stage(tensor: Tensor) -> Tensor:
-    """A tensor as the last stage of the pipeline has it; the others bring one of the same shape to be filled."""
+    """Broadcast a tensor of the last pipeline stage; other stages pass a tensor of the same shape, which is filled."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(tensor, src=source, group=parallel_state.get_pipeline_model_parallel_group())

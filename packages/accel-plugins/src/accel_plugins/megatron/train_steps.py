@@ -1,6 +1,6 @@
-"""What one micro-batch is for each kind of model: reading it, its positions and masks, computing it, and its loss.
+"""Train steps for each kind of model: read a micro-batch, create positions and masks, run forward and the loss.
 
-A mask is true where nothing may be seen, as in Megatron-LM.
+A mask is True where attention is not allowed, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ LossFunction = Callable[..., Any]
 
 
 class AbstractTrainStep(ABC):
-    """One micro-batch of training; subclass it for a model of yours.
+    """One micro-batch of training; subclass it for other models.
 
     Args:
-        name: its name in messages.
+        name: name of the step in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,14 +62,14 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, LossFunction]]:
-        """The function that is given an iterator and the model, and returns the output and the function of the loss."""
+        """The function that receives an iterator and the model, and returns the output and the loss function."""
 
     @abstractmethod
     def get_loss_func(self, accelerator: Any) -> LossFunction:
-        """The function of the loss.
+        """The loss function.
 
-        It returns the sum of the losses, the number of tokens they are of, and a table of what is reported; or the mean
-        loss and that table.
+        It returns the sum of the losses, the number of their tokens, and a dict of values to report; or the mean loss
+        and that dict.
         """
 
 
@@ -88,18 +88,18 @@ def _named(batch: Batch, name: str, kind: str) -> Tensor:
     if name not in batch:
         raise DataError(
             f"Cannot pass a batch to a {kind} of Megatron-LM.",
-            f"It has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}.",
-            "Let the collate function add it.",
+            f"It has no {name!r}; the batch has {', '.join(sorted(batch)) or 'nothing'}.",
+            "Add it in the collate function.",
         )
     return batch[name]
 
 
 def _summed(losses: Tensor, counted: Tensor, name: str = "lm loss") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the losses of tokens that count, their number, and their mean over everybody's samples for the report."""
+    """The sum of the losses of unmasked tokens, their number, and the data-parallel mean for the report."""
     weights = counted.float()
     total, number = (losses.float() * weights).sum(), weights.sum()
     if parallel_state.get_context_parallel_world_size() > 1:
-        # Each process of the axis has a part of the same sequence.
+        # Each process of the axis has a shard of the same sequence.
         whole = torch.stack([total.detach(), number])
         torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         mean = whole[0] / whole[1].clamp(min=1)
@@ -109,14 +109,15 @@ def _summed(losses: Tensor, counted: Tensor, name: str = "lm loss") -> tuple[Ten
 
 
 class GPTTrainStep(AbstractTrainStep):
-    """A micro-batch of a decoder: each token is predicted from those before it.
+    """A micro-batch of a decoder: each token is predicted from the previous ones.
 
-    Batches have `input_ids`, and `attention_mask` and `labels` where there are any, as transformers' models take them:
-    labels have the positions of their tokens, and -100 does not count. Megatron's own have `text`, one token longer.
+    Batches have `input_ids` and optionally `attention_mask` and `labels`, in the format of transformers' models: labels
+    are at the positions of their tokens, and -100 is ignored. Batches of Megatron's datasets have `text`, one token
+    longer.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
-        args: settings under the names of Megatron-LM.
+        args: settings with Megatron-LM's names.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
@@ -192,21 +193,21 @@ class GPTTrainStep(AbstractTrainStep):
 
 
 def _with_logits(model: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses of a decoder, and its logits whole: computing the first changes what it is given."""
+    """The losses and the full logits of a decoder; the computation of the losses changes its input."""
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone())
     loss_of = tools.get_attr_wrapped_model(model, "compute_language_model_loss")
     return loss_of(labels, logits.transpose(0, 1).contiguous()), whole
 
 
 class BertTrainStep(AbstractTrainStep):
-    """A micro-batch of a BERT: hidden words and whether sentences follow each other, or the class of a text.
+    """A micro-batch of a BERT: masked words and next-sentence prediction, or classification of a text.
 
     Batches have `input_ids`, `attention_mask`, `token_type_ids`, `labels` and, in pretraining, `next_sentence_label`.
-    Megatron's own have `text`, `padding_mask`, `types`, `labels`, `loss_mask` and `is_random`.
+    Batches of Megatron's datasets have `text`, `padding_mask`, `types`, `labels`, `loss_mask` and `is_random`.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
-        args: settings under the names of Megatron-LM.
+        args: settings with Megatron-LM's names.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
@@ -293,19 +294,19 @@ def _loss_of_pretraining(loss_mask: Tensor, sentence_order: Tensor | None, outpu
         return total, number, report
     order = torch.nn.functional.cross_entropy(logits.view(-1, 2).float(), sentence_order.view(-1), ignore_index=-1)
     mean = avg_losses_across_data_parallel_group([order])[0]
-    # Both losses are means, and the engine divides the sum by the number of words.
+    # Both losses are means, but the engine divides their sum by the number of words.
     return total + order * number, number, {**report, "sop loss": mean}
 
 
 class T5TrainStep(AbstractTrainStep):
     """A micro-batch of a model with an encoder and a decoder.
 
-    Batches have `input_ids`, `attention_mask`, `labels` and, where they are given, `decoder_input_ids`. Megatron's own
-    have `text_enc`, `text_dec`, `labels`, `loss_mask`, and masks of what may be seen.
+    Batches have `input_ids`, `attention_mask`, `labels` and optionally `decoder_input_ids`. Batches of Megatron's
+    datasets have `text_enc`, `text_dec`, `labels`, `loss_mask`, and attention masks.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
-        args: settings under the names of Megatron-LM.
+        args: settings with Megatron-LM's names.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
@@ -319,17 +320,17 @@ class T5TrainStep(AbstractTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
-        """Which token does not see which, from which tokens there are: (batch, length) to (batch, length, length)."""
+        """The attention mask for a padding mask: (batch, length) to (batch, length, length)."""
         return hidden_between(attention_mask, attention_mask)
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device) -> Tensor:
-        """Which token does not see which in a decoder: (1, length, length)."""
+        """The causal attention mask of a decoder: (1, length, length)."""
         return hidden_later(seq_length, device)
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: Tensor, dec_seq_length: int, device: torch.device) -> Tensor:
-        """Which token of the encoder is hidden from which of the decoder: (batch, decoder's length, encoder's)."""
+        """The cross-attention mask: (batch, decoder length, encoder length)."""
         return hidden_between(attention_mask.new_ones((attention_mask.shape[0], dec_seq_length)), attention_mask)
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
@@ -350,7 +351,7 @@ class T5TrainStep(AbstractTrainStep):
         return self._made(tokens, decoder, labels, batch.get("attention_mask", torch.ones_like(tokens)))
 
     def _made(self, tokens: Tensor, decoder: Tensor, labels: Tensor, seen: Tensor) -> dict[str, Tensor]:
-        """Everything a step takes; a mask of the encoder that is square already stays as it is."""
+        """All inputs of a step; an encoder mask that is already square is not changed."""
         per_token = seen if seen.dim() == 2 else seen.any(dim=-1)
         return {
             "tokens": tokens,
@@ -373,7 +374,7 @@ class T5TrainStep(AbstractTrainStep):
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, LossFunction]:
             batch = self.get_batch(data_iterator)
-            # Attention wants a mask for all heads.
+            # Attention needs a mask with a dimension for heads.
             inputs = (batch["tokens"], batch["decoder_tokens"], *(batch[name][:, None] for name in masks))
             return model(*inputs, lm_labels=batch["labels"]), partial(self.loss_func, batch["loss_mask"])
 
@@ -381,7 +382,7 @@ class T5TrainStep(AbstractTrainStep):
 
 
 class StepOutput(dict[str, Any]):
-    """What the engine returns of a step: `loss`, and `logits` on request; also by attribute."""
+    """The engine's output of a step: `loss`, and `logits` on request; also as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -402,7 +403,7 @@ def _loss_function(step: AbstractTrainStep, accelerator: Any, plugin: Any) -> Lo
 
 
 def train_step_for(accelerator: Any, args: Any) -> Any:
-    """The train step for the kind of model that is trained, or the one that the settings bring."""
+    """The train step for the kind of model, or the user-defined one of the settings."""
     plugin = accelerator.state.megatron_lm_plugin
     if plugin.custom_train_step_class is not None:
         return plugin.custom_train_step_class(**(plugin.custom_train_step_kwargs or {}))
@@ -411,27 +412,27 @@ def train_step_for(accelerator: Any, args: Any) -> Any:
 
 
 IGNORED: Final = -100
-"""The label that does not count, as in torch and transformers."""
+"""The label that the loss ignores, as in torch and transformers."""
 
 
 def shifted_left(labels: Tensor) -> Tensor:
-    """By token, the label of the one after it; the last has none. (batch, length)"""
+    """For each token, the label of the next one; the last token has none. (batch, length)"""
     return torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
 
 
 def shifted_right(labels: Tensor, start: int) -> Tensor:
-    """What a decoder is given to predict labels: a start token, then each label before. (batch, length)"""
+    """The decoder's inputs for labels: a start token, then the previous labels. (batch, length)"""
     given = labels.masked_fill(labels == IGNORED, start)
     return torch.cat([given.new_full((len(given), 1), start), given[:, :-1]], dim=1)
 
 
 def _document(ends: Tensor) -> Tensor:
-    """By token, the number of the document it is in; an end belongs to the one that it ends."""
+    """For each token, the number of its document; an end token belongs to the document that it ends."""
     return torch.cumsum(ends.long(), dim=1) - ends.long()
 
 
 def positions(tokens: Tensor, ends: Tensor | None = None) -> Tensor:
-    """Position of each token, from the begin of the sequence or, with `ends`, from that of its document."""
+    """The position of each token in the sequence or, with `ends`, in its document."""
     count = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if ends is None:
         return count.contiguous()
@@ -441,9 +442,9 @@ def positions(tokens: Tensor, ends: Tensor | None = None) -> Tensor:
 
 
 def causal_mask(seen: Tensor, ends: Tensor | None = None) -> Tensor:
-    """Which token does not see which in a decoder: later ones, padding and, with `ends`, those of other documents.
+    """The attention mask of a decoder: it masks later tokens, padding and, with `ends`, other documents.
 
-    A token always sees itself, so that no row is empty.
+    A token can always attend to itself, so that no row is empty.
 
     Args:
         seen: 1 for tokens, 0 for padding. (batch, length)
@@ -462,10 +463,10 @@ def causal_mask(seen: Tensor, ends: Tensor | None = None) -> Tensor:
 
 
 def hidden_later(length: int, device: torch.device) -> Tensor:
-    """Later tokens, for each token. (1, length, length)"""
+    """The mask of later tokens, for each token. (1, length, length)"""
     return torch.ones((1, length, length), dtype=torch.bool, device=device).triu(1)
 
 
 def hidden_between(looking: Tensor, looked_at: Tensor) -> Tensor:
-    """Pairs of which one is padding. (batch, length of the first, length of the second)"""
+    """The mask of pairs with a padding token. (batch, length of the first, length of the second)"""
     return (looking == 0)[:, :, None] | (looked_at == 0)[:, None, :]
