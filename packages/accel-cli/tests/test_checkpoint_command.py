@@ -79,7 +79,7 @@ def test_only_reading_every_byte_finds_a_changed_one(project: Path, capsys: pyte
     assert "damaged" not in run(capsys, "list", str(one))[1]
     code, shown = run(capsys, "verify", str(one))
     assert code == 1
-    assert "optimizer.bin has another content than was written" in shown
+    assert "optimizer.bin has changed since it was written" in shown
     assert run(capsys, "verify", str(project))[0] == 1
 
 

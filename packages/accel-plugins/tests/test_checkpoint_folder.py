@@ -188,7 +188,7 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
         ("optimizer_1.bin", "file does not exist"),
         ("scheduler.bin", "file does not exist"),
         ("dl_state_dict.bin", "file does not exist"),
-        ("custom_checkpoint_0.pkl", "It holds 0"),
+        ("custom_checkpoint_0.pkl", "The checkpoint has 0"),
         ("random_states_0.pkl", "process 0 of 1 (?s:.*)holds none"),
     ],
 )

@@ -65,5 +65,5 @@ def test_metadata_with_strides_is_read_or_names_the_torch_that_reads_it(tmp_path
 
 @pytest.mark.parametrize("further", [("1",), ([1],), ((-1,),), ((1.5,),), (None, None)])
 def test_other_properties_are_refused(tmp_path: Path, further: tuple[Any, ...]) -> None:
-    with pytest.raises(CheckpointError, match="state of its own"):
+    with pytest.raises(CheckpointError, match="non-standard state"):
         read_metadata(written(tmp_path, *further))

@@ -69,9 +69,9 @@ def test_a_flipped_byte_is_refused_before_anything_is_changed(tmp_path: Path, na
         flip(folder / name, (folder / name).stat().st_size - 200)
         session.step()
         before = session.state
-        with pytest.raises(CheckpointError, match=f"{name} has another content"):
+        with pytest.raises(CheckpointError, match=f"{name} has changed since"):
             session.accelerator.load_state(str(folder))
-        with pytest.raises(CheckpointError, match=f"checkpoint_0: {name} has another content"):
+        with pytest.raises(CheckpointError, match=f"checkpoint_0: {name} has changed since"):
             session.accelerator.load_state()
         assert equal(session.state, before)
 
@@ -82,7 +82,7 @@ def test_the_tensor_is_named(tmp_path: Path) -> None:
         folder = Path(session.accelerator.save_state())
         entry = read_header(folder / "model.safetensors").entries["1.weight"]
         flip(folder / "model.safetensors", (entry.begin + entry.end) // 2)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors has another content .* '1\.weight'"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since .* '1\.weight'"):
             session.accelerator.load_state(str(folder))
 
 
@@ -98,8 +98,8 @@ def test_automatic_naming_goes_back_to_an_older_one(tmp_path: Path, caplog: pyte
         with caplog.at_level(logging.WARNING):
             assert session.accelerator.load_state() == str(tmp_path / "checkpoints" / "checkpoint_0")
         assert equal(session.state, saved)
-        assert "Passed over checkpoint_2: model.safetensors has another content" in caplog.text
-        assert "Passed over checkpoint_1: model.safetensors has another content" in caplog.text
+        assert "Skipped checkpoint_2: model.safetensors has changed since" in caplog.text
+        assert "Skipped checkpoint_1: model.safetensors has changed since" in caplog.text
 
 
 def test_sizes_alone_are_compared_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_manifests_without_ranges_are_read_and_verified(tmp_path: Path, damaged:
             assert session.accelerator.load_state() == str(folder)
             return
         flip(folder / "model.safetensors", 5000)
-        with pytest.raises(CheckpointError, match="another content"):
+        with pytest.raises(CheckpointError, match="has changed since"):
             session.accelerator.load_state()
 
 

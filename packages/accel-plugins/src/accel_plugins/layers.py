@@ -42,7 +42,7 @@ class _Layer(NamedTuple):
 
     Args:
         inner: the model inside it, or None where it does not wrap another one.
-        maker: name of the backend whose strategy returned it, or None for the layer of a transform.
+        maker: name of the backend that returned it, or None for the layer of a transform.
     """
 
     inner: weakref.ref[Module] | None
@@ -82,7 +82,7 @@ def strategy_model(model: Module) -> Module:
 
 
 def maker_of(model: Module) -> str | None:
-    """Name of the backend whose strategy returned a model, whatever layers are around it; None without one."""
+    """Name of the backend that returned a model, whatever layers are around it; None without one."""
     layer = _layers.get(strategy_model(model))
     return None if layer is None else layer.maker
 

@@ -180,7 +180,7 @@ class Manifest:
         memory_plans: a `MemoryPlans` class as "module:class", with which `accel estimate-memory --training` estimates
             the backend's memory; empty if it is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` describes
             data parallelism.
-        priority: among the backends whose `present` returns True, the highest priority wins.
+        priority: among the backends for which `present` returns True, the highest priority wins.
         tier: 1: trained in tests on a CPU; 2: trained in tests where a GPU is available; 3: contract tests only; None:
             unknown.
         protocol: the version of this interface that it implements, or (oldest, newest) if it works with several.

@@ -21,7 +21,7 @@ __all__ = ("PreparedObjects", "Stateful", "add_hook")
 
 
 class Stateful(Protocol):
-    """An object whose state can be saved."""
+    """An object with a state that can be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state."""

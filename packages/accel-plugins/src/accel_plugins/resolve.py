@@ -408,6 +408,6 @@ def _same_choice(choices: Sequence[str]) -> str:
         raise SettingError(
             "Cannot choose a backend for this run.",
             f"The processes chose different backends. {shown}.",
-            "Give every process the same arguments, environment and installed packages.",
+            "Start every process with the same arguments, environment and installed packages.",
         )
     return choices[0]

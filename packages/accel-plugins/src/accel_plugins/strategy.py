@@ -162,7 +162,7 @@ class Strategy:
         return self.shards().count
 
     def shard_key(self) -> Hashable:
-        """A key for this process's shard of the parameters, for strategies whose parameters are not DTensors.
+        """A key for this process's shard of the parameters, for strategies without DTensor parameters.
 
         Called by code that compares replicas: processes with the same key must have equal tensors.
         """

@@ -82,7 +82,7 @@ def samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def changed(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[int]:
-    """Indices of the tensors whose samples differ."""
+    """Indices of the tensors with different samples."""
     return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if not torch.equal(old, new)]
 
 

@@ -240,7 +240,7 @@ def _put_in_place(claim: Claim, target: Path, finalizer: CheckpointFinalizer, fs
         while not _is_placed(claim, path, target, finalizer):
             attempts -= 1
             if not attempts:
-                raise FileExistsError(f"{target} was changed by another run {_ATTEMPTS} times meanwhile")
+                raise FileExistsError(f"{target} was changed by another run {_ATTEMPTS} times in the meantime")
             time.sleep(_LONGEST_PAUSE * random.random())
         if fsync:
             fsync_path(target.parent)

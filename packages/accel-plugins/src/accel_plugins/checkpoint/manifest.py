@@ -1,9 +1,9 @@
 """The list of a checkpoint's files with sizes and hashes, and the comparison of a folder with it.
 
-The manifest is written last, so a folder that has one was complete. Reading it needs neither torch nor the objects
-inside. Besides the hash of a whole file it holds those of ranges, which follow each other without a gap: ranges of a
-safetensors file end where tensors end; large tensors, and other files, are cut into pieces, so that threads and
-processes can share the work of verifying a checkpoint before it is loaded.
+The manifest is written last, so a folder with a manifest was complete. Reading it needs neither torch nor the saved
+objects. It contains the hash of each file and those of consecutive ranges of it. Ranges of a safetensors file end at
+the ends of tensors; large tensors, and other files, are divided further, so that threads and processes can share the
+verification of a checkpoint before it is loaded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = (
 
 FORMAT: Final = 1
 _BUFFER: Final = 1 << 18
-"""Bytes that are read at once; few enough to be hashed from the cache of a core."""
+"""Bytes that are read at once; few enough to remain in a core's cache for hashing."""
 
 _VERSIONED: Final = record({"format": integer(1)})
 _FILE: Final = record(
@@ -76,7 +76,7 @@ _SHAPE: Final = record(
         "files": dict_of(_FILE),
         "facts": dict_of(anything),
         "versions": dict_of(text()),
-        # Until the end of the year 9999, after which no calendar here goes on.
+        # Until the end of the year 9999, the limit of Python's datetime.
         "written": number(0, 253402300799),
     }
 )
@@ -86,27 +86,27 @@ _KEYS: Final = frozenset({"files", "facts", "format", "versions", "written", _OW
 
 _LONGEST: Final = 1 << 24
 _SHORTEST: Final = 1 << 16
-"""Bytes below which neighbouring tensors share a range."""
+"""Neighbouring tensors share a range of up to this many bytes."""
 _POPULATE_READ: Final = 22
-"""`MADV_POPULATE_READ` of Linux 5.14: maps pages at once, and says so where one cannot be read."""
+"""`MADV_POPULATE_READ` of Linux 5.14: maps pages at once, and returns an error if one cannot be read."""
 _OF_ONE: Final = re.compile(r".*(?:_rank|random_states_|gradients_|__)(\d+)(?:_\d+)?\.[a-z]+")
-"""Files that a single process writes and reads, shards among them; the number says which."""
+"""Files, including shards, that only one process writes and reads; their number is its rank."""
 _THREADS: Final = 2
 _SMALL: Final = 1 << 24
-"""Bytes that are hashed without further threads."""
+"""Up to this many bytes are hashed without further threads."""
 _FOR_TWO: Final = 1 << 22
-"""Bytes of which hashing takes longer than starting a thread."""
+"""From this many bytes on, hashing takes longer than starting a thread."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and hashes of one file.
+    """The size and hashes of a file.
 
     Args:
-        size: in bytes.
-        xxh3_128: of the whole file.
-        ranges: xxh3_64 of each range by the byte where it ends; ranges follow each other from the start. None in
-            manifests of releases that hashed whole files alone.
+        size: size in bytes.
+        xxh3_128: hash of the whole file.
+        ranges: xxh3_64 of each range, by the byte at which it ends; ranges are consecutive from the start. None in
+            manifests of older releases, which hashed only whole files.
     """
 
     size: int
@@ -116,13 +116,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a complete checkpoint holds.
+    """The content of a complete checkpoint.
 
     Args:
-        files: by path relative to the folder, with forward slashes.
-        facts: what the writer knew: world size, step, mesh, position, seed.
-        versions: of the libraries that wrote it.
-        written: seconds since 1970.
+        files: the files by path relative to the folder, with forward slashes.
+        facts: data about the run: world size, step, mesh, position, seed.
+        versions: versions of the libraries that wrote it.
+        written: time of writing, in seconds since 1970.
         format: version of this layout.
     """
 
@@ -133,29 +133,29 @@ class CheckpointManifest:
     format: int = FORMAT
 
     def text(self) -> str:
-        """As JSON, with a hash of all the rest."""
+        """As JSON, with a hash of all other entries."""
         document = asdict(self)
         for entry in document["files"].values():
             if entry["ranges"] is None:
                 del entry["ranges"]
-        # What only has a text is one before the hash is taken, as it is when it is read.
+        # Values that JSON converts to strings are converted before hashing, so that the hash is the same after reading.
         document = json.loads(json.dumps(document, default=str))
         return json.dumps({**document, _OWN_HASH: _own_hash(document)}, indent=2, sort_keys=True) + "\n"
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(record.size for record in self.files.values())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a folder compares with its manifest.
+    """The comparison of a folder with its manifest.
 
     Args:
-        manifest: what was read, or None when the folder has none.
-        damage: what is wrong, one sentence each; empty when nothing is.
-        extra: files that the manifest does not list; they are not damage.
+        manifest: the manifest, or None when the folder has none.
+        damage: descriptions of damage, one sentence each; empty if there is none.
+        extra: files that the manifest does not list; they do not count as damage.
     """
 
     manifest: CheckpointManifest | None
@@ -164,7 +164,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether the folder is a complete checkpoint of ours."""
+        """Whether the folder is a complete checkpoint of this library."""
         return self.manifest is not None and not self.damage
 
 
@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
     """The manifest of a folder, or None when it has none.
 
     Raises:
-        CheckpointError: there is one that cannot be read.
+        CheckpointError: the manifest cannot be read.
     """
     failed = f"Cannot read the checkpoint {printable(folder)}."
     try:
@@ -188,14 +188,14 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
 
 
 def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
-    """The manifest that a text holds.
+    """Parse a manifest.
 
     Args:
-        data: what `CheckpointManifest.text` gave.
-        failed: first part of the error.
+        data: the result of `CheckpointManifest.text`.
+        failed: first sentence of the error.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the manifest is damaged.
         CheckpointError: a newer release wrote it.
     """
     found = parse_json(data, _VERSIONED)
@@ -209,10 +209,10 @@ def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
     if fault := _SHAPE(found):
         raise ValueError(f"It{fault}.")
     if unknown := sorted(found.keys() - _KEYS):
-        raise ValueError(f"It has the unknown key {printable(f'{unknown[0]!r:.200}')}.")
-    # Manifests of earlier releases have no hash of their own.
+        raise ValueError(f"The manifest has the unknown key {printable(f'{unknown[0]!r:.200}')}.")
+    # Manifests of earlier releases do not contain a hash of themselves.
     if found.pop(_OWN_HASH, None) not in (None, _own_hash(found)):
-        raise ValueError("Its contents do not match its hash.")
+        raise ValueError("The contents of the manifest do not match its hash.")
     files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
     return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
 
@@ -232,16 +232,16 @@ def _file_record(name: str, entry: Mapping[str, Any]) -> FileRecord:
 
 
 def verify(folder: Path, *, hashes: bool = False) -> Verdict:
-    """Compare a folder with its manifest: sizes always, contents with `hashes`.
+    """Compare a folder with its manifest: sizes, and with `hashes` also contents.
 
-    Whatever goes wrong meanwhile is damage: an older checkpoint can then be taken.
+    Any error during the comparison counts as damage, so that an older checkpoint can be used.
     """
     try:
         return _verify(folder, hashes)
     except CheckpointError as error:
         return Verdict(None, (error.obstacle,))
     except Exception as error:
-        return Verdict(None, (f"It cannot be judged: {type(error).__name__}: {printable(error)}.",))
+        return Verdict(None, (f"The folder cannot be checked: {type(error).__name__}: {printable(error)}.",))
 
 
 def _verify(folder: Path, hashes: bool) -> Verdict:
@@ -258,7 +258,7 @@ def _verify(folder: Path, hashes: bool) -> Verdict:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size of a file, and the hashes of all of it and of its ranges, from one reading."""
+    """The size of a file and the hashes of the file and its ranges, from one pass."""
     ends = range_ends(path, path.stat().st_size)
     whole, ranges, size = xxhash.xxh3_128(), dict[int, str](), 0
     with open_regular(path) as file:
@@ -277,7 +277,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def _update_both(whole: Any, part: Any, pages: memoryview) -> int:
-    """Hash some bytes with both, many of them in two threads, and return how many they are."""
+    """Update both hashes with some bytes, in two threads if they are many; return their number."""
     other = threading.Thread(target=whole.update, args=(pages,), name="accel-hash")
     if len(pages) >= _FOR_TWO and _starts(other):
         part.update(pages)
@@ -289,7 +289,7 @@ def _update_both(whole: Any, part: Any, pages: memoryview) -> int:
 
 
 def _starts(thread: threading.Thread) -> bool:
-    """Start a thread; False where none can be, as from Python 3.12 on while a program ends."""
+    """Start a thread; return False if that is impossible, as with Python 3.12 and newer while a program ends."""
     try:
         thread.start()
     except RuntimeError:
@@ -298,7 +298,7 @@ def _starts(thread: threading.Thread) -> bool:
 
 
 def hash_of_file(path: Path) -> str:
-    """xxh3_128 of a file."""
+    """The xxh3_128 of a file."""
     digest = xxhash.xxh3_128()
     with open_regular(path) as file:
         for piece in _pieces(file, 0, sys.maxsize):
@@ -316,7 +316,7 @@ def _damage_of_file(folder: Path, name: str, record: FileRecord, hashes: bool) -
         if status.st_size != record.size:
             return f"{shown} has {status.st_size} bytes, and {record.size} were written."
         if hashes and hash_of_file(path) != record.xxh3_128:
-            return f"{shown} has another content than was written."
+            return f"{shown} has changed since it was written."
     except FileNotFoundError:
         return f"{shown} is missing."
     except ValueError as error:
@@ -327,7 +327,7 @@ def _damage_of_file(folder: Path, name: str, record: FileRecord, hashes: bool) -
 
 
 def range_ends(path: Path, size: int) -> list[int]:
-    """Where the ranges of a file end, in bytes from its start; the last one is its size."""
+    """The ends of a file's ranges, in bytes from its start; the last one is its size."""
     header = _header(path)
     if header is None or not header.entries:
         return list(_cut(0, [size]))
@@ -336,7 +336,7 @@ def range_ends(path: Path, size: int) -> list[int]:
 
 
 def _cut(begin: int, marks: list[int]) -> Iterator[int]:
-    """Marks with some more between those that are far apart, and without those that are close together."""
+    """Positions with additional ones between distant neighbours, and without close ones."""
     for mark in marks:
         while mark - begin > _LONGEST:
             begin += _LONGEST
@@ -347,7 +347,7 @@ def _cut(begin: int, marks: list[int]) -> Iterator[int]:
 
 
 def _header(path: Path) -> Header | None:
-    """The header of a safetensors file; None of any other, and of one that is damaged."""
+    """The header of a safetensors file; None for other files, and for damaged ones."""
     if not is_safetensors(path):
         return None
     try:
@@ -357,7 +357,7 @@ def _header(path: Path) -> Header | None:
 
 
 def place_of(path: Path, begin: int, end: int) -> str:
-    """What is in a range: names of tensors where the file says them, else the bytes."""
+    """A description of a range: names of its tensors if the file has them, else the bytes."""
     header = _header(path)
     entries = sorted(header.entries.items(), key=lambda item: item[1].begin) if header else []
     names = [name for name, entry in entries if entry.begin < end and entry.end > begin]
@@ -368,10 +368,10 @@ def place_of(path: Path, begin: int, end: int) -> str:
 
 
 def hash_of(path: Path, begin: int, end: int) -> str:
-    """xxh3_64 of a range, which is mapped where the system can: reading copies it, and takes twice as long.
+    """The xxh3_64 of a range, memory-mapped if possible, because reading copies it and takes twice as long.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the range cannot be read.
     """
     with open_regular(path) as file:
         digest = xxhash.xxh3_64()
@@ -383,14 +383,14 @@ def hash_of(path: Path, begin: int, end: int) -> str:
 
 @contextmanager
 def _mapped(file: FileIO, begin: int, end: int) -> Iterator[memoryview | None]:
-    """The bytes of a range, mapped; None where they are few, or where the system cannot."""
+    """The memory-mapped bytes of a range; None if they are few, or if mapping is not supported."""
     advise = _advise()
     if advise is None or end - begin < _BUFFER:
         yield None
         return
     start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
-        # A private mapping, which ctypes takes for one that may be written to.
+        # A private mapping, which ctypes accepts as writable.
         pages = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
     except (OSError, ValueError):
         yield None
@@ -400,7 +400,7 @@ def _mapped(file: FileIO, begin: int, end: int) -> Iterator[memoryview | None]:
         populated = advise(ctypes.addressof(first), end - start, _POPULATE_READ) == 0
         del first
         if not populated:
-            # What cannot be read would end the process as soon as it was touched.
+            # Access to an unreadable page would kill the process.
             yield None
             return
         with memoryview(pages) as whole, whole[begin - start :] as part:
@@ -418,7 +418,7 @@ def _advise() -> Any:
 
 
 def _pieces(file: FileIO, begin: int, end: int) -> Iterator[memoryview]:
-    """The bytes of a range up to the end of the file, one buffer after the other; each is used before the next."""
+    """Yield the bytes of a range up to the end of the file, in one reused buffer."""
     buffer = memoryview(bytearray(min(_BUFFER, end - begin)))
     file.seek(begin)
     while begin < end and (count := file.readinto(buffer[: end - begin])):
@@ -428,7 +428,7 @@ def _pieces(file: FileIO, begin: int, end: int) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class _Range:
-    """A part of a file, and the hash it should have; `end` is None where the manifest has a hash of the file alone."""
+    """A range of a file with its expected hash; `end` is None if the manifest has only a hash of the whole file."""
 
     name: str
     begin: int
@@ -438,12 +438,12 @@ class _Range:
 
 
 def damage_in(folder: Path, manifest: CheckpointManifest, process: Process) -> list[str]:
-    """What this process finds wrong in its share of the files; the shares of all processes are the whole checkpoint.
+    """Verify this process's share of the files; all processes together verify the whole checkpoint.
 
     Args:
-        folder: the checkpoint, whose files have the sizes that the manifest says.
+        folder: the checkpoint; its files must have the sizes in the manifest.
         manifest: its manifest.
-        process: who this process is.
+        process: this process.
 
     Returns:
         One sentence for each damaged range, with the file and the tensor.
@@ -472,7 +472,7 @@ def _share(manifest: CheckpointManifest, process: Process) -> Iterator[_Range]:
 
 
 def _owner(name: str, world_size: int) -> int | None:
-    """The process that alone reads a file; None where all do."""
+    """The rank of the only process that reads a file; None if all read it."""
     found = _OF_ONE.fullmatch(name)
     owner = world_size if found is None else int(found[1])
     return owner if owner < world_size else None
@@ -493,11 +493,11 @@ def _damage_of_range(folder: Path, one: _Range) -> str | None:
     try:
         path = Path(path_inside(folder, one.name))
         if one.end is None:
-            return None if hash_of_file(path) == one.expected else f"{shown} has another content than was written."
+            return None if hash_of_file(path) == one.expected else f"{shown} has changed since it was written."
         if hash_of(path, one.begin, one.end) == one.expected:
             return None
         place = printable(place_of(path, one.begin, one.end))
-        return f"{shown} has another content than was written in {place:.300}."
+        return f"{shown} has changed since it was written in {place:.300}."
     except OSError as error:
         return f"{shown} cannot be read: {error.strerror or error}."
     except ValueError as error:

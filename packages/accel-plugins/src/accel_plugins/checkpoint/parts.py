@@ -145,7 +145,7 @@ def _weights(
         return dict(read_whole(sharded)["model"])
     raise CheckpointError(
         f"Cannot load model {index} from {folder}.",
-        f"None of {', '.join(path.name for path in (*candidates, whole, sharded))} is there.",
+        f"The folder has none of {', '.join(path.name for path in (*candidates, whole, sharded))}.",
         "Prepare as many models as when the checkpoint was saved, or use another folder.",
     )
 

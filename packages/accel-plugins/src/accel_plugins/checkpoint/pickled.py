@@ -82,7 +82,7 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
         options: further options of `torch.load`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain data.
+        CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
     try:
         if trusted:
@@ -211,7 +211,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         kwargs: options of `torch.load`; `weights_only=False` reads any pickle, which may run code from the file.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain data.
+        CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
     trusted = not kwargs.pop("weights_only", True)
     if not isinstance(f, (str, os.PathLike)):

@@ -208,7 +208,7 @@ class RemoteCheckpoints:
         try:
             with store_errors(failed, "Check the store and the disk, and try again."):
                 if target.exists():
-                    raise FileExistsError(f"{target} is there already")
+                    raise FileExistsError(f"{target} exists already")
                 staged.mkdir(parents=True)
                 for name, expected in checkpoint.manifest.files.items():
                     path = Path(path_inside(staged, name))

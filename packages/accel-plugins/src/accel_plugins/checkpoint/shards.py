@@ -204,17 +204,17 @@ def _state(fields: Mapping[str, Field]) -> Callable[[Made, Any, Budget], None]:
 
 
 def _properties(made: Made, state: Any, budget: Budget) -> None:
-    demand(is_made(state, "tuple") and len(state.parts) in (5, 6), f"{made.kind} has a state of its own")
+    demand(is_made(state, "tuple") and len(state.parts) in (5, 6), f"{made.kind} has a non-standard state")
     dtype, layout, gradient, memory, pinned, *strides = state.parts
     # torch 2.15 added the strides and reads files of older versions, which cannot read its six properties.
-    demand(all(map(_strides, strides)), f"{made.kind} has a state of its own")
+    demand(all(map(_strides, strides)), f"{made.kind} has a non-standard state")
     demand(
         len(state.parts) <= len(dataclasses.fields(TensorProperties)),
         "a newer torch wrote it: install torch 2.15 or newer",
     )
     demand(isinstance(dtype, Global) and is_made(layout, "torch.layout"), "a tensor has no dtype or layout")
     demand(is_made(memory, f"{_METADATA}._MEM_FORMAT_ENCODING"), "a tensor has no memory format")
-    demand(type(gradient) is bool and type(pinned) is bool, f"{made.kind} has a state of its own")
+    demand(type(gradient) is bool and type(pinned) is bool, f"{made.kind} has a non-standard state")
 
 
 def _member(kind: type) -> Callable[[Global, list[Any], Budget], Made]:

@@ -419,7 +419,7 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missi
     if saved != len(custom) and not allow_missing:
         raise CheckpointError(
             f"Cannot load {len(custom)} registered objects from {folder}.",
-            f"It holds {saved}.",
+            f"The checkpoint has {saved}.",
             "Register the same objects in the same order as when the checkpoint was saved, or pass "
             "allow_missing=('custom',).",
         )
@@ -450,8 +450,8 @@ def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> 
         raise CheckpointError(
             f"Cannot restore the random-number generators of process {process.rank} of {process.world_size} from "
             f"{folder}.",
-            f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so it was saved by another number of "
-            "processes.",
+            f"The checkpoint has {', '.join(map(random_states_name, ranks)) or 'none'}, so it was saved by another "
+            "number of processes.",
             "Resume with the same number of processes, or pass allow_missing=('random_states',) to use new random "
             "states.",
         )

@@ -66,7 +66,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def files(self, prefix: str = "") -> Iterator[StoredFile]:
-        """All files whose names begin with a prefix, in any order.
+        """All files with names that begin with a prefix, in any order.
 
         Args:
             prefix: empty, or folder names, each followed by a slash.

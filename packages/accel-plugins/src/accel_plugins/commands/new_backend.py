@@ -152,7 +152,7 @@ __all__ = ("{title}Strategy",)
 
 
 class {title}Strategy(Strategy):
-    """Every process holds the whole model; backward averages the gradients."""
+    """Every process has the whole model; backward averages the gradients."""
 
     config: {title}Config
 

@@ -23,7 +23,7 @@ __all__ = ("DDPStrategy",)
 
 
 class DDPStrategy(Strategy):
-    """Every process holds the whole model; backward averages the gradients."""
+    """Every process has the whole model; backward averages the gradients."""
 
     config: DistributedDataParallelKwargs
 

@@ -289,7 +289,7 @@ class DeepSpeedPlugin:
             raise SettingError(
                 f"Cannot use DeepSpeedPlugin({device}='nvme').",
                 "The folder on the NVMe disk is missing.",
-                f"Give {path}.",
+                f"Set {path}.",
             )
 
     def _configure_msamp(self) -> None:

@@ -284,7 +284,7 @@ def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: boo
         raise Conflict(
             asked,
             f'The configuration describes the {entry} too (entry "{entry}").',
-            f'Give accel_plugins.deepspeed.objects.{dummy}, or remove the entry "{entry}".',
+            f'Pass accel_plugins.deepspeed.objects.{dummy}, or remove the entry "{entry}".',
         )
     if placeholder and not described:
         raise SettingError(

@@ -146,7 +146,7 @@ class SequenceShardedLoader:
         ulysses = self._ulysses
         if not ulysses.ready:
             raise NotReady(
-                "Cannot read a loader whose sequences DeepSpeed shards.",
+                "Cannot read a loader with sequences that DeepSpeed shards.",
                 "Sharding needs the process groups of a prepared model, and no model was prepared.",
                 "Prepare model, optimizer and loader before the iteration over the loader.",
             )

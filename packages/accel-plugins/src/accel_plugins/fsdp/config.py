@@ -281,7 +281,7 @@ def _check_policy(settings: Any, kept: Any) -> None:
         raise SettingError(
             f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={type(kept).__name__}(...)).",
             f"It is a policy of FSDP version {3 - version}, and fsdp_version is {version}.",
-            f"Give a {_POLICIES[version]} of {_FSDP}.",
+            f"Pass a {_POLICIES[version]} of {_FSDP}.",
         )
 
 

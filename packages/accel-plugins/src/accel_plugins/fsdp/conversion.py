@@ -23,8 +23,8 @@ _RESHARDS: Final = {
     "HYBRID_SHARD_ZERO2": False,
 }
 _GONE: Final = {
-    "fsdp_backward_prefetch": "version 2 prefetches by itself",
-    "fsdp_forward_prefetch": "version 2 prefetches by itself",
+    "fsdp_backward_prefetch": "version 2 prefetches automatically",
+    "fsdp_forward_prefetch": "version 2 prefetches automatically",
     "fsdp_sync_module_states": "version 2 always broadcasts the weights of the first process",
     "fsdp_use_orig_params": "version 2 always keeps the original parameters",
 }

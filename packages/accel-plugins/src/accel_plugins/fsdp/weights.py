@@ -147,7 +147,9 @@ def train_in_fp32(model: Module) -> None:
             parameter.data = parameter.data.float()
             changed += 1
     if changed:
-        _logger.info("%s: %d parameters train in fp32, as checkpoints hold them.", type(model).__name__, changed)
+        _logger.info(
+            "%s: %d parameters train in fp32, and checkpoints contain them in fp32.", type(model).__name__, changed
+        )
 
 
 def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:

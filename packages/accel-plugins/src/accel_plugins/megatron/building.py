@@ -244,7 +244,7 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
         raise SettingError(
             f"Cannot use other_megatron_args={{{name!r}: ...}}.",
             "Megatron-LM's configurations of models, optimizers and data parallelism do not have this setting.",
-            f"Did you mean {near!r}?" if near else "Leave it out.",
+            f"Did you mean {near!r}?" if near else "Remove it.",
         )
 
 

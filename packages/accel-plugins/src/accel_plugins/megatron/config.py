@@ -693,6 +693,6 @@ def _activation(name: str) -> str:
         raise NotOffered(
             f"Cannot train a model with the activation {name!r} with Megatron-LM.",
             f"The supported activations are {', '.join(names)}.",
-            "Give MegatronLMPlugin(custom_model_provider_function=...).",
+            "Pass MegatronLMPlugin(custom_model_provider_function=...).",
         )
     return names[name]

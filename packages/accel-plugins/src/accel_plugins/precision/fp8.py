@@ -388,7 +388,7 @@ def contextual_fp8_autocast(
     """A forward that computes in 8 bits in training, and optionally in evaluation.
 
     Args:
-        model_forward: a function whose first argument is the model.
+        model_forward: a function with the model as first argument.
         fp8_recipe: a recipe of Transformer Engine.
         use_during_eval: compute in 8 bits in evaluation too.
     """

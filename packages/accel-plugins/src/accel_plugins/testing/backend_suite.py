@@ -119,7 +119,7 @@ class BackendSuite:
     def reference(self, run: Run, case: Case) -> list[dict[str, Any]]:
         """The expected losses and weights of each process: those of plain PyTorch in one process.
 
-        Strategies of local steps train differently, so they are compared with a second run of their own.
+        Strategies of local steps train differently, so they are compared with a second run of the same strategy.
         """
         if Ability.SYNCHRONOUS in self.manifest.lacks:
             return run(tasks.train, case)

@@ -137,7 +137,7 @@ def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Te
         f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
         f"Its last dim must be the {columns} keys of the full sequence; the dim before, the {rows} queries of this "
         "process or all queries.",
-        "Leave the mask out and use is_causal, or make it for the whole sequence.",
+        "Remove the mask and use is_causal, or create a mask for the full sequence.",
     )
 
 
@@ -208,7 +208,7 @@ def _for_heads(mask: Tensor, query: Tensor, heads: int, mine: int) -> Tensor:
         raise ShapeMismatch(
             f"Attention over a sharded sequence was given a mask of the shape {tuple(mask.shape)}.",
             f"Each process computes attention of its heads over the full sequence of length {length}.",
-            "Leave the mask out and use is_causal, or make it for the whole sequence.",
+            "Remove the mask and use is_causal, or create a mask for the full sequence.",
         )
     own = query.shape[-3]
     return mask.narrow(-3, mine * own, own) if mask.ndim >= 3 and mask.shape[-3] == heads else mask

@@ -90,7 +90,7 @@ class TensorParallel(Transform):
             raise Conflict(
                 "Cannot apply tensor parallelism.",
                 "This run has no ParallelismConfig with an axis 'tp'.",
-                "Give parallelism_config=ParallelismConfig(tp_size=...).",
+                "Pass parallelism_config=ParallelismConfig(tp_size=...).",
             )
         return mesh
 

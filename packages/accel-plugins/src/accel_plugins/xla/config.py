@@ -45,7 +45,10 @@ class XLAPlugin(KwargsHandler):
         self.fsdp, self.downcast_bf16 = bool(given["fsdp"].value), bool(given["downcast_bf16"].value)
         if isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks):
             _refuse(
-                "blocks", self.blocks, "The value must be a sequence of class names.", "Give ('LlamaDecoderLayer',)."
+                "blocks",
+                self.blocks,
+                "The value must be a sequence of class names.",
+                "Pass a sequence such as ('LlamaDecoderLayer',).",
             )
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             _refuse(
