@@ -497,7 +497,7 @@ def _damage_of_range(folder: Path, one: _Range) -> str | None:
         if hash_of(path, one.begin, one.end) == one.expected:
             return None
         place = printable(place_of(path, one.begin, one.end))
-        return f"{shown} has changed since it was written in {place:.300}."
+        return f"{shown} has changed since it was written, in {place:.300}."
     except OSError as error:
         return f"{shown} cannot be read: {error.strerror or error}."
     except ValueError as error:
