@@ -184,12 +184,12 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("model.safetensors", "None of model.safetensors, pytorch_model.bin"),
+        ("model.safetensors", "none of model.safetensors, pytorch_model.bin"),
         ("optimizer_1.bin", "file does not exist"),
         ("scheduler.bin", "file does not exist"),
         ("dl_state_dict.bin", "file does not exist"),
         ("custom_checkpoint_0.pkl", "The checkpoint has 0"),
-        ("random_states_0.pkl", "process 0 of 1 (?s:.*)holds none"),
+        ("random_states_0.pkl", "process 0 of 1 (?s:.*)has none"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, owner: Strategy, name: str, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The backend interface for distributed training, its built-in backends, and the kit that tests a backend."""
+"""The backend interface for distributed training, its built-in backends, and the test kit for backends."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ SEQUENCE_AXES: Final = (Axis.CONTEXT, Axis.SEQUENCE)
 
 
 def present_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[str]:
-    """Names of those of the axes that the mesh has, in the mesh's order."""
+    """The names of `axes` that the mesh has, in the mesh's order."""
     wanted = {axis.value for axis in axes}
     return [name for name in mesh.mesh_dim_names or () if name in wanted]
 
@@ -68,7 +68,7 @@ def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
 
 
 def flattened(mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
-    """A 1-dimensional mesh over those of the axes that the mesh has, or None when it has none of them."""
+    """A 1-dimensional mesh over the `axes` that the mesh has, or None when it has none of them."""
     names = present_axes(mesh, axes)
     if not names:
         return None

@@ -64,7 +64,7 @@ def steps(
 
 
 def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
-    """Let the strategy, the precision and every transform raise errors before anything is changed."""
+    """Call the checks of the strategy, the precision and every transform, before anything is changed."""
     for given in (*bundle.unchanged, *bundle.models):
         maker = maker_of(given) if isinstance(given, Module) else None
         if maker not in (None, manifest.name):
