@@ -305,7 +305,7 @@ def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
         (lambda f: (f / "optimizer.bin").write_text("odl"), "has changed since"),
         (lambda f: (f / MANIFEST_NAME).write_text("{"), "is damaged"),
         (lambda f: (f / MANIFEST_NAME).write_text("[]"), "is damaged"),
-        (lambda f: (f / MANIFEST_NAME).write_text(json.dumps({"format": 99})), "knows formats up to"),
+        (lambda f: (f / MANIFEST_NAME).write_text(json.dumps({"format": 99})), "supports formats up to"),
     ],
 )
 @pytest.mark.usefixtures("cpu_state")

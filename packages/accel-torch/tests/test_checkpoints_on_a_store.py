@@ -173,7 +173,7 @@ def test_a_checkpoint_of_a_newer_schema_is_named_and_stays(tmp_path: Path) -> No
     manifest = newest / MANIFEST_NAME
     newer = manifest.read_text(encoding="utf-8").replace('"format": 1', '"format": 2')
     manifest.write_text(newer, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="format 2; this release knows formats up to 1"):
+    with pytest.raises(CheckpointError, match="format 2; this release supports formats up to 1"):
         accelerator.load_state(str(newest))
     assert (first(model), manifest.read_text(encoding="utf-8")) == (2.0, newer)
     assert accelerator.load_state() == str(newest.with_name("checkpoint_0"))

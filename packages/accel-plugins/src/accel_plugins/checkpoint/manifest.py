@@ -202,8 +202,7 @@ def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
     if found["format"] > FORMAT:
         raise CheckpointError(
             failed,
-            f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}. A newer "
-            "accel-plugins reads it.",
+            f"Its manifest has format {found['format']}; this release supports formats up to {FORMAT}.",
             "Update accel-plugins.",
         )
     if fault := _SHAPE(found):

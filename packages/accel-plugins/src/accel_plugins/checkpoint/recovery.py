@@ -409,7 +409,7 @@ def _is_put_back(entry: Path, target: Path) -> bool:
 
 
 def _best(entries: Iterable[Path]) -> Path | None:
-    """The leftover folder that should get the name."""
+    """The leftover folder to restore under the name."""
     ranked = [(rank, entry) for entry in entries if (rank := _rank(entry)) is not None]
     return max(ranked)[1] if ranked else None
 

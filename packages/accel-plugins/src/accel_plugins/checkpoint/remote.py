@@ -255,7 +255,7 @@ class RemoteCheckpoints:
         Raises:
             CheckpointError: one of the two is not possible.
         """
-        failed = f"Cannot store checkpoints in {self.store.url}."
+        failed = f"Cannot keep checkpoints in {self.store.url}."
         name = f"probe-{secrets.token_hex(16)}.json"
         with store_errors(failed, "Use the URL of a store that exists and answers, or remove `remote`."):
             self.store.create(name, b"{}")

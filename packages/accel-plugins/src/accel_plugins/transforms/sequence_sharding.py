@@ -76,7 +76,7 @@ def by_torch(
 
 
 def gathering(neighbours: DeviceMesh, exchange: str) -> Callable[[Attention], Attention]:
-    """Makes an attention for parts of a sequence of one for whole sequences.
+    """Returns an attention function for shards of sequences, based on one for full sequences.
 
     Raises:
         NotOffered: this device does not support `exchange`.
@@ -142,7 +142,7 @@ def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Te
 
 
 def over_heads(neighbours: DeviceMesh, exchange: str = "alltoall") -> Callable[[Attention], Attention]:
-    """Makes an attention for parts of a sequence of one for whole sequences with fewer heads."""
+    """Returns an attention function for shards of sequences, based on one for full sequences with fewer heads."""
     group, mine, parts = neighbours.get_group(), neighbours.get_local_rank(), neighbours.size()
 
     def make(whole_attention: Attention) -> Attention:
