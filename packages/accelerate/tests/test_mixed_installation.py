@@ -80,7 +80,7 @@ def test_a_failed_import_names_files_of_another_accelerate(copied: Path, stateme
     leave(copied, "test_utils/__init__.py", "test_utils/testing.py", "utils/rich.py")
     done = imported(statement, copied.parent)
     assert done.returncode != 0
-    assert f"The folder {copied} also holds files of another accelerate: test_utils/__init__.py" in done.stderr
+    assert f"The folder {copied} also contains files of another accelerate: test_utils/__init__.py" in done.stderr
     assert f"the wheel of accelerate {accelerate.__version__}" in done.stderr
 
 

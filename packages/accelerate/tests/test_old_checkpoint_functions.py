@@ -67,7 +67,7 @@ def test_a_registered_object_comes_back(tmp_path: Path) -> None:
     load_custom_state(counter, tmp_path, 3)
     assert counter.seen == 5
     assert [entry.name for entry in tmp_path.iterdir()] == ["custom_checkpoint_3.pkl"]
-    with pytest.raises(CheckpointError, match="no such file"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_custom_state(counter, tmp_path)
 
 

@@ -60,8 +60,8 @@ def test_a_model_without_memory(model: str) -> None:
     [
         ("repo", FileNotFoundError, "no such model on the Hub"),
         ("gated", PermissionError, "hf auth login"),
-        (SimpleNamespace(library_name=None), ValueError, "does not say which library"),
-        (SimpleNamespace(library_name="diffusers"), ValueError, "for diffusers"),
+        (SimpleNamespace(library_name=None), ValueError, "does not specify its library"),
+        (SimpleNamespace(library_name="diffusers"), ValueError, "library diffusers"),
     ],
 )
 def test_create_empty_model_of_models_that_the_hub_refuses(told: object, kind: type[Exception], said: str) -> None:

@@ -92,7 +92,7 @@ def load_alone(folder: str) -> str:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("fewer", "1 processes wrote it, and this run has 2"), ("none", "no such file"), ("harm", "damaged")],
+    [("fewer", "1 processes wrote it, and this run has 2"), ("none", "does not exist"), ("harm", "damaged")],
 )
 def test_files_of_each_process_are_for_as_many_processes(
     two: Processes, tmp_path: Path, change: str, said: str
@@ -122,7 +122,7 @@ def other_settings(folder: str) -> str:
 
 
 def test_settings_that_are_not_those_of_the_run_are_refused(two: Processes, tmp_path: Path) -> None:
-    assert all("the run does not" in told for told in two.run(other_settings, str(tmp_path)))
+    assert all("those of the run do not" in told for told in two.run(other_settings, str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,6 @@
-"""What scripts and libraries find at the old address `accelerate`: names of our packages, by the table in `names`.
+"""The package `accelerate` for existing scripts and libraries: names of the accel packages, by the table in `names`.
 
-Type checkers read `__init__.pyi` instead. Where it is missing, `python -m accelerate.names.stubs` writes it.
+Type checkers read `__init__.pyi` instead. If it is missing, `python -m accelerate.names.stubs` writes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a module at an old address works: it shows what is in the modules that own its names.
+"""Modules at old addresses, which forward their names to the modules that define them.
 
-A name is looked up in its owner when it is first read. Assigning and deleting happen in the owner, and in every module
-of ours that holds the same object under that name, so `mock.patch("accelerate.utils.gather")` reaches whoever calls it.
+A name is looked up in its owner when it is first read. Assignments and deletions change the owner and every accel
+module with the same object under that name, so `mock.patch("accelerate.utils.gather")` affects all callers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnknownName(AccelError, AttributeError):
 
 _NO_NAME: Final = "This module has no such name."
 
-# Where a name was deleted from, until it is assigned again: `mock.patch` undoes itself in these two steps.
+# The modules from which a name was deleted, until it is assigned again: `mock.patch` restores it in these two steps.
 _deleted: Final[dict[Owner, list[ModuleType]]] = {}
 
 
@@ -75,12 +75,12 @@ class OldModule(ModuleType):
 
 
 def serve(address: str) -> None:
-    """Make the module at an old address show the names that the table has for it."""
+    """Give the module at an old address the names that the table has for it."""
     sys.modules[address].__class__ = OldModule
 
 
 def why_not(address: str) -> tuple[str, str, str] | None:
-    """Why a module cannot be had, in three parts; None where there is nothing to say but that it does not exist.
+    """Why a module cannot be imported, in three parts; None if there is no more to report than that it does not exist.
 
     Args:
         address: of the module, or of a name in a package from which it was imported.
@@ -102,7 +102,7 @@ def _join() -> None:
     from accel_state.settings.extension import add_library
     from accelerate.loggers import join_loggers
 
-    # A report that names the caller of a collective passes over the lines of this package.
+    # Reports that name the caller of a collective skip the lines of this package.
     add_library("accelerate")
     join_loggers()
 
@@ -118,7 +118,8 @@ def _read(owner: Owner, address: str) -> Any:
         distribution = owner.module.partition(".")[0].replace("_", "-")
         raise UnknownName(
             f"Cannot read {owner.name!r} from {address}, which has it from {owner.module}.",
-            f"{distribution} {installed_version(distribution)} lacks it, so it does not fit accelerate {VERSION}.",
+            f"{distribution} {installed_version(distribution)} does not have it, so its version does not fit "
+            f"accelerate {VERSION}.",
             f"Install accelerate and {distribution} from wheels of one build of the accel repository.",
         ) from None
 
@@ -132,7 +133,7 @@ def _holders(owner: Owner) -> list[ModuleType]:
 
 
 def _forget(owner: Owner) -> None:
-    """Let every old module look the name up again."""
+    """Make every old module look the name up again."""
     for module in list(sys.modules.values()):
         if isinstance(module, OldModule):
             names = served(module.__name__)
@@ -145,7 +146,7 @@ def _asked(address: str, name: str) -> str:
 
 
 def _advice(address: str, name: str) -> tuple[str, str] | None:
-    """Obstacle and remedy for a name that an old module does not have, where more is known."""
+    """Cause and remedy for a name that an old module does not have, if they are known."""
     from accel_state.settings.schema import closest
     from accelerate.installation import clash
 

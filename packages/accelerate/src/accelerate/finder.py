@@ -1,7 +1,7 @@
-"""How Python finds the old modules: an entry of `accelerate.__path__` that the table of names serves, not a folder.
+"""How Python finds the old modules: an entry of `accelerate.__path__` for the table of names instead of a folder.
 
-The machinery that asks the finder of a folder asks this one: `import`, `importlib.util.find_spec`, `importlib.reload`,
-`pkgutil.walk_packages` and `python -m`.
+The same callers use it as the finder of a folder: `import`, `importlib.util.find_spec`, `importlib.reload`,
+    `pkgutil.walk_packages` and `python -m`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 
 def install(folders: Iterable[str]) -> list[str]:
-    """Let Python know the finder, and return where it has to look for modules of `accelerate`.
+    """Register the finder, and return the search path for modules of `accelerate`.
 
     Args:
         folders: where it looked before. What another `accelerate` left there does not hide an old module of ours.
@@ -62,7 +62,7 @@ class Finder:
         self.package = package
 
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where a module comes from; the import of one that cannot be had explains why.
+        """The spec of a module; importing an unavailable module raises an error with the reason.
 
         Python also asks for a module when a package has no attribute that `from package import name` wants.
         """
@@ -88,29 +88,29 @@ class Finder:
 
 
 class NamesLoader:
-    """Makes a module that shows the names which the table has for it."""
+    """Creates a module with the names that the table has for it."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leave it to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let the module show its names."""
+        """Give the module its names."""
         serve(module.__name__)
 
     def get_code(self, name: str) -> CodeType:
-        """What `python -m` runs."""
+        """The code that `python -m` runs."""
         owner = owners(name).get("main")
         return compile(_COMMAND.format(owner=owner) if owner else "", os.path.join(_FOLDER, stub_path(name)), "exec")
 
     def get_source(self, name: str) -> str:
-        """The stub: what `inspect` shows where it was not written beside the sources."""
+        """The stub, which `inspect` shows if no stub file was written."""
         from accelerate.names.stubs import stub
 
         return stub(name)
 
 
 class Refusal:
-    """Explains why a module, or a name that was imported from a package, cannot be had.
+    """Explains why a module, or a name imported from a package, is unavailable.
 
     Args:
         reason: the three parts of the message.
@@ -128,4 +128,4 @@ class Refusal:
         raise Missing(*self.reason)
 
     def exec_module(self, module: ModuleType) -> None:
-        """No module comes this far."""
+        """Not called: `create_module` has raised the error."""

@@ -1,7 +1,7 @@
-"""Finding the files of another library named `accelerate` in our folder.
+"""Finds the files of another library named `accelerate` in this package's folder.
 
-pip leaves files of the original that this package does not have, unless it removes the original first. No import
-reaches them by an old address; an error about a name that they have mentions them, and `accel doctor` lists them.
+If the original was not uninstalled first, its files may remain in the folder. They cannot be imported; an error about
+one of their names mentions them, and `accel doctor` lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN: Final = 3
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Python files in the folder of `accelerate` that are not ours, relative to it."""
+    """Python files in the folder of `accelerate` that are not part of this package, relative to it."""
     ours = {name.rpartition(".")[2] for name in OWN_MODULES} | {"__init__"}
     paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
     strange = (path for path in paths if path.parts[0] not in ours and all(map(str.isidentifier, path.parts)))
@@ -32,20 +32,20 @@ def foreign_files(folder: Path) -> list[str]:
 
 @cache
 def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
-    """Obstacle and remedy where the folder holds files of another `accelerate`."""
+    """Cause and remedy if the folder contains files of another `accelerate`."""
     found = foreign_files(folder)
     if not found:
         return None
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"The folder {folder} also holds files of another accelerate: {', '.join(found[:_SHOWN])}{more}.",
+        f"The folder {folder} also contains files of another accelerate: {', '.join(found[:_SHOWN])}{more}.",
         "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then install the wheel of "
         f"accelerate {VERSION} that the accel repository builds.",
     )
 
 
 def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:
-    """What `accel doctor` says about the folder."""
+    """The line of `accel doctor` about the folder."""
     from accel_cli.doctor.examine import FINE, WORRY, Finding
 
     found = clash(folder)

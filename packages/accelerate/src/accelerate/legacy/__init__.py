@@ -1,1 +1,1 @@
-"""What exists only because scripts and libraries expect it; everything else comes from our packages as it is."""
+"""Functions and classes that exist only for existing scripts; the accel packages define all others."""

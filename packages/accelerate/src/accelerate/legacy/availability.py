@@ -1,4 +1,4 @@
-"""What is installed and what is there: one line for each library, device and number format that scripts ask about.
+"""Availability of libraries, devices and number formats: one function for each.
 
 A library counts as available when it can be imported and its version fits; nothing is imported to find out. Questions
 about devices go to their family. Importing this module never loads torch.
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _library(module: str, versions: str = "", distribution: str = "") -> Callable[[], bool]:
-    """The question whether a library is available."""
+    """A function that returns whether a library is available."""
     requirement = Requirement(module, distribution, versions)
 
     def is_available() -> bool:
@@ -167,17 +167,17 @@ def is_tensorboard_available() -> bool:
 
 
 def is_rich_available() -> bool:
-    """Whether rich is installed and ACCELERATE_ENABLE_RICH asks for it."""
+    """Whether rich is installed and ACCELERATE_ENABLE_RICH enables it."""
     return from_environment(OutputSettings).enable_rich and _library("rich")()
 
 
 def is_pippy_available() -> bool:
-    """Whether torch brings pipeline parallelism."""
+    """Whether torch includes pipeline parallelism."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_weights_only_available() -> bool:
-    """Whether torch can load checkpoints without running code that they hold, numpy's arrays included."""
+    """Whether torch can load checkpoints, including numpy arrays, without running code from them."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -194,7 +194,7 @@ def _device(name: str, check_device: bool = False) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether there is an NVIDIA or AMD GPU; asked without opening it, so that a fork stays possible."""
+    """Whether there is an NVIDIA or AMD GPU; checked without initialising it, so that the process can still fork."""
     return _device("cuda")
 
 
@@ -263,7 +263,7 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla has devices to offer, on request only those of one kind.
+    """Whether torch_xla has devices, optionally of one kind.
 
     Raises:
         SettingError: both arguments are True.
@@ -291,7 +291,7 @@ def _supports(dtype: str) -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether forward passes can run in bfloat16 here; `ignore_tpu` says no on a TPU."""
+    """Whether forward passes can run in bfloat16 on this machine; always False on a TPU with `ignore_tpu`."""
     if ignore_tpu and is_torch_xla_available(check_is_tpu=True):
         return False
     return _supports("bfloat16")
@@ -328,7 +328,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def deepspeed_required(func: F) -> F:
-    """Decorator: refuse to call a function where DeepSpeed is not installed.
+    """Decorator: raise an error in calls of a function if DeepSpeed is not installed.
 
     Raises:
         Missing: when the function is called without it.
@@ -337,7 +337,7 @@ def deepspeed_required(func: F) -> F:
 
 
 def torchao_required(func: F) -> F:
-    """Decorator: refuse to call a function where torchao is not installed.
+    """Decorator: raise an error in calls of a function if torchao is not installed.
 
     Raises:
         Missing: when the function is called without it.

@@ -69,7 +69,7 @@ def load_accelerator_state(
     """Read states from a folder; called on every process.
 
     Returns:
-        What belongs to the Accelerator itself: its step.
+        The values of the Accelerator itself: its step.
 
     Raises:
         CheckpointError: a file is missing, damaged, or belongs to another object.
@@ -92,7 +92,7 @@ def load_accelerator_state(
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of a registered object as `custom_checkpoint_<index>.pkl`, on the main process alone."""
+    """Write the state of a registered object as `custom_checkpoint_<index>.pkl`, on the main process only."""
     if _writes(save_on_each_node):
         pickled.write(obj.state_dict(), Path(path) / custom_name(index))
 
@@ -101,7 +101,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     """Read the state of a registered object.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain data.
+        CheckpointError: the file is missing or damaged, or contains more than plain data.
     """
     obj.load_state_dict(pickled.read(Path(path) / custom_name(index)))
 

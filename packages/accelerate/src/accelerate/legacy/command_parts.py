@@ -49,8 +49,8 @@ __all__ = (
 
 config_description: Final = "Write a config file for `accelerate launch`, by answering questions."
 default_description: Final = "Write the usual config file for this machine."
-update_description: Final = "Rewrite a config file in today's form."
-merge_description: Final = "Put the shards of a model together into one file."
+update_description: Final = "Convert a config file to the current format."
+merge_description: Final = "Merge the shards of a model into one file."
 
 DYNAMO_BACKENDS: Final = [str(backend) for backend in DynamoBackend if backend is not DynamoBackend.NO]
 
@@ -83,12 +83,12 @@ def clean_option(option: str) -> str:
 
 
 def launch_one(args: Namespace) -> None:
-    """Launch what was parsed, in whichever way its arguments call for."""
+    """Launch the parsed command, in the way that its arguments select."""
     launch_command(args)
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: Namespace) -> None:
-    """Hand a job in to SageMaker, as the config says."""
+    """Submit a job to SageMaker, by the config."""
     from accel_cli.launch.sagemaker import REQUIREMENT, SageMakerJob, hand_in
     from accelerate.legacy.launching import prepare_sagemager_args_inputs
 
@@ -99,12 +99,12 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: Namespace) -> No
 
 
 def get_user_input() -> BaseConfig:
-    """Ask for everything and return the answers."""
+    """Ask all questions and return the answers."""
     return get_cluster_input()
 
 
 def get_cluster_input() -> ClusterConfig:
-    """Ask for a run on machines that one has."""
+    """Ask for a run on the user's machines."""
     offered = {one.name: one.settings for one in backends() if one.manifest is not None}
     answers = nested(questions(prompter(), ASKED, offered))
     known = {name: answers[name] for name in ClusterConfig.__dataclass_fields__ if name in answers}
@@ -134,7 +134,7 @@ def get_sagemaker_input() -> SageMakerConfig:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> Path | bool:
-    """Write the usual config file for this machine; False where there is a file already."""
+    """Write the default config file for this machine; False if a file exists already."""
     path = Path(save_location)
     precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
     if path.exists():
@@ -144,7 +144,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 def default_command_parser(parser: Any, parents: list[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand that writes the usual file."""
+    """Add the subcommand that writes the default file."""
     added: ArgumentParser = parser.add_parser("default", parents=parents, help=default_description)
     added.add_argument(*spelled("--config_file"), default=default_path(os.environ), dest="save_location")
     choices = settings_of(RunSettings)["mixed_precision"].type.choices
@@ -161,7 +161,7 @@ def default_config_command(args: Namespace) -> None:
 
 
 def update_command_parser(parser: Any, parents: list[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand that rewrites a file."""
+    """Add the subcommand that converts a file."""
     added: ArgumentParser = parser.add_parser("update", parents=parents, help=update_description)
     added.add_argument(*spelled("--config_file"), default=None)
     added.set_defaults(func=update_config_command)
@@ -169,12 +169,12 @@ def update_command_parser(parser: Any, parents: list[ArgumentParser]) -> Argumen
 
 
 def update_config(args: Namespace) -> str:
-    """Rewrite a file in today's form and return its path."""
+    """Convert a file to the current format and return its path."""
     path = str(args.config_file or default_path(os.environ))
     write_config(path, modernised(path, launch_classes()))
     return path
 
 
 def update_config_command(args: Namespace) -> None:
-    """Rewrite a file in today's form."""
+    """Convert a file to the current format."""
     sys.stdout.write(f"Updated {update_config(args)}.\n")

@@ -94,7 +94,7 @@ def env_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def env_command(args: Namespace) -> None:
-    """Show what is installed here."""
+    """Show what is installed on this machine."""
     _run("env", args)
 
 
@@ -112,7 +112,7 @@ def estimate_command(args: Namespace) -> None:
     """Estimate the memory of a model.
 
     Raises:
-        NotFound: the Hub has no such model; `NoAccess` when it shows the model to few.
+        NotFound: the Hub has no such model; `NoAccess` if access to the model is restricted.
         SettingError: the model cannot be built.
     """
     from accel_bigmodel.estimate import estimate_memory, table_of
@@ -150,7 +150,7 @@ def self_test_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def self_test_command(args: Namespace) -> None:
-    """Train a little and check what comes out."""
+    """Run a short training and check the result."""
     _run("test", args)
 
 

@@ -1,4 +1,4 @@
-"""Config files as objects, as scripts that read or write them by the original's classes expect."""
+"""Config files as objects, for scripts that read or write them with the original's classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WORDS_OF_FALSE: Final = {"distributed_type": "NO", "mixed_precision": "no"}
 
 @dataclass
 class BaseConfig:
-    """What every config file says."""
+    """The fields of every config file."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -65,7 +65,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a config file: current keys, and values for keys that old files lack."""
+        """The fields of a config file: current keys, and values for keys that are missing in old files."""
         values = dict(config_dict)
         for key, word in _WORDS_OF_FALSE.items():
             if values.get(key) is False:
@@ -84,12 +84,12 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls: type[C], json_file: str | None = None) -> C:
-        """Read a file in JSON; the user's own when none is named."""
+        """Read a JSON file; by default the user's config file."""
         return _read(cls, json_file)
 
     @classmethod
     def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
-        """Read a file in YAML; the user's own when none is named."""
+        """Read a YAML file; by default the user's config file."""
         return _read(cls, yaml_file)
 
     def to_json_file(self, json_file: str) -> None:
@@ -104,7 +104,7 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """A config file for machines that one has."""
+    """A config file for the user's machines."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -165,7 +165,7 @@ class SageMakerConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | None) -> BaseConfig:
-    """The object for a file, of the class that its `compute_environment` calls for.
+    """The object for a file, of the class that its `compute_environment` selects.
 
     Raises:
         SettingError: it cannot be read, or holds an unknown key.

@@ -1,4 +1,4 @@
-"""What existing scripts ask of DeepSpeed by itself: divided parameters made whole, and the configuration in use."""
+"""Functions for scripts that use DeepSpeed directly: gathered parameters, and the active configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ("GatheredParameters", "get_active_deepspeed_plugin")
 def GatheredParameters(  # noqa: N802 - the name is given
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """A block in which parameters that DeepSpeed divides are whole; nothing where none are divided.
+    """Context manager in which parameters that DeepSpeed shards are full tensors.
 
     Args:
         params: a parameter or several.
@@ -33,10 +33,10 @@ def GatheredParameters(  # noqa: N802 - the name is given
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> Any:
-    """The DeepSpeed configuration in use.
+    """The active DeepSpeed configuration.
 
     Raises:
-        SettingError: the run was made without DeepSpeed.
+        SettingError: the run does not use DeepSpeed.
     """
     plugin = state.deepspeed_plugin
     if plugin is None:

@@ -65,7 +65,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether a variable says yes; the default when it is not set.
+    """Whether a variable is set to a word for yes; the default if it is not set.
 
     Raises:
         SettingError: it says neither yes nor no.
@@ -220,7 +220,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def check_os_kernel() -> None:
-    """Warn of a Linux kernel on which processes are known to hang."""
+    """Warn about a Linux kernel on which processes may hang."""
     if platform.system() != "Linux":
         return
     release = platform.release()

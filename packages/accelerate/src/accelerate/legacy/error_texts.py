@@ -1,4 +1,4 @@
-"""Functions whose errors have a text that callers compare; they do what the functions of the same name below do."""
+"""Functions whose error texts callers compare; otherwise equal to the functions of the same name in lower packages."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class NoSuchModel(SettingError, RuntimeError):
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """What the Hugging Face Hub tells of a model; "gated" where it needs an access token, "repo" where it is not there.
+    """The Hugging Face Hub's facts about a model; "gated" if it needs an access token, "repo" if it does not exist.
 
     Raises:
         Missing: huggingface_hub is not installed.
@@ -87,7 +87,7 @@ def create_empty_model(
         access_token: for models of the Hub that need one.
 
     Raises:
-        NotFound: the Hub has no such model; `NoAccess` when it shows the model to few.
+        NotFound: the Hub has no such model; `NoAccess` if access to the model is restricted.
         SettingError: the model cannot be built, or none of these libraries has it.
         Missing: a library that it needs is not installed.
     """
@@ -117,7 +117,9 @@ def model_of(args: Namespace) -> nn.Module:
         if library == "unknown":
             raise
         asked = f"Cannot load the model {args.model_name!r} with {library}."
-        raise NoSuchModel(asked, "The repository has no model of that library.", "Give --library_name.") from error
+        raise NoSuchModel(
+            asked, "The repository does not have a model for that library.", "Give --library_name."
+        ) from error
 
 
 def _library_on_hub(model_name: str, library_name: str | None, access_token: str | None) -> str:
@@ -131,12 +133,20 @@ def _library_on_hub(model_name: str, library_name: str | None, access_token: str
             raise
         return library_name
     if told == "gated":
-        raise NoAccess(asked, "The Hub shows it to few.", "Ask for access to it, and log in with `hf auth login`.")
+        raise NoAccess(
+            asked,
+            "Access to it is restricted on the Hub.",
+            "Request access on the Hub, and log in with `hf auth login`.",
+        )
     if told == "repo":
-        raise NotFound(asked, "There is no such model on the Hub.", "Check its name; private ones need a token.")
+        raise NotFound(asked, "There is no such model on the Hub.", "Check its name; private models need a token.")
     library = library_name or getattr(told, "library_name", None)
     if library not in _LIBRARIES:
-        found = f"The Hub says it is for {library}." if library else "The Hub does not say which library it is for."
+        found = (
+            f"The Hub specifies the library {library}, which is not supported."
+            if library
+            else "The Hub does not specify its library."
+        )
         raise SettingError(asked, found, f"Give --library_name: {' or '.join(_LIBRARIES)}.")
     return str(library)
 

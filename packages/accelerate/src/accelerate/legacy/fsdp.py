@@ -1,4 +1,4 @@
-"""The functions of `accelerate.utils.fsdp_utils` that take an Accelerator: they ask its sharding backend."""
+"""The functions of `accelerate.utils.fsdp_utils` with an Accelerator as argument: they call its sharding backend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
 
 
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
-    """Let the blocks that the run shards recompute their activations in backward."""
+    """Make the blocks that the run shards recompute their activations in backward."""
     strategy = accelerator._backend.strategy
     transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
     return transform.apply(model, strategy.context)

@@ -163,7 +163,7 @@ def _strategy(accelerator: Any, plugin: Any) -> Any:
     if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
         raise SettingError(
             "Cannot save or load a model or an optimizer of FSDP.",
-            f"The settings given say state_dict_type={plugin.state_dict_type!r}, the run does not.",
+            f"The given settings have state_dict_type={plugin.state_dict_type!r}, but those of the run do not.",
             "Give accelerator.state.fsdp_plugin.",
         )
     return strategy

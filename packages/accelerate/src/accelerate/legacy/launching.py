@@ -1,6 +1,6 @@
-"""The functions by which scripts prepared launches of the original: command lines and variables from parsed arguments.
+"""Functions with which scripts prepared launches of the original: command lines and variables from parsed arguments.
 
-Each reads the arguments of `launch_command_parser` and answers from the plan that `accel launch` makes of them.
+Each reads the arguments of `launch_command_parser`, and computes the result from the plan of `accel launch` for them.
 """
 
 from __future__ import annotations
