@@ -267,7 +267,7 @@ def count_collectives(case: Case) -> Answer:
     return {**counted, "again": _collectives(backward)}
 
 
-class _Recorded(TorchDispatchMode):
+class _Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The names of the collectives of a block: torch's operators, and those that a group in Python reports.
 
     torch's profiler sees them too, but its end races with the threads of gloo that run a communication hook, which
@@ -275,7 +275,7 @@ class _Recorded(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(
