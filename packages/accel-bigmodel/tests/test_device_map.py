@@ -185,7 +185,7 @@ def test_modules_that_were_not_split_are_entries() -> None:
 
 
 def test_a_budget_of_all_devices_that_is_too_small_is_refused_with_name_and_numbers() -> None:
-    with pytest.raises(SettingError, match=r"'emb' takes 160 bytes, and no device has them \(left: 0: 100"):
+    with pytest.raises(SettingError, match=r"'emb' takes 160 bytes, and no device has enough memory \(left: 0: 100"):
         infer_auto_device_map(Model(), {0: 100, "cpu": 100, "disk": 100})
     assert infer_auto_device_map(Model(), {"cpu": 100}) == {"": "disk"}
 

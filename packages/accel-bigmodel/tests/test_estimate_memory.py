@@ -89,7 +89,7 @@ def test_a_class_of_an_installed_package_is_estimated(capsys: pytest.CaptureFixt
         ("missing.py:Model", "not a Python file"),
         ("FILE:number", "'number' is a int"),
         ("FILE:broken", "cannot be built"),
-        ("FILE:text", "gave a str"),
+        ("FILE:text", "returned a str"),
         ("torch.nn:Linear", "TypeError"),
     ],
 )

@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "header larger than the file": (
         lambda path: path.write_bytes((10**6).to_bytes(8, "little") + path.read_bytes()[8:]),
-        r"header should take 1000000 bytes, the file has \d+",
+        r"header should have 1000000 bytes, but the file has only \d+",
     ),
     "dtype": (
         lambda path: damaged(path, lambda header: header["2.bias"].update(dtype="F16")),
@@ -123,7 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "dtype that torch lacks": (
         lambda path: damaged(path, lambda header: header["2.bias"].update(dtype="F4", shape=[32])),
-        r"at offset \d+ of .*\n.*does not know its dtype F4",
+        r"at offset \d+ of .*\n.*does not support its dtype F4",
     ),
 }
 

@@ -49,7 +49,7 @@ def test_a_truth_value_in_second_place_asks_for_4_bits() -> None:
 
 def test_the_other_name_of_skipped_modules() -> None:
     assert BnbQuantizationConfig(True, llm_int8_skip_modules=["head"]).skip_modules == ["head"]
-    with pytest.raises(SettingError, match="Give skip_modules alone"):
+    with pytest.raises(SettingError, match="Use only skip_modules"):
         BnbQuantizationConfig(True, skip_modules=["a"], llm_int8_skip_modules=["b"])
 
 

@@ -1,4 +1,4 @@
-"""Align hooks move weights and inputs to the device on which a module computes; here they are defined and attached."""
+"""Defines and attaches align hooks, which move weights and inputs to the device on which a module computes."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class _OffloadedTensor:
     """One offloaded tensor of a module.
 
     Args:
-        owner: the dictionary of parameters or buffers that holds it.
+        owner: the dictionary of parameters or buffers that contains it.
         leaf: its name in that dictionary.
         name: its name in the weights map.
-        placeholder: what the dictionary holds between forwards: a tensor on the meta device.
+        placeholder: the tensor on the meta device that the dictionary contains between forwards.
     """
 
     owner: dict[str, Any]
@@ -70,20 +70,20 @@ class _OffloadedTensor:
 class AlignDevicesHook(ModelHook):
     """Computes a module on a device, wherever its inputs and weights are.
 
-    Offloaded weights are on the meta device between forwards. The hook uses a weight in place when it is on the
-    execution device in the right dtype already, for example mapped from a file; `reader` reads the others ahead.
-    Several threads may run the module at once. A forward that raises leaves the module as it was.
+    Offloaded weights are on the meta device between forwards. The hook uses a weight in place if it is already on the
+    execution device with the right dtype, for example mapped from a file; `reader` reads the others ahead. Several
+    threads may run the module at once. After a forward that raises an error, the module is unchanged.
 
     Args:
         execution_device: where the module computes; None leaves weights and inputs where they are.
-        offload: keep the weights off the module between forwards.
+        offload: remove the weights from the module between forwards.
         io_same_device: move the output to the device of the input.
         weights_map: name to offloaded weight; when None, the current weights on the CPU.
         offload_buffers: offload buffers too.
         place_submodules: the hook also handles the weights of submodules.
-        skip_keys: keyword arguments whose values stay where they are.
+        skip_keys: keyword arguments with values that are not moved.
         tied_params_map: copies of tied weights by device.
-        reader: reads weights ahead; when None, the hook has one of its own.
+        reader: reads weights ahead; if None, the hook creates one.
         names: the tensors of the module that the hook handles; all when None.
     """
 
@@ -198,7 +198,7 @@ class AlignDevicesHook(ModelHook):
                 send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
             )
         except BaseException:
-            # The caller calls no other method of the hook after one that raised.
+            # After an error, the caller calls no other method of the hook.
             self.forward_failed(module)
             raise
 
@@ -223,7 +223,7 @@ class AlignDevicesHook(ModelHook):
         return device
 
     def _load(self) -> None:
-        """Give the module its weights, unless another thread that runs it has done so."""
+        """Load the weights into the module, unless another thread that runs it has already loaded them."""
         with self._lock:
             self._running += 1
             if self._running > 1:
@@ -243,7 +243,7 @@ class AlignDevicesHook(ModelHook):
                 raise
 
     def _unload(self) -> None:
-        """Put the placeholders back when no thread runs the module any more."""
+        """Restore the placeholders when no thread runs the module any more."""
         with self._lock:
             self._running -= 1
             if self._running:
@@ -263,7 +263,7 @@ class AlignDevicesHook(ModelHook):
             weight = weights[tensor.name]
             _check_shape(tensor, weight)
             usable = weight.device == self.execution_device and weight.dtype == tensor.placeholder.dtype
-            # A map that makes a new tensor on each look-up would have it kept in memory here.
+            # If the map creates a new tensor at each look-up, storing it here would keep it in memory.
             if usable and weights[tensor.name] is weight:
                 in_place[tensor.name] = tensor.with_data(weight)
             else:
@@ -289,12 +289,12 @@ def _check_shape(tensor: _OffloadedTensor, weight: Tensor) -> None:
         raise ShapeMismatch(
             f"Cannot load the offloaded weight {tensor.name!r}.",
             f"It has shape {tuple(weight.shape)}, the module expects {tuple(expected)}.",
-            "Offload the weights of this model.",
+            "Use the offloaded weights of this model.",
         )
 
 
 def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """The hook that offloads the weights of a module, also when it is one of several."""
+    """The hook that offloads the weights of a module, even if it is one of several hooks."""
     waiting: list[Any] = [getattr(module, HOOK, None)]
     while waiting:
         hook = waiting.pop()
@@ -312,14 +312,15 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Inside the block, a module has its own weights: offloaded ones loaded, all on `execution_device` when given.
+    """Inside the block, offloaded weights of the module are loaded, and all its weights are on `execution_device` if
+    given.
 
     Changes to weights that were loaded from a file or another device are lost at the end of the block. Weights that
     were only moved keep their changes when they move back.
 
     Args:
-        module: whose own weights are needed; weights of its submodules stay where they are.
-        execution_device: where the weights are inside the block; by default where the hook of the module computes.
+        module: the module; weights of its submodules are not loaded or moved.
+        execution_device: device of the weights inside the block; by default the device on which the hook computes.
 
     Example:
         with align_module_device(model.head, "cpu"):
@@ -358,12 +359,12 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParameters | None = None,
 ) -> None:
-    """Compute every module with weights on `execution_device`, except modules that have a hook already.
+    """Compute every module with weights on `execution_device`, except modules that already have a hook.
 
     Args:
         module: the model, or the part of it, that gets hooks.
-        execution_device: where its modules compute.
-        skip_keys: keyword arguments whose values stay where they are.
+        execution_device: device on which its modules compute.
+        skip_keys: keyword arguments with values that are not moved.
         preload_module_classes: names of classes whose instances get one hook for all their submodules.
         tied_params_map: copies of tied weights by device.
     """
@@ -387,15 +388,15 @@ def attach_align_device_hook(
     tied_params_map: TiedParameters | None = None,
     reader: BlockReader | None = None,
 ) -> None:
-    """Put an align hook on `module` and every module in it that has weights of its own.
+    """Attach an align hook to `module` and every module in it with direct weights.
 
     Args:
-        execution_device: where they compute.
-        offload: keep their weights off the modules between forwards.
+        execution_device: device on which they compute.
+        offload: remove their weights from the modules between forwards.
         weights_map: full name to weight.
         offload_buffers: offload buffers too.
         module_name: full name of `module`, the prefix of its weights in `weights_map`.
-        skip_keys: keyword arguments whose values stay where they are.
+        skip_keys: keyword arguments with values that are not moved.
         preload_module_classes: names of classes whose modules load the weights of all submodules at once.
         tied_params_map: copies of tied weights by device.
         reader: reads weights ahead for all these modules; a new one when None.
@@ -419,9 +420,9 @@ def attach_align_device_hook(
 def _modules_with_tensors(
     name: str, module: nn.Module, preload_classes: Collection[str] | None, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module with tensors of its own, once and by full name, and whether it loads the weights of its submodules.
+    """Each module with direct tensors, once, by full name, and whether it loads the weights of its submodules.
 
-    Modules in `seen` are left out, with their submodules.
+    Modules in `seen` are omitted, with their submodules.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -447,7 +448,7 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: TiedParameters | None = None,
     reader: BlockReader | None = None,
 ) -> None:
-    """Put align hooks on the blocks that `execution_device` and `offload` name.
+    """Attach align hooks to the blocks that `execution_device` and `offload` name.
 
     Args:
         execution_device: a device for all, or name of a module or tensor (relative to `module`) to its device.
@@ -484,7 +485,7 @@ def attach_align_device_hook_on_blocks(
 
 @dataclass
 class _Blocks:
-    """Shared by the blocks of one model while hooks are attached to them."""
+    """State that the blocks of one model share while hooks are attached to them."""
 
     module: nn.Module
     module_name: str
@@ -496,7 +497,7 @@ class _Blocks:
     entries: set[int]
 
     def attach_offloading(self, name: str, block: nn.Module, device: Any) -> None:
-        """Hooks on every module of a block that keep its weights off between forwards."""
+        """Attach hooks to every module of a block that remove its weights between forwards."""
         preloading = set[int]()
         inside = _modules_with_tensors(self._full(name), block, self.preload_module_classes, self._other_entries(block))
         for full, module, preload in inside:
@@ -506,7 +507,7 @@ class _Blocks:
         self._align_inputs(block, device, preloading)
 
     def place(self, block: nn.Module, device: Any) -> None:
-        """Move the weights of a block to the device for good; hooks move its inputs there."""
+        """Move the weights of a block to the device permanently; hooks move its inputs there."""
         if device is not None:
             for _, module, _ in _modules_with_tensors("", block, None, self._other_entries(block)):
                 for leaf, _ in list(named_module_tensors(module)):
@@ -515,7 +516,7 @@ class _Blocks:
             self._align_inputs(block, device)
 
     def _align_inputs(self, block: nn.Module, device: Any, preloading: Collection[int] = ()) -> None:
-        """A hook that moves inputs on every module with tensors, because a user may call any of them directly."""
+        """Attach a hook that moves inputs to every module with tensors, because a user may call any of them."""
         waiting, others = [block], self._other_entries(block)
         while waiting:
             module = waiting.pop()
@@ -528,7 +529,7 @@ class _Blocks:
                 waiting += module.children()
 
     def attach_to_tensor(self, name: str, device: Any, offloaded: bool) -> None:
-        """A single tensor: moved for good, or loaded with the module that owns it."""
+        """Place a single tensor: move it permanently, or load it together with its module."""
         if not offloaded:
             set_module_tensor_to_device(self.module, name, device, clear_cache=False)
             return
@@ -552,5 +553,5 @@ class _Blocks:
         return ".".join(part for part in (self.module_name, name) if part)
 
     def _other_entries(self, block: nn.Module) -> set[int]:
-        """Modules inside that the device map names themselves."""
+        """Modules inside the block that have separate entries in the device map."""
         return self.entries - {id(block)}

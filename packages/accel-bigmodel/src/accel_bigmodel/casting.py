@@ -1,4 +1,4 @@
-"""Layer-wise casting: weights kept in a small dtype and cast to the dtype of computation for each layer's forward."""
+"""Layer-wise casting: stores weights in a small dtype, and casts them to the compute dtype for each layer's forward."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in `storage_dtype` between forwards.
 
-    What is stored is never touched: each forward computes with a cast copy, so casting up and down again loses nothing.
+    The stored weights never change: each forward computes with a cast copy, so that repeated casts lose no precision.
 
     Args:
-        storage_dtype: such as `torch.float8_e4m3fn`.
-        compute_dtype: such as `torch.bfloat16`; floating-point inputs are cast to it too.
+        storage_dtype: dtype of the stored weights, such as `torch.float8_e4m3fn`.
+        compute_dtype: dtype of the forward, such as `torch.bfloat16`; floating-point inputs are cast to it too.
         non_blocking: do not wait for the casts.
     """
 
@@ -75,17 +75,17 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of the layers inside a module in a small dtype; for inference.
+    """Store the weights of the layers in a module in a small dtype, for inference.
 
     Args:
         storage_dtype: dtype between forwards.
         compute_dtype: dtype during the forward of each layer.
-        skip_modules_pattern: regular expressions, or one, found in the names of modules that are left alone.
-        skip_modules_classes: classes of modules that are left alone, with all inside them.
+        skip_modules_pattern: regular expressions, or one, for the names of modules that are not cast.
+        skip_modules_classes: classes of modules that are not cast, with all their submodules.
         non_blocking: do not wait for the casts.
 
     Raises:
-        SettingError: a dtype is not one of floating point.
+        SettingError: a dtype is not a floating-point dtype.
 
     Example:
         attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern="norm")

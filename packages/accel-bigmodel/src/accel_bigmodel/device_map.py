@@ -1,4 +1,4 @@
-"""Device maps: module or tensor name to device. Made, checked, simplified and explained here."""
+"""Creates, checks, simplifies and explains device maps, which map names of modules or tensors to devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = (
 _log = logging.getLogger(__name__)
 
 Device: TypeAlias = "int | str | torch.device"
-"""Index of an accelerator, "cpu", "disk", or whatever `torch.device` takes."""
+"""Index of an accelerator, "cpu", "disk", or any argument of `torch.device`."""
 
 DeviceMap: TypeAlias = "Mapping[str, Device]"
 
@@ -60,24 +60,24 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, int | str]:
-    """A device map that fills the accelerators first, then the CPU, then the disk, and exceeds no budget.
+    """Create a device map that fills the accelerators first, then the CPU, then the disk, within the budgets.
 
-    Works on the meta device too. `explain_device_map` takes the same arguments and says why.
+    The model may be on the meta device. `explain_device_map` takes the same arguments and shows the reasons.
 
     Args:
-        max_memory: bytes, or text such as "10GB", by device; what is free now when None.
+        max_memory: bytes, or text such as "10GB", by device; if None, the free memory.
         no_split_module_classes: names of classes whose modules stay on one device.
         dtype: count floating-point weights in this dtype.
         special_dtypes: dtypes of single weights, by full name.
         verbose: print the report.
         clean_result: write one entry for a module whose parts share a device.
-        offload_buffers: buffers of offloaded modules are offloaded too; otherwise a warning is given where no
-            accelerator has room for them.
-        fallback_allocation: give the first accelerator, and the CPU, the first later module that fits where it would
-            stay empty.
+        offload_buffers: offload buffers of offloaded modules too; otherwise log a warning if no accelerator has room
+            for them.
+        fallback_allocation: if the first accelerator or the CPU would stay empty, place the first later module there
+            that fits.
 
     Raises:
-        SettingError: the budget has a bound for the disk and cannot hold the model.
+        SettingError: the budget limits the disk too, and the model does not fit.
 
     Example:
         >>> infer_auto_device_map(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {0: 600, "cpu": 5000})
@@ -100,20 +100,20 @@ def explain_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMapReport:
-    """What `infer_auto_device_map` does with the same arguments, as a report: print it, or draw it.
+    """Report how `infer_auto_device_map` places a model with the same arguments; print the report, or draw it.
 
     Args:
         model: the model, which may be on the meta device.
-        max_memory: bytes, or text such as "10GB", by device; what is free now when None.
+        max_memory: bytes, or text such as "10GB", by device; if None, the free memory.
         no_split_module_classes: names of classes whose modules stay on one device.
         dtype: count floating-point weights in this dtype.
         special_dtypes: dtypes of single weights, by full name.
         offload_buffers: buffers of offloaded modules are offloaded too.
-        fallback_allocation: give the first accelerator, and the CPU, the first later module that fits where it would
-            stay empty.
+        fallback_allocation: if the first accelerator or the CPU would stay empty, place the first later module there
+            that fits.
 
     Raises:
-        SettingError: the budget has a bound for the disk and cannot hold the model.
+        SettingError: the budget limits the disk too, and the model does not fit.
 
     Example:
         print(explain_device_map(model, max_memory={0: "2GB", "cpu": "16GB"}))
@@ -138,7 +138,7 @@ def explain_device_map(
 
 
 def _blocks(packing: DevicePacking) -> dict[str, Any]:
-    """Devices by the highest names that were not split: all below is on the device that was filled at their turn."""
+    """Devices by the highest names that were not split: everything below is on the device that was being filled."""
     found = {name: placement for placement in packing.placements for name in placement.piece.names}
     placed = {name: found[name] for piece in packing.pieces for name in piece.names}
     reached: dict[str, Any] = {}
@@ -155,14 +155,14 @@ def _blocks(packing: DevicePacking) -> dict[str, Any]:
 
 
 def _too_large(packing: DevicePacking, misfit: Misfit) -> SettingError:
-    """The error for a model that the budget cannot hold, with the nearest device map."""
+    """The error for a model that does not fit the budget, with the nearest device map."""
     last = list(packing.used)[-1]
     left = ", ".join(f"{device}: {free}" for device, free in misfit.left.items())
     return SettingError(
         f"Cannot place the model under the budget {dict(packing.budget)}: {packing.missing} bytes are missing.",
-        f"{misfit.piece.names[0]!r} takes {misfit.piece.size} bytes, and no device has them (left: {left}).",
+        f"{misfit.piece.names[0]!r} takes {misfit.piece.size} bytes, and no device has enough memory (left: {left}).",
         f"Raise the budget of {last!r} to {packing.used[last]} bytes. The nearest device map that fits is then "
-        f"{_nearest(packing)}. Without 'disk' in the budget, the disk has no bound.",
+        f"{_nearest(packing)}. Without 'disk' in the budget, the disk has no limit.",
     )
 
 
@@ -177,17 +177,18 @@ def _nearest(packing: DevicePacking) -> str:
 def check_room(
     model: nn.Module, device_map: DeviceMap, needed: Mapping[torch.device, int], dtype: Dtype | None = None
 ) -> None:
-    """Refuse a device map that gives a device more weights than there is memory for.
+    """Check that each device has enough memory for its weights in a device map.
 
-    An accelerator is held to the memory that is free, the host to all that it has. A device that does not tell its
-    memory is not checked.
+    For an accelerator the free memory counts, for the host the total memory. A device that does not report its memory
+    is not checked.
 
     Args:
-        needed: bytes by device that the weights take there, without what they take there already.
-        dtype: dtype that floating-point weights are given; that of the model when None.
+        needed: additional bytes that the weights need on each device.
+        dtype: dtype of floating-point weights; if None, that of the model.
 
     Raises:
-        SettingError: with the bytes that are missing and the nearest device map that fits.
+        SettingError: a device has too little memory; the message states the missing bytes and the nearest map that
+            fits.
     """
     rooms = {device: room for device in needed if (room := _room_of(device, needed[device])) is not None}
     missing = {device: needed[device] - room for device, room in rooms.items() if needed[device] > room}
@@ -215,14 +216,14 @@ def check_room(
 
 
 def _room_of(device: torch.device, size: int) -> int | None:
-    """Bytes that a device has for `size` bytes; None where it does not tell."""
+    """Bytes that a device has for `size` bytes; None if it does not report its memory."""
     family = family_of(device)
     try:
         if family is family_of(HOST):
             return family.total_memory()
         room = family.free_memory(device.index)
         if room < size:
-            # What the allocator of torch holds for later counts as free.
+            # Memory in the cache of torch's allocator counts as free.
             family.empty_cache()
             room = family.free_memory(device.index)
         return room
@@ -231,7 +232,7 @@ def _room_of(device: torch.device, size: int) -> int | None:
 
 
 def _missing_for_buffers(packing: DevicePacking) -> int:
-    """Bytes of the buffers of offloaded modules, which accelerators hold at the same time, where none has room."""
+    """Bytes of the buffers of offloaded modules, which stay on an accelerator, if none has room for them; else 0."""
     offloaded = [p.piece for p in packing.placements if p.device in OFFLOADED]
     buffers = sum(piece.buffers for piece in offloaded)
     rooms = [packing.left[device] for device in packing.left if device not in OFFLOADED]
@@ -239,10 +240,10 @@ def _missing_for_buffers(packing: DevicePacking) -> int:
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
-    """The same map with one entry wherever everything below a name is on one device.
+    """Simplify a device map: one entry for each name with everything below it on one device.
 
     Args:
-        module_name: simplify only what is below this name.
+        module_name: simplify only entries below this name.
 
     Example:
         >>> clean_device_map({"a.b": 0, "a.c": 0, "d": "cpu"})
@@ -278,7 +279,7 @@ def _simplified(device_map: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Prefixes(dict[str, tuple[str, ...]]):
-    """Name to the names of all modules above it, from the root down, and itself; each is made once."""
+    """Names of all modules above each name, from the root down, and the name itself."""
 
     def __missing__(self, name: str) -> tuple[str, ...]:
         made = self[name] = (*self[name.rpartition(".")[0]], name) if name else ("",)
@@ -286,7 +287,7 @@ class _Prefixes(dict[str, tuple[str, ...]]):
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Refuse a device map that does not fit the model, and warn about entries that name nothing in it.
+    """Check that a device map covers the model, and warn about entries that match nothing in it.
 
     Args:
         model: the model.
@@ -340,7 +341,7 @@ def resolve_device(device: Device) -> torch.device:
     family = best_family() if isinstance(device, int) else None
     if device == "disk" or (family is not None and family is family_of("cpu")):
         obstacle = "Modules cannot compute on the disk." if device == "disk" else "This machine has no accelerator."
-        raise SettingError(failure, obstacle, 'Name "cpu" or a device of this machine.')
+        raise SettingError(failure, obstacle, 'Use "cpu" or a device of this machine.')
     resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
     if resolved.type == "meta":
         return resolved
@@ -350,7 +351,9 @@ def resolve_device(device: Device) -> torch.device:
         raise SettingError(failure, error.obstacle, error.remedy) from error
     if not family.present() or (resolved.index or 0) >= max(family.count(), 1):
         raise SettingError(
-            failure, f"{family.count() if family.present() else 0} of its kind are in this machine.", "Name another."
+            failure,
+            f"{family.count() if family.present() else 0} of its kind are in this machine.",
+            "Use another index.",
         )
     return resolved
 
@@ -359,8 +362,8 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """Whether two devices are the same.
 
     Args:
-        first_device: a device; without an index it is number 0 of its kind.
-        second_device: the other, read in the same way.
+        first_device: a device; without an index, number 0 of its kind.
+        second_device: the other device, in the same form.
     """
     if first_device.type != second_device.type:
         return False
@@ -378,11 +381,11 @@ class DeviceMapReport:
     """A device map with its reasons; printing it shows the table and the bars.
 
     Args:
-        device_map: name to device, with one entry wherever everything below a name is on one device.
+        device_map: name to device, with one entry for each name with everything below it on one device.
         blocks: the same without an entry for the whole model.
         placements: each piece in the order in which it was placed, with device and reason.
-        budget: bytes that each device may give.
-        used: bytes that each device gives.
+        budget: largest number of bytes on each device.
+        used: bytes in use on each device.
     """
 
     device_map: dict[str, int | str]
@@ -413,7 +416,7 @@ class DeviceMapReport:
         )
 
     def bars(self) -> str:
-        """One bar for each device: what is used of its budget."""
+        """One bar for each device: the used part of its budget."""
         lines = []
         for device, used in self.used.items():
             budget = self.budget.get(device)

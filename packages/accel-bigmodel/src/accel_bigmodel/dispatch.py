@@ -1,4 +1,4 @@
-"""Dispatch: a model spread over accelerators, memory and disk computes although no device holds all of it."""
+"""Dispatch: spreads a model over accelerators, memory and disk, so that it can be larger than any device."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def dispatch_model(
     ahead in the order of the first forward.
 
     Args:
-        device_map: name of a module or tensor to device, as `infer_auto_device_map` makes it.
-        main_device: where offloaded parts compute; the first accelerator in the map, else the CPU.
+        device_map: name of a module or tensor to device, as from `infer_auto_device_map`.
+        main_device: device on which offloaded parts compute; the first accelerator in the map, else the CPU.
         state_dict: weights of the parts on the CPU; the model's own when None.
-        offload_dir: folder of the parts on the disk; written unless it holds an index already.
-        offload_index: where weights on the disk are, in place of the folder's own index.
+        offload_dir: folder of the parts on the disk; written unless it already contains an index.
+        offload_index: index of the weights on the disk, in place of the folder's index.
         offload_buffers: buffers of offloaded parts are offloaded too.
         skip_keys: keyword arguments whose values stay where they are.
         preload_module_classes: names of classes whose modules load the weights of all submodules at once.
@@ -83,8 +83,8 @@ def dispatch_model(
 
     Raises:
         SettingError: the map does not fit the model, or names the disk without an offload folder; or a device has too
-            little memory for the weights that the map brings there, which the error states in bytes with the nearest
-            map that fits. Nothing was moved.
+            little memory for its weights; the error states the missing bytes and the nearest map that fits. Nothing was
+            moved.
 
     Example:
         dispatch_model(model, {"embed": 0, "blocks": 0, "head": "cpu"})
@@ -120,9 +120,9 @@ def dispatch_layout(
     force_hooks: bool = False,
     max_prefetch_bytes: int | None = None,
 ) -> M:
-    """`dispatch_model` with the layout of the model, whose device map and ties were checked when it was made.
+    """`dispatch_model` with the layout of the model, which has checked the device map and ties already.
 
-    Weights on the disk whose files the layout holds are used from there; no index is read for them.
+    Weights on the disk with files in the layout are used from these files; no index is read for them.
     """
     device_map = layout.device_map or {}
     kinds = set(map(str, device_map.values()))
@@ -156,10 +156,10 @@ def dispatch_layout(
 
 
 def _moved(model: nn.Module, device_map: DeviceMap, own_host: bool) -> dict[torch.device, int]:
-    """Bytes by device that the weights of a model bring there, less those that leave it.
+    """Additional bytes on each device that a model's weights need, minus those that they free.
 
     Args:
-        own_host: parts on the CPU keep the weights of the model; otherwise others replace them.
+        own_host: parts on the CPU keep the model's weights; otherwise other weights replace them.
     """
     places: dict[int, tuple[Tensor, set[torch.device]]] = {}
     for name, tensor in _tensors_by_name(model).items():
@@ -184,7 +184,7 @@ def main_device_of(device_map: DeviceMap) -> Device:
 
 
 def is_offloaded(device: Device, main: Device) -> bool:
-    """Whether weights on `device` are kept off the main device, where they are used."""
+    """Whether weights on `device` are offloaded from the main device, where they are used."""
     return str(device) == DISK or (str(device) == HOST and str(main) != HOST)
 
 
@@ -196,14 +196,14 @@ def _offloaded_weights(
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
 ) -> OffloadedWeightsLoader:
-    """The weights that hooks load; those for the disk are written unless they are there already."""
+    """The weights that hooks load; those for the disk are written unless the folder already contains them."""
     on_disk = layout.names_on(DISK)
     index = layout.offload_index() if offload_index is None else offload_index
     if on_disk and offload_dir is None and not index:
         raise SettingError(
             f"Cannot place {', '.join(map(repr, on_disk[:3]))} of {type(model).__name__} on the disk.",
-            "The call does not set a folder for them.",
-            "Give offload_dir=, or an offload_index= of weights that are on the disk already.",
+            "The call does not set a folder for these weights.",
+            "Pass offload_dir=, or the offload_index= of weights that are already on the disk.",
         )
     own = _tensors_by_name(model)
     if on_disk and not index and offload_dir is not None and not (Path(offload_dir) / INDEX_NAME).is_file():
@@ -216,7 +216,7 @@ def _offloaded_weights(
 
 
 def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by full name, also by each name of a tied one."""
+    """Parameters and buffers by full name; a tied tensor has an entry for each name."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -237,7 +237,7 @@ def cpu_offload(
     """Keep all weights in the CPU's memory and load those of each layer on `execution_device` for its forward.
 
     Args:
-        execution_device: where layers compute; where the model is now when None.
+        execution_device: device on which layers compute; if None, the model's current device.
         offload_buffers: buffers are offloaded too.
         state_dict: the weights to use; the model's own when None.
         preload_module_classes: names of classes whose modules load the weights of all submodules at once.
@@ -262,7 +262,7 @@ def disk_offload(
     """Keep all weights in a folder and load those of each layer on `execution_device` for its forward.
 
     Args:
-        offload_dir: the folder; the weights are written there unless it holds an index already.
+        offload_dir: the folder; the weights are written there unless it already contains an index.
 
     The other arguments are those of `cpu_offload`.
     """
@@ -302,11 +302,11 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model on the CPU until its forward, and lets it stay on the execution device afterwards.
+    """Keeps a model on the CPU until its forward; afterwards it stays on the execution device.
 
     Args:
-        execution_device: where it computes; the first device of the best family here when None.
-        prev_module_hook: the handle of the model called before this one, which is sent back to the CPU first.
+        execution_device: device on which it computes; if None, the first device of the best family here.
+        prev_module_hook: the handle of the model called before this one, which is moved back to the CPU first.
     """
 
     def __init__(
@@ -331,18 +331,18 @@ def _default() -> torch.device:
 
 
 class UserCpuOffloadHook:
-    """The handle that `cpu_offload_with_hook` gives: sends the model back to the CPU, or takes the hook off."""
+    """The handle that `cpu_offload_with_hook` returns: moves the model back to the CPU, or removes the hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to the CPU."""
+        """Move the model back to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off; the model stays where it is."""
+        """Remove the hook; the model stays on its device."""
         remove_hook_from_module(self.model)
 
 
@@ -351,11 +351,11 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU between phases of use, moved as a whole.
+    """Keep a model on the CPU between phases of use, and move it as a whole.
 
     Args:
-        execution_device: where it computes; the first device of the best family here when None.
-        prev_module_hook: handle of the model before it, sent back when this one is called.
+        execution_device: device on which it computes; if None, the first device of the best family here.
+        prev_module_hook: handle of the previous model, which is moved back when this model is called.
 
     Example:
         encoder, first = cpu_offload_with_hook(encoder, 0)
@@ -369,9 +369,9 @@ def cpu_offload_with_hook(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a dispatched model: offloaded weights brought to the CPU, all others where they are.
+    """The state dict of a dispatched model: offloaded weights are loaded to the CPU, all others are not moved.
 
-    Weights that are mapped from a file stay mapped, so that memory is used when they are.
+    Weights that are mapped from a file stay mapped, so that they use memory only when they are read.
     """
     state_dict: dict[str, Any] = dict(model.state_dict())
     for name, module in model.named_modules(remove_duplicate=False):
@@ -393,7 +393,7 @@ def get_state_dict_from_offload(
     Args:
         module_name: full name of one of its weights, such as "blocks.0.weight".
         state_dict: changed and returned.
-        device_to_put_offload: where the weights are put.
+        device_to_put_offload: device of the added weights.
     """
     if has_offloaded_params(module):
         prefix = module_name[: module_name.rfind(".") + 1]
@@ -403,7 +403,7 @@ def get_state_dict_from_offload(
 
 
 def _own(module: nn.Module, prefix: str, wanted: MutableMapping[str, Any] | None) -> dict[str, Any]:
-    """The state of a module that is at hand now, under full names; of `wanted` only, when given."""
+    """The state of a module that is in memory, by full name; only of `wanted` if given."""
     own = {prefix + name: value for name, value in module.state_dict().items()}
     at_hand = {name: value for name, value in own.items() if not getattr(value, "is_meta", False)}
     return {name: value for name, value in at_hand.items() if wanted is None or name in wanted}

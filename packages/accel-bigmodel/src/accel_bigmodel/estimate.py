@@ -1,4 +1,4 @@
-"""How much memory a model takes, in several dtypes, for inference and for training with Adam; nothing is allocated."""
+"""Estimates a model's memory in several dtypes, for inference and training with Adam, without allocating it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Estimate:
     Args:
         dtype: name of the dtype.
         largest_layer: bytes of the largest layer, or block that must stay whole.
-        layer: its name, or "" when the model is one layer.
+        layer: its name, or "" if the model is one layer.
         total: bytes of all weights and buffers.
         training: bytes of training with Adam, or None for dtypes that are not trained.
     """
@@ -47,16 +47,16 @@ class Estimate:
 def estimate_memory(model: nn.Module, dtypes: Sequence[str] = ("float32", "float16", "int8", "int4")) -> list[Estimate]:
     """Estimates for a model, which may be on the meta device, by dtype.
 
-    Training counts 16 bytes a parameter: in float32 for weights, gradients and Adam's two moments of 4 each; in half
+    Training counts 16 bytes per parameter: in float32 for weights, gradients and Adam's two moments of 4 each; in half
     precision for weights and gradients of 2 each, a float32 copy of the weights, and the moments. Activations, which
     depend on the batch, are not counted.
 
     Args:
         model: the model.
-        dtypes: "float32", "float16", "bfloat16", "int8" or "int4", each for one estimate.
+        dtypes: some of "float32", "float16", "bfloat16", "int8" and "int4".
 
     Raises:
-        SettingError: a dtype that is unknown.
+        SettingError: a dtype is unknown.
     """
     trainable = sum(parameter.numel() for parameter in model.parameters())
     whole = getattr(model, "_no_split_modules", None) or []
@@ -83,18 +83,18 @@ def table_of(estimates: Sequence[Estimate]) -> str:
 def build_model(
     model_name: str, library_name: str | None = None, trust_remote_code: bool = False, **arguments: Any
 ) -> nn.Module:
-    """A model on the meta device, by what a user calls it.
+    """Build a model on the meta device from its name.
 
     Args:
         model_name: "package.module:Class" or "file.py:Class", a callable that returns a module; a folder or file with a
             config of transformers; or the name of a model of transformers or timm.
         library_name: "transformers" or "timm" for names that are neither path nor callable.
         trust_remote_code: let transformers run code that comes with a model.
-        arguments: for the callable.
+        arguments: keyword arguments of the callable.
 
     Raises:
-        SettingError: nothing of that name is found, or it does not make a module.
-        Missing: the library it needs is not installed.
+        SettingError: nothing with that name exists, or it does not create a module.
+        Missing: the required library is not installed.
     """
     failure = f"Cannot estimate the memory of {model_name!r}."
     make = (
@@ -106,17 +106,17 @@ def build_model(
         model = _empty(make, arguments)
     except Exception as error:
         raise SettingError(
-            failure, f"Building it gave {type(error).__name__}: {error}", "Check its name and its --arguments."
+            failure, f"Building it raised {type(error).__name__}: {error}", "Check its name and its --arguments."
         ) from error
     if not isinstance(model, nn.Module):
         raise SettingError(
-            failure, f"It gave a {type(model).__name__}, not a torch.nn.Module.", "Name a module's class."
+            failure, f"It returned a {type(model).__name__}, not a torch.nn.Module.", "Give the class of a module."
         )
     return model
 
 
 def _empty(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """The model without any memory; where its constructor needs the values of tensors, with memory for its buffers."""
+    """Build the model without memory or, if its constructor reads tensor values, with memory for its buffers."""
     try:
         with init_empty_weights(include_buffers=True):
             return make(**arguments)
@@ -126,10 +126,10 @@ def _empty(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
-    """What "package.module:name" or "file.py:name" names.
+    """Import the object "package.module:name" or "file.py:name".
 
     Args:
-        failure: what could not be done, for the error.
+        failure: first sentence of the error message.
         model_name: the text.
 
     Raises:
@@ -154,15 +154,15 @@ def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
         raise SettingError(
             failure,
             f"Importing {place} raised {type(error).__name__}: {error}",
-            "Correct that, or put everything except definitions under: if __name__ == '__main__'",
+            "Correct the error, or put everything except definitions under: if __name__ == '__main__'",
         ) from error
     if not callable(found):
-        raise SettingError(failure, f"{name!r} is a {type(found).__name__}.", "Name a class or a function.")
+        raise SettingError(failure, f"{name!r} is a {type(found).__name__}.", "Give a class or a function.")
     return found  # type: ignore[no-any-return]
 
 
 def _file(path: Path) -> Any:
-    """The module that a file makes, which sees its own name as the only argument of the program."""
+    """Import a file as a module; sys.argv contains only its name meanwhile."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"{path} is not a Python file")
@@ -188,7 +188,9 @@ def _from_library(failure: str, name: str, library_name: str | None, trust_remot
     config_file = path / "config.json" if path.is_dir() else path
     if path.exists() and not _is_config(config_file):
         raise SettingError(
-            failure, f"{str(config_file)!r} is not a config with a 'model_type'.", "Name a config.json or its folder."
+            failure,
+            f"{str(config_file)!r} is not a config with a 'model_type'.",
+            "Give the path of a config.json or of its folder.",
         )
     Requirement("transformers").demand(failure)
     library: Any = importlib.import_module("transformers")

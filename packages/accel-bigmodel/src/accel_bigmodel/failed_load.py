@@ -1,4 +1,4 @@
-"""A model that a failed load has written in part: calling, saving or copying it raises, until a load succeeds."""
+"""Marks a model that a failed load has partly written: calling, saving or copying it raises, until a load succeeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK: Final = "_accel_failed_load"
 
 
 class LoadGuard:
-    """What a load under `load_guard` tells: whether it has changed the model.
+    """Shared state of a load under `load_guard`: whether it has changed the model.
 
     Attributes:
         writes: set to True before the first weight is written.
@@ -28,14 +28,14 @@ class LoadGuard:
 
 @contextmanager
 def load_guard(model: nn.Module, checkpoint: object) -> Iterator[LoadGuard]:
-    """Run a load; where it fails after the first write, the model is marked as unusable.
+    """Run a load; if it fails after the first write, the model is marked as unusable.
 
     A marked model raises CheckpointError with the name of the checkpoint and the first error when it, or a module in
     it, is called, and when its weights are saved or copied. A load that succeeds removes the mark, and so does
     `model.load_state_dict` with all names.
 
     Args:
-        checkpoint: what is loaded, for the error.
+        checkpoint: name of the checkpoint, for the error.
     """
     earlier: _FailedLoad | None = vars(model).get(_MARK)
     if earlier is not None:
@@ -88,5 +88,5 @@ class _FailedLoad:
             self.remove()
 
     def __reduce__(self) -> NoReturn:
-        # Copying and pickling the model come here.
+        # Copying and pickling the model call this.
         self._refuse()

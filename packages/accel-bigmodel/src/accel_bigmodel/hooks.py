@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: the interface, and putting them on and taking them off."""
+"""Hooks around a module's forward: the interface, and functions that add and remove them."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ _MOVES: Final = ("to", "cuda", "cpu", "xpu", "npu", "float", "half", "bfloat16",
 
 
 class ModelHook:
-    """What may happen around the forward of a module; each method does nothing by default.
+    """Base class of hooks around the forward of a module; each method does nothing by default.
 
-    After a method that raised no other one is called for that forward: it has to clean up after itself.
+    After a method raises, no other method is called for that forward, so it must clean up itself.
     """
 
     no_grad: bool = False
     """Run the forward without gradients."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is put on; returns the module."""
+        """Called when the hook is added; returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before the forward; returns the arguments it is given."""
+        """Called before the forward; returns the arguments for the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after the forward; returns what the caller gets."""
+        """Called after the forward; returns the output for the caller."""
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """Called in place of `post_forward` when the forward raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is taken off; returns the module as it was before."""
+        """Called when the hook is removed; returns the original module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each method in the order in which they were given."""
+    """Combines several hooks: calls each method of all hooks, in the given order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -95,21 +95,21 @@ class SequentialHook(ModelHook):
 
 
 def _fail(hooks: Sequence[ModelHook], module: nn.Module) -> None:
-    """Tell all hooks, in their order, that the forward failed; also when one of them raises."""
+    """Call `on_error` of all hooks in order after the forward failed, even if one of them raises."""
     with ExitStack() as told:
         for hook in reversed(hooks):
             told.callback(hook.forward_failed, module)
 
 
 def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
-    """Put a hook on a module, in place of one that is there, or with `append=True` after it.
+    """Add a hook to a module, in place of an existing hook, or with `append=True` after it.
 
-    The module keeps its class; `remove_hook_from_module` gives it back as it was.
+    The module keeps its class; `remove_hook_from_module` restores the module.
 
     Args:
         module: the module, whose `forward` then calls the hook before and after.
-        hook: what to call; its `init_hook` may replace the module.
-        append: keep a hook that is there, and call this one after it.
+        hook: the hook; its `init_hook` may replace the module.
+        append: keep an existing hook, and call the new one after it.
 
     Returns:
         The module that `init_hook` returned, which is `module` unless the hook replaces it.
@@ -155,11 +155,11 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Take the hook off a module, which may be moved again afterwards.
+    """Remove the hook from a module, which may be moved again afterwards.
 
     Args:
-        module: the module; one without a hook stays as it is.
-        recurse: whether the modules in it lose their hooks too.
+        module: the module; a module without a hook is not changed.
+        recurse: whether to remove the hooks of its submodules too.
 
     Returns:
         The module.
@@ -178,7 +178,7 @@ def _take_off(module: nn.Module) -> None:
         hook.detach_hook(module)
         delattr(module, HOOK)
     if hasattr(module, OLD_FORWARD):
-        # The class's own method comes back when what the module called before was it.
+        # Restore the class's method if the module called that one before.
         old_forward = getattr(module, OLD_FORWARD)
         delattr(module, OLD_FORWARD)
         module.forward = old_forward
@@ -187,7 +187,7 @@ def _take_off(module: nn.Module) -> None:
 
 
 def refuse_to_move(module: nn.Module) -> None:
-    """Have methods such as `to` raise until the hooks are taken off: moving would break what hooks keep in order."""
+    """Make methods such as `to` raise until the hooks are removed: moving would break the state of the hooks."""
     # `partial` over a function of this module can be pickled and copied with the module; a closure cannot.
     refusal = functools.partial(_refuse, type(module).__name__)
     for name in _MOVES:
@@ -199,8 +199,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     raise NotOffered(
         f"Cannot move {name} to another device or dtype.",
         "Some of its modules are offloaded to the CPU or the disk.",
-        "Take the hooks off first: remove_hook_from_submodules(model). Then load the weights that were never in "
-        "memory.",
+        "Remove the hooks first: remove_hook_from_submodules(model). Then load the weights that were never in memory.",
     )
 
 
@@ -211,5 +210,5 @@ def _let_move(module: nn.Module) -> None:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules in it."""
+    """Remove the hooks from a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)

@@ -1,4 +1,4 @@
-"""Checkpoints and models named by their identifier on the Hugging Face Hub."""
+"""Finds checkpoints and models by their identifier on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
-    """A path that exists, as it is; else the snapshot of "org/name", downloaded when it is not in the cache.
+    """Return an existing path unchanged; else the snapshot of "org/name", downloaded if it is not in the cache.
 
-    Of a repository with both formats only the safetensors files are fetched.
+    If a repository has both formats, only the safetensors files are fetched.
 
     Raises:
         SettingError: there is no such path, and it is not an identifier or cannot be fetched.
-        Missing: it looks like an identifier and huggingface_hub is not installed.
+        Missing: the name is an identifier, and huggingface_hub is not installed.
     """
     path = Path(checkpoint)
     if path.exists():
@@ -43,14 +43,14 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     except Exception as error:
         raise SettingError(
             failure,
-            f"It is not a local path, and the Hub gave: {type(error).__name__}: {error}",
-            "Check the name and the connection.",
+            f"It is not a local path, and the Hub reports: {type(error).__name__}: {error}",
+            "Check the name and the network connection.",
         ) from error
     return folder
 
 
 def fetch_model_info(repo: str, token: str | None = None) -> Any:
-    """Fetch what the Hub knows of a model; "gated" where it needs an access token, "repo" where no such model exists.
+    """Fetch the Hub's information on a model; "gated" if it needs an access token, "repo" if it does not exist.
 
     Raises:
         Missing: huggingface_hub is not installed.

@@ -1,7 +1,6 @@
-"""Loading a checkpoint into a model: each weight is mapped from its file, or read once, straight to where it goes.
+"""Loads a checkpoint into a model: each weight is mapped from its file, or read once directly into its final memory.
 
-The modules that read files and place weights are imported by the first load, not by the many scripts that only import
-these functions.
+The first load imports the modules that read files and place weights, so that importing these functions is fast.
 """
 
 from __future__ import annotations
@@ -50,32 +49,33 @@ def load_checkpoint_in_model(
     """Load a checkpoint into a model, which may be on the meta device.
 
     Weights that go to the CPU in the dtype of their safetensors file are mapped from it. All others are read by several
-    threads, straight into their final memory where the dtype agrees. Weights for the disk stay in their safetensors
+    threads, directly into their final memory if the dtype is the same. Weights for the disk stay in their safetensors
     file; the index of `offload_folder` lists them. Every file is checked before the first weight is written.
 
     A model whose parameters are sharded over processes, as FSDP2 and tensor parallelism do, is loaded by all of them:
-    each process reads its own ranges of the files. Where only the first process has the files, it sends the weights.
+    each process reads its own ranges of the files. If only the first process has the files, it sends the weights.
 
     Args:
-        checkpoint: a weight file, an index, a folder, or "org/name" on the Hub when huggingface_hub is installed.
-        device_map: name to device; without one each weight goes where the model's is now (from meta to the CPU).
-        offload_folder: where weights for "disk" are listed or written.
-        dtype: dtype that floating-point weights are given; that of the model when None.
-        offload_state_dict: accepted; mapped files already save the memory that it would.
-        offload_buffers: buffers for the disk are left there; otherwise they are loaded to the CPU.
+        checkpoint: a weight file, an index, a folder, or "org/name" on the Hub if huggingface_hub is installed.
+        device_map: name to device; without one, each weight goes to the current device of the model's weight (to the
+            CPU from meta).
+        offload_folder: folder in which weights for "disk" are listed or written.
+        dtype: dtype of floating-point weights; if None, that of the model.
+        offload_state_dict: accepted without effect; mapping the files already saves this memory.
+        offload_buffers: leave buffers for the disk there; otherwise they are loaded to the CPU.
         keep_in_fp32_modules: parts of names whose weights stay in float32 when `dtype` is float16.
-        offload_8bit_bnb: accepted; weights for the disk are kept as they are in the checkpoint.
-        strict: missing and unexpected names are an error.
-        full_state_dict: for models with sharded weights: the checkpoint holds whole weights.
-        broadcast_from_rank0: only the first process reads the files; the others get the weights from it.
+        offload_8bit_bnb: accepted without effect; weights for the disk are stored as in the checkpoint.
+        strict: raise an error for missing and unexpected names.
+        full_state_dict: for models with sharded weights: the checkpoint contains whole weights.
+        broadcast_from_rank0: only the first process reads the files, and sends the weights to the others.
 
     Raises:
-        CheckpointError: files are missing or damaged, or names do not agree with `strict=True`. A file that cannot be
-            read to its end leaves the model written in part: using it raises until a load succeeds.
-        ShapeMismatch: a weight has another shape than the model's; nothing was loaded.
+        CheckpointError: files are missing or damaged, or names differ with `strict=True`. If a file cannot be read to
+            its end, the model is partly written: using it raises an error until a load succeeds.
+        ShapeMismatch: a weight and the model's weight have different shapes; nothing was loaded.
         SettingError: the device map does not fit the model, or names the disk without an offload folder; or a device
-            has too little memory for what the map puts there, which the error states in bytes with the nearest map that
-            fits. Nothing was read.
+            has too little memory for its weights; the error states the missing bytes and the nearest map that fits.
+            Nothing was read.
     """
     from accel_bigmodel.loading import holds_sharded_weights, load_together
     from accel_bigmodel.sizes import torch_dtype
@@ -84,8 +84,8 @@ def load_checkpoint_in_model(
         if device_map is not None:
             raise SettingError(
                 "Cannot use a device map with broadcast_from_rank0 or with sharded weights.",
-                "A device map places a model of a single process.",
-                "Leave one of them out.",
+                "A device map is only for a model in a single process.",
+                "Remove one of them.",
             )
         wanted = None if dtype is None else torch_dtype(dtype)
         return load_together(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
@@ -101,7 +101,7 @@ def _loading(
     dtype: Dtype | None,
     keep_in_fp32_modules: Sequence[str] | None = None,
 ) -> Loading:
-    """The load of one process alone."""
+    """Load in a single process."""
     from accel_bigmodel.loading import Loading
     from accel_bigmodel.sizes import torch_dtype
     from accel_bigmodel.weight_layout import layout_of
@@ -138,13 +138,13 @@ def load_checkpoint_and_dispatch(
     Args:
         device_map: name to device; or "auto" or "balanced" (evenly over the accelerators), "balanced_low_0" (the first
             one as empty as possible), "sequential" (one after the other).
-        max_memory: bytes, or text such as "10GB", by device, for a device map that is made here.
+        max_memory: bytes, or text such as "10GB", by device, for a device map that is created here.
         no_split_module_classes: names of classes whose modules stay on one device.
 
     The other arguments are those of `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
-        CheckpointError: also when weights of the model are missing and it has none of its own, on the meta device.
+        CheckpointError: also if weights are missing in the checkpoint, and the model's own are on the meta device.
 
     Example:
         with init_empty_weights():
@@ -192,14 +192,14 @@ def chosen_map(
     offload_buffers: bool,
     special_dtypes: Mapping[str, Any] | None = None,
 ) -> DeviceMap | None:
-    """The device map that a policy makes, or the one that was given."""
+    """The device map that a policy creates, or the given one."""
     if not isinstance(device_map, str):
         return device_map
     if device_map not in _POLICIES:
         raise SettingError(
-            f"Cannot make a device map by the policy {device_map!r}.",
+            f"Cannot create a device map with the policy {device_map!r}.",
             f"The policies are {', '.join(_POLICIES)}.",
-            "Use one of them, or give a mapping.",
+            "Use one of them, or pass a mapping.",
         )
     from accel_bigmodel.device_map import infer_auto_device_map
     from accel_bigmodel.placement import get_balanced_memory
@@ -221,8 +221,8 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
             CPU.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds Python objects other than weights.
-        SettingError: the map names a device that is not there.
+        CheckpointError: the file is missing, damaged, or contains Python objects other than weights.
+        SettingError: the map names a device that does not exist.
     """
     from accel_bigmodel.device_map import resolve_device
     from accel_bigmodel.dispatch import DISK
@@ -242,12 +242,12 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put weights that `offload_weight` wrote back into a model, on the CPU.
+    """Load weights that `offload_weight` wrote into a model, on the CPU.
 
     Args:
-        model: the model; other weights of it stay as they are.
-        index: the entries of the weights by name, as `offload_weight` noted them.
-        offload_folder: where their files are.
+        model: the model; its other weights are not changed.
+        index: the entries of the weights by name, as `offload_weight` wrote them.
+        offload_folder: folder of their files.
 
     Raises:
         CheckpointError: a file is missing or shorter than its entry says.

@@ -1,6 +1,6 @@
-"""How the weights of a checkpoint get into a model: loaded by one process, or by several together.
+"""Loads the weights of a checkpoint into a model, in one process or in several together.
 
-Several processes agree before anything is written and after everything was read: what one of them raises, all raise.
+Several processes synchronise before the first write and after the last read: if one of them raises an error, all do.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _DEADLINE: Final = 7200.0
 
 
 Place: TypeAlias = "Callable[[nn.Module, str, Device, Tensor, torch.dtype | None], None]"
-"""Puts one weight into a model: model, name, device, the weight in the dtype of its file, the dtype it is given."""
+"""Sets one weight of a model: model, name, device, the weight in the dtype of its file, the target dtype."""
 
 
 @dataclass
 class LoadReport:
-    """What a load found.
+    """The result of a load.
 
     Args:
-        missing: names that the model has and the checkpoint does not.
-        unexpected: names that the checkpoint has and the model does not.
+        missing: names in the model that the checkpoint lacks.
+        unexpected: names in the checkpoint that the model lacks.
         bytes_read: bytes that this process read from files; weights that are mapped, or stay on the disk, are not read.
     """
 
@@ -66,12 +66,12 @@ class LoadReport:
 
 
 class Loading:
-    """One load by one process; `run` does it.
+    """One load in one process; `run` executes it.
 
     Args:
-        layout: of the model, with its device map.
-        dtype_of: dtype that the weight of a name is given; None for that of the model.
-        place: puts each weight into the model, in place of setting it in the dtype and on the device that it is given.
+        layout: the model's layout, with its device map.
+        dtype_of: returns the target dtype of a weight by name; None for that of the model.
+        place: sets each weight of the model, in place of the default, which sets it with the target dtype and device.
 
     The other arguments are those of `load_checkpoint_in_model`.
 
@@ -79,7 +79,7 @@ class Loading:
         layout: the weights of the model; `run` fills in their files.
 
     Raises:
-        SettingError: the device map names the disk and there is no folder; from `run`, a device lacks memory.
+        SettingError: the device map names the disk, and there is no folder; from `run`, a device has too little memory.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Loading:
         if offload_folder is None and DISK in map(str, (layout.device_map or {}).values()):
             raise SettingError(
                 f"Cannot load parts of {type(model).__name__} to the disk.",
-                "The call does not set a folder for them.",
-                "Give offload_folder=.",
+                "The call does not set a folder for these weights.",
+                "Pass offload_folder=.",
             )
         self.model = model
         self._folder = offload_folder
@@ -106,20 +106,20 @@ class Loading:
         self._tensors = tensors_of(model)
 
     def run(self, checkpoint: str | os.PathLike[str], strict: bool) -> LoadReport:
-        """Check all files, names and shapes, then bring every weight where it belongs."""
+        """Check all files, names and shapes, then load every weight to its device."""
         with load_guard(self.model, checkpoint) as guard:
             found = open_weights(find_weights(local_checkpoint(checkpoint)))
             report = compare(self.model, self.layout, found, strict)
             own = {name: weight for name, weight in found.items() if name in self.layout.weights}
             self._check_room(own)
-            # Opened before anything is written, as the last thing that can be wrong with a file.
+            # Files are opened before the first write, because this is the last check that can fail.
             mapped = {name: weight.mapped() for name, weight in own.items() if self._is_mapped(name, weight)}
             self.layout = self.layout.with_files({name: _stored(weight) for name, weight in own.items()})
             guard.writes = True
             return replace(report, bytes_read=self.bring(own, mapped))
 
     def _check_room(self, found: Mapping[str, FileWeight]) -> None:
-        """Refuse a device map whose weights a device has no memory for; those that are quantised become smaller."""
+        """Check that each device has memory for its weights; weights that are quantised become smaller."""
         if self.layout.device_map is None or self._place is not None:
             return
         needed: dict[torch.device, int] = {}
@@ -132,17 +132,17 @@ class Loading:
             if device.type != "meta" and (id(own), device) not in counted:
                 counted.add((id(own), device))
                 size = own.numel() * self._dtype(name, weight).itemsize
-                # The memory that a weight has there already becomes free.
+                # The current memory of the weight on this device becomes free.
                 held = own.nbytes if check_device_same(own.device, device) else 0
                 needed[device] = needed.get(device, 0) + size - held
         check_room(self.model, self.layout.device_map, needed, self._dtype_of(""))
 
     def bring(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor] | None = None) -> int:
-        """Bring weights where they belong, and return how many bytes were read.
+        """Load weights to their devices, and return the number of bytes read.
 
         Args:
-            found: weights of the model by name, whose shapes agree.
-            mapped: those among them that are mapped already.
+            found: weights of the model by name, with checked shapes.
+            mapped: those among them that are already mapped.
         """
         index: dict[str, dict[str, Any]] = {}
         here = {name: weight for name, weight in found.items() if not self._stays_on_disk(name)}
@@ -157,21 +157,21 @@ class Loading:
         return read
 
     def _device(self, spec: WeightSpec) -> Device:
-        """Where a weight goes; without a device map, an empty one goes to the CPU."""
+        """The target device of a weight; without a device map, a weight without data goes to the CPU."""
         if self.layout.device_map is None:
             return "cpu" if self._tensors[spec.name].is_meta else spec.device
         kept = spec.is_buffer and not self._offload_buffers and str(spec.device) == DISK
         return "cpu" if kept else spec.device
 
     def _dtype(self, name: str, weight: FileWeight) -> torch.dtype:
-        """The dtype that a weight is given: integers and bools keep that of the file."""
+        """The target dtype of a weight: integers and bools keep that of the file."""
         own = self.layout.weights[name].dtype
         if not weight.dtype.is_floating_point:
             return weight.dtype
         return self._dtype_of(name) or (own if own.is_floating_point else weight.dtype)
 
     def _is_filled(self, name: str) -> bool:
-        """Whether a weight is read into the memory that the model has, which an optimizer may hold as well."""
+        """Whether a weight is read into the model's existing memory, which an optimizer may refer to as well."""
         own, dtype = self._tensors[name], self._dtype_of(name)
         return self.layout.device_map is None and not own.is_meta and dtype in (None, own.dtype)
 
@@ -179,20 +179,20 @@ class Loading:
         return str(self._device(self.layout.weights[name])) == DISK
 
     def _is_mapped(self, name: str, weight: FileWeight) -> bool:
-        """Whether a weight stays mapped from its file: it goes to the CPU, in the dtype that it has there."""
+        """Whether a weight stays mapped from its file: its target is the CPU, with the dtype of the file."""
         if self._place is not None or self._is_filled(name) or self._stays_on_disk(name):
             return False
         device = resolve_device(self._device(self.layout.weights[name]))
         return device.type == "cpu" and self._dtype(name, weight) == weight.dtype
 
     def _set_all(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor]) -> int:
-        """Give every weight its memory, then fill all of it from the files."""
+        """Allocate memory for every weight, then fill it from the files."""
         reader = RangeReader()
         last_names = {id(self._tensors[name]): name for name in found}
         for name, weight in found.items():
             own = self._tensors[name]
             if self._is_filled(name):
-                # A tied tensor is filled once, with what `load_state_dict` would leave in it.
+                # A tied tensor is filled once, with the same weight as by `load_state_dict`.
                 if last_names[id(own)] == name:
                     _fill(own, weight, reader)
                 continue
@@ -202,14 +202,14 @@ class Loading:
                 value = torch.empty(weight.shape, dtype=self._dtype(name, weight), device=resolve_device(device))
                 _fill(value, weight, reader)
             set_module_tensor_to_device(self.model, name, device, value=value, dtype=value.dtype, clear_cache=False)
-            # The memory of the weight before is free for the next one.
+            # The memory of the previous weight is free for the next one.
             self._tensors[name] = value
         with load_progress(self.model, reader.size) as advance:
             reader.run(advance)
         return reader.bytes_read
 
     def _place_each(self, found: Mapping[str, FileWeight], place: Place) -> int:
-        """Read one weight after the other, so that memory holds a single one as the file has it."""
+        """Read one weight after the other, so that only one is in memory in the form of the file."""
         read = 0
         with load_progress(self.model, sum(weight.nbytes for weight in found.values())) as advance:
             for name, weight in found.items():
@@ -229,7 +229,7 @@ class Loading:
 
 
 def _fill(target: Tensor, weight: FileWeight, reader: RangeReader) -> None:
-    """Let a reader fill a tensor that has memory of its own; one of another class copies by itself."""
+    """Let a reader fill a plain tensor with memory; a tensor of another class copies the data itself."""
     if type(target) in (Tensor, Parameter):
         if not target.is_meta:
             weight.read_into(reader, target)
@@ -239,12 +239,12 @@ def _fill(target: Tensor, weight: FileWeight, reader: RangeReader) -> None:
 
 
 def load_progress(model: nn.Module, size: int) -> AbstractContextManager[Callable[[int], None]]:
-    """The bar of a load of so many bytes."""
+    """The progress bar for a load with this number of bytes."""
     return progress(f"Loading {type(model).__name__}", size)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model by name; every name of a tied one."""
+    """Parameters and buffers of a model by name, with every name of a tied tensor."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return dict(named)
 
@@ -256,9 +256,9 @@ def _stored(weight: FileWeight) -> StoredWeight:
 
 
 def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeight], strict: bool) -> LoadReport:
-    """Compare what files hold with what a model has; nothing is changed.
+    """Compare the weights in files with those of a model, without changing it.
 
-    A tied weight is missing only when no name of its group is there.
+    A tied weight is missing only if the files contain no name of its group.
 
     Raises:
         ShapeMismatch: shapes differ.
@@ -270,7 +270,7 @@ def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeig
             raise ShapeMismatch(
                 f"Cannot load {name!r} from {str(weight.path)!r} into {type(model).__name__}.",
                 f"The file has shape {weight.shape}, the model {own.shape}. Nothing was loaded.",
-                "Load weights that were made for this architecture.",
+                "Load weights of the same architecture.",
             )
     known = {name for names in layout.tied if any(one in found for one in names) for name in names}
     report = LoadReport(
@@ -290,10 +290,10 @@ def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeig
 
 
 def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> None:
-    """Refuse a model that cannot compute, because the checkpoint lacked weights and it has none of its own.
+    """Check that the model has all weights: those that the checkpoint lacks must not be on the meta device.
 
     Raises:
-        CheckpointError: weights that were missing are on the meta device.
+        CheckpointError: a weight that the checkpoint lacks is on the meta device.
     """
     tensors = tensors_of(model)
     lost = [name for name in report.missing if tensors[name].is_meta]
@@ -301,7 +301,7 @@ def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> No
         raise CheckpointError(
             f"Cannot dispatch {type(model).__name__} with the weights of {str(checkpoint)!r}.",
             f"{len(lost)} of its weights are missing there and stay on the meta device: {_listed(lost)}.",
-            "Name the checkpoint of this model, or initialise these weights before you load it.",
+            "Load the checkpoint of this model, or initialise these weights before you load it.",
         )
 
 
@@ -312,7 +312,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def holds_sharded_weights(model: nn.Module) -> bool:
     """Whether weights of the model are sharded over processes by torch, as FSDP2 and tensor parallelism do."""
-    # The code that sharded them has imported this; importing it only to ask takes a third of a second.
+    # Code that shards weights has imported this module; importing it only for this check takes a third of a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
 
@@ -325,18 +325,18 @@ def load_together(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> LoadReport:
-    """Load on every process; all raise what one of them raises.
+    """Load on every process; if one of them raises an error, all do.
 
     Args:
-        dtype: dtype that floating-point weights are given; that of the model when None.
-        full_state_dict: the files hold whole weights. Otherwise each process loads its own files.
+        dtype: dtype of floating-point weights; if None, that of the model.
+        full_state_dict: the files contain whole weights. Otherwise each process loads its own files.
         broadcast_from_rank0: only the first process reads.
 
     The other arguments are those of `load_checkpoint_in_model`.
 
     Raises:
-        CheckpointError, ShapeMismatch, SettingError: on every process, what one of them met; another error is raised
-            where it occurred, and is a CheckpointError elsewhere.
+        CheckpointError, ShapeMismatch, SettingError: on every process if it occurs on one; another error is raised
+            where it occurs, and becomes a CheckpointError on the other processes.
     """
     sharded = holds_sharded_weights(model)
     process = current.process_or_start()
@@ -365,7 +365,7 @@ def load_together(
 
 
 class _View:
-    """What one process sees of a checkpoint: nothing, before `open` finds it."""
+    """One process's view of a checkpoint: empty until `open` finds the files."""
 
     def __init__(self, model: nn.Module, checkpoint: Any, strict: bool) -> None:
         self.model = model
@@ -392,7 +392,7 @@ class _View:
         self.found = {name: weight for name, weight in found.items() if name in self.layout.weights}
 
     def described(self) -> str:
-        """The view as text, equal on processes that see the same files; empty where there are none."""
+        """The view as text, equal on processes that see the same files; empty without files."""
         if self.report is None:
             return ""
         weights = {name: str(weight.dtype).removeprefix("torch.") for name, weight in self.found.items()}
@@ -411,25 +411,25 @@ class _View:
 
 
 def _from_first(views: Sequence[str]) -> str:
-    """How processes that load the same files do so: all read where all see them, otherwise the first one."""
+    """Decide which processes read the same files: all if all see them, otherwise only the first one."""
     seen = {view for view in views if view}
     if len(seen) > 1:
         others = [str(rank) for rank, view in enumerate(views) if view and view != views[0]]
         raise CheckpointError(
             _ASKED,
             f"The files that process {', '.join(others[:10])} sees differ from those of process 0.",
-            "Give all processes the same checkpoint, or pass broadcast_from_rank0=True.",
+            "Make the same files available to all processes, or pass broadcast_from_rank0=True.",
         )
     return json.dumps({**json.loads(views[0]), "all": all(views)})
 
 
 def _from_each(views: Sequence[str]) -> str:
-    """The view of the first process; each loads its own files, and none reads ranges of whole weights."""
+    """The first process's view; each process loads its own files, and no process reads ranges of whole weights."""
     return json.dumps({**json.loads(views[0]), "all": False})
 
 
 def _withcanonical_names(layout: WeightLayout) -> WeightLayout:
-    """The layout under the names that files have, without those of wrappers of torch."""
+    """The layout with the names in files, without the prefixes of torch's wrappers."""
     named = {canonical_name(name): replace(spec, name=canonical_name(name)) for name, spec in layout.weights.items()}
     return replace(layout, weights=named, tied=tuple(tuple(map(canonical_name, names)) for names in layout.tied))
 
@@ -451,7 +451,7 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
     with load_progress(model, reader.size) as advance:
         reader.run(advance)
     if fresh:
-        # Parameters that are tied stay so: each name gets the tensor of its group.
+        # Tied parameters stay tied: each name gets the tensor of its group.
         for names in layout_of(model).tied:
             first = next((fresh[name] for name in names if name in fresh), None)
             fresh.update({name: first for name in names if first is not None})
@@ -460,23 +460,23 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
 
 
 def _device_of(own: Any) -> torch.device:
-    """Where a tensor without data gets memory: on the device of its mesh, or on that of the process."""
+    """The device for the memory of a tensor without data: that of its mesh, or that of the process."""
     mesh = getattr(own, "device_mesh", None)
     return current.process_or_start().device if mesh is None else torch.device(mesh.device_type)
 
 
 def _local_part(own: Any) -> tuple[Tensor, tuple[int, ...] | None]:
-    """What this process holds of a tensor, and where that begins in the whole."""
+    """This process's part of a tensor, and the first index of the part."""
     if not hasattr(own, "to_local"):
         return own, None
-    # The interface by which torch's own checkpoints ask for shards.
+    # The interface with which torch's checkpoints request shards.
     (chunk,) = own.__create_chunk_list__()
     with torch.no_grad():
         return own.to_local(), tuple(chunk.offsets)
 
 
 def _distribute(model: nn.Module, view: _View, full: bool) -> None:
-    """Let torch give each process its shards: of the weights of the first one, or of those in its own files."""
+    """Let torch distribute the shards: from the weights of the first process, or from each process's own files."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     own = {canonical_name(name): tensor.dtype for name, tensor in tensors_of(model).items()}
@@ -489,7 +489,7 @@ def _distribute(model: nn.Module, view: _View, full: bool) -> None:
 
 
 class _AwaitedWeight(FileWeight):
-    """A weight that the first process reads, on another one: memory of the same form."""
+    """A weight that the first process reads, on another process: memory of the same shape and dtype."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         self.name, self.shape, self.dtype, self.entry = name, shape, getattr(torch, dtype), None
@@ -498,7 +498,7 @@ class _AwaitedWeight(FileWeight):
         return torch.empty(self.shape, dtype=self.dtype)
 
     def read_into(self, reader: RangeReader, target: Tensor, starts: Any = None) -> None:
-        """Nothing is read here."""
+        """Read nothing on this process."""
 
 
 def _read_by_first(
@@ -526,7 +526,7 @@ def _read_by_first(
 
 
 def _send(tensor: Tensor, process: Process) -> None:
-    """Give all processes the values of the first, by way of the device that the transport works on."""
+    """Broadcast the values of the first process, through the device that the transport supports."""
     sent = tensor.to(process.device).contiguous()
     broadcast(sent)
     if process.rank > 0 and sent is not tensor:

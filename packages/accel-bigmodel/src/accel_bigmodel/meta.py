@@ -1,4 +1,4 @@
-"""Building a model without memory for its weights, or straight on a device."""
+"""Builds a model without memory for its weights, or directly on a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_state.settings.schema import BOOLEAN, Setting
 __all__ = ("init_empty_weights", "init_on_device")
 
 INCLUDE_BUFFERS: Final = Setting("include_buffers", BOOLEAN, False, variable="ACCELERATE_INIT_INCLUDE_BUFFERS")
-"""Whether buffers go where parameters go when the call does not say."""
+"""Whether buffers are created on the same device as parameters if the call does not set it."""
 
 _lock = threading.Lock()
 _here = threading.local()
@@ -28,10 +28,10 @@ _replaced: Any = None
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Models made inside have parameters of shape and dtype only, on the meta device.
+    """Models that are built inside have parameters without data, on the meta device.
 
     Args:
-        include_buffers: put buffers there too; from $ACCELERATE_INIT_INCLUDE_BUFFERS when None, else False.
+        include_buffers: create buffers there too; if None, from $ACCELERATE_INIT_INCLUDE_BUFFERS, else False.
 
     Example:
         >>> with init_empty_weights():
@@ -45,11 +45,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Models made inside, by this thread, have their parameters on `device`.
+    """Models that this thread builds inside have their parameters on `device`.
 
     Args:
-        device: where parameters go as they are registered.
-        include_buffers: make every tensor there, buffers too; from $ACCELERATE_INIT_INCLUDE_BUFFERS when None, else
+        device: device to which parameters move when they are registered.
+        include_buffers: create every tensor there, buffers too; if None, from $ACCELERATE_INIT_INCLUDE_BUFFERS, else
             False.
     """
     device = torch.device(device)
@@ -68,7 +68,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 def _patch(change: int) -> None:
-    """Replace the registration of parameters while any thread is inside; others see no difference."""
+    """Replace the registration of parameters while any thread is inside; other threads are not affected."""
     global _open, _replacement, _replaced
     with _lock:
         _open += change
@@ -77,7 +77,7 @@ def _patch(change: int) -> None:
             _replaced, _replacement = register, _registering(register)
             nn.Module.register_parameter = _replacement  # type: ignore[method-assign]
         elif not _open and register is _replacement:
-            # Where another library has put its own on top meanwhile, ours stays below it and does nothing.
+            # If another library has replaced the function meanwhile, this one stays below it and does nothing.
             nn.Module.register_parameter = _replaced  # type: ignore[method-assign]
 
 
@@ -97,7 +97,7 @@ def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     if type(data) is torch.Tensor:
         moved = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
     else:
-        # The tensors of devices that are written in Python keep their own class; torch marks them as parameters.
+        # Tensors of device backends written in Python keep their class; torch marks them as parameters.
         moved = nn.Parameter(data, param.requires_grad)
     moved.__dict__.update(param.__dict__)
     return moved

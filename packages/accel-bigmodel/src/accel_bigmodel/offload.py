@@ -1,4 +1,4 @@
-"""Weights on the disk: raw files or safetensors files, the index that lists them, and mapping them."""
+"""Weights on the disk: raw files or safetensors files, the index that lists them, and memory mapping."""
 
 from __future__ import annotations
 
@@ -50,19 +50,20 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: MutableMapping[str, dict[str, Any]] | None = None,
 ) -> MutableMapping[str, dict[str, Any]] | None:
-    """Write a weight into the folder as `<weight_name>.dat`, raw and in C order, and note it in `index`.
+    """Write a weight into the folder as `<weight_name>.dat`, raw and in C order, and add it to `index`.
 
     Args:
-        weight: a tensor on any device but meta.
+        weight: a tensor on any device except meta.
         weight_name: its name in the model.
-        offload_folder: where the file goes; made when it is missing.
-        index: gets the dtype and shape of the weight under its name.
+        offload_folder: folder of the file, created if it is missing.
+        index: receives the dtype and shape of the weight under its name.
 
     Returns:
         `index`.
 
     Raises:
-        CheckpointError: the weight has no data, or the disk refuses; an older file of this weight is unchanged.
+        CheckpointError: the weight has no data, or the disk rejects the write; an older file of this weight is
+            unchanged.
     """
     path = weight_file(offload_folder, weight_name)
     if weight.is_meta:
@@ -72,7 +73,7 @@ def offload_weight(
             "Load it first.",
         )
     data = weight.detach().to("cpu").contiguous()
-    # One byte where there are none: other readers map the file, and an empty one cannot be mapped.
+    # An empty weight gets one byte, because other readers map the file, and an empty file cannot be mapped.
     _replace(path, _bytes_of(data) or b"\0", f"Cannot offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.")
     if index is not None:
         index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
@@ -80,12 +81,13 @@ def offload_weight(
 
 
 def _replace(path: Path, content: bytes | memoryview, failed: str) -> None:
-    """Write a new file and give it the name of the old one, which may be mapped, even by the tensor being written.
+    """Write a new file and rename it over the old one, which may be mapped, even by the tensor being written.
 
     Raises:
-        CheckpointError: the disk refuses; `failed` says what did not work, and an old file is unchanged.
+        CheckpointError: the disk rejects the write; an old file is unchanged, and `failed` is the first sentence of the
+            message.
     """
-    # A name that is not longer than those of the other files.
+    # The name is not longer than those of the other files.
     beside = path.with_name(f".tmp-{os.urandom(8).hex()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,7 @@ def _replace(path: Path, content: bytes | memoryview, failed: str) -> None:
         raise CheckpointError(
             failed,
             f"{type(error).__name__}: {error}",
-            "Name an offload folder with free space where you may write.",
+            "Use an offload folder that you may write to, with enough free space.",
         ) from error
 
 
@@ -108,13 +110,13 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Map a weight that `offload_weight` wrote; memory is used when its values are.
+    """Map a weight that `offload_weight` wrote; it uses memory only when its values are read.
 
     Args:
         weight_info: its entry in the index.
 
     Raises:
-        CheckpointError: the file is missing or shorter than the entry says.
+        CheckpointError: the file is missing, or shorter than its entry specifies.
     """
     path = Path(weight_file)
     dtype, shape = _dtype_of(path, weight_info["dtype"]), tuple(weight_info["shape"])
@@ -130,7 +132,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
             )
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        # Private: what is written to the tensor stays in memory.
+        # The mapping is private: changes of the tensor stay in memory.
         return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
     except CheckpointError:
         raise
@@ -153,11 +155,11 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write every weight of a state dict into a folder, with its index.
 
     Args:
-        save_dir: the folder; made when it is missing.
+        save_dir: the folder, created if it is missing.
         state_dict: weights by name.
 
     Raises:
-        CheckpointError: a weight has no data, or the disk refuses.
+        CheckpointError: a weight has no data, or the disk rejects the write.
 
     Example:
         offload_state_dict("offloaded", model.state_dict())
@@ -172,18 +174,18 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
     """Weights by name, wherever they are: in memory, in an offload folder, or in safetensors files.
 
-    Weights are mapped once, as the files hold them; several threads may ask. One that the index wants in another dtype,
-    or that goes to another device, is converted for each who asks and not kept: what is on the disk for want of memory
-    must not gather there.
+    Each weight is mapped once, in the form of its file; several threads may read it. If the index specifies another
+    dtype, or the weight goes to another device, it is converted at each access and not cached: weights that are on the
+    disk because of lack of memory must not accumulate in memory.
 
     Args:
-        state_dict: weights in memory; they win over those on the disk.
+        state_dict: weights in memory; they have priority over those on the disk.
         save_folder: an offload folder with its index.
         index: used in place of the folder's own index; its entries may name safetensors files.
-        device: where weights from safetensors files are put.
+        device: device for weights from safetensors files.
 
     Raises:
-        SettingError: nothing of the three was given.
+        SettingError: none of the three sources is given.
     """
 
     def __init__(
@@ -195,9 +197,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise SettingError(
-                "Cannot make an OffloadedWeightsLoader.",
-                "Neither state_dict, save_folder nor index was given.",
-                "Give at least one of them.",
+                "Cannot create an OffloadedWeightsLoader.",
+                "Neither state_dict, save_folder nor index is given.",
+                "Pass at least one of them.",
             )
         self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
@@ -229,7 +231,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
             given = weight.to(device=self.device, dtype=dtype)
         if given is weight:
-            # Only then: what is kept beside memory that was freed keeps the allocator from using all of that again.
+            # Only after that: an allocation next to freed memory would prevent the allocator from reusing all of it.
             return self._mapped.setdefault(key, weight)
         return given
 
@@ -244,7 +246,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if place is None:
             if self.save_folder is None:
                 raise CheckpointError(
-                    f"Cannot load {key!r}.", "The folder of its file is not set.", "Give save_folder=."
+                    f"Cannot load {key!r}.", "The folder of its file is not set.", "Pass save_folder=."
                 )
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
@@ -253,7 +255,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A mapping seen through a prefix: asking for `key` asks for `prefix + key`."""
+    """A view of a mapping with a prefix: looking up `key` looks up `prefix + key`."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -272,11 +274,11 @@ class PrefixedDataset(Mapping[str, Any]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The part of a state dict that belongs to some modules or tensors.
+    """The part of a state dict for some modules or tensors.
 
     Args:
         state_dict: weights by name.
-        submodule_names: names of modules, with all that is in them, and of weights; "" is the whole model.
+        submodule_names: names of modules, with everything in them, and of weights; "" is the whole model.
     """
     wanted = set(submodule_names)
     return {
@@ -300,25 +302,25 @@ def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
     """The file of an offloaded weight.
 
     Raises:
-        CheckpointError: the name would lead out of the folder.
+        CheckpointError: the name refers to a path outside the folder.
     """
     try:
         if not name or "/" in name:
             raise ValueError(f"{quoted(name)} is not the name of a file in the folder")
         return Path(path_inside(folder, f"{name}.dat", links_out=True))
     except ValueError as error:
-        raise _bad(Path(folder), f"A weight has an impossible name: {error}.") from error
+        raise _bad(Path(folder), f"The name of a weight is not valid: {error}.") from error
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
-    """Write an index, merged with one that is there already; nothing is written for an empty one.
+    """Write an index, merged with an existing one; an empty index is not written.
 
     Args:
-        index: the entries of weights by name, as `offload_weight` noted them.
+        index: the entries of weights by name, as `offload_weight` wrote them.
         offload_folder: the folder of the weights.
 
     Raises:
-        CheckpointError: the index that is there cannot be read, or the disk refuses.
+        CheckpointError: the existing index cannot be read, or the disk rejects the write.
     """
     if not index:
         return
@@ -332,7 +334,7 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, An
     """Read and check an index: weight name to `{"dtype", "shape"}`, or to `{"safetensors_file", ...}`.
 
     Raises:
-        CheckpointError: it cannot be read, or an entry is neither.
+        CheckpointError: it cannot be read, or an entry has neither form.
     """
     path = Path(folder) / INDEX_NAME
     try:

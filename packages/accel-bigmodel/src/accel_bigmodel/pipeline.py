@@ -1,4 +1,4 @@
-"""Inference with a model cut into stages, one for each process, by torch.distributed.pipelining."""
+"""Inference with a model split into stages, one for each process, by torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> M:
-    """Cut a model into one stage for each process and have its forward run through them, for inference.
+    """Split a model into one stage for each process, so that its forward runs through all stages, for inference.
 
-    Every process builds the whole model, calls this, and then calls the model with the same inputs, of which those of
-    the first process count. A batch may have any size: it is padded to whole chunks, and the padding is taken off the
-    output again. With one process the model runs as it is.
+    Every process builds the whole model, calls this function, and then calls the model; only the inputs of the first
+    process are used. A batch may have any size: it is padded to whole chunks, and the padding is removed from the
+    output. With one process, the model is not changed.
 
     Args:
         model: one that `torch.export` can trace, in evaluation mode.
-        split_points: names of the modules with which the second and later stages begin; "auto" makes stages of about
+        split_points: names of the modules with which the second and later stages begin; "auto" creates stages of about
             the same size.
         no_split_module_classes: names of classes whose modules stay in one stage.
-        example_args: positional inputs for tracing, of the sizes of later inputs; values other than tensors become
+        example_args: positional inputs for tracing, with the sizes of later inputs; values other than tensors become
             constants.
-        example_kwargs: the same by keyword.
-        num_chunks: micro-batches in flight at once; as many as there are processes when None.
-        gather_output: give the output to every process; otherwise only the last has one, and the others get None.
+        example_kwargs: keyword inputs for tracing.
+        num_chunks: number of micro-batches in flight; if None, the number of processes.
+        gather_output: send the output to every process; otherwise the last process returns it, the others None.
 
     Returns:
         The model, with its split points in the attribute `hf_split_points`.
 
     Raises:
-        SettingError: inputs without a batch dimension, or split points that are not one fewer than the processes.
+        SettingError: inputs have no batch dimension, or the number of split points is not one less than the processes.
 
     Example:
         model = prepare_pippy(model.eval(), example_args=(ids,), gather_output=True)
@@ -82,7 +82,7 @@ def prepare_pippy(
         raise SettingError(
             f"Cannot prepare a pipeline with num_chunks={chunks}.",
             "The number of micro-batches must be at least 1.",
-            "Give 1 or more.",
+            "Set num_chunks to 1 or more.",
         )
     setattr(model, _SPLIT_POINTS, chosen)
     if world == 1:
@@ -96,7 +96,7 @@ def prepare_pippy(
 
 
 def _auto_points(model: nn.Module, count: int, whole: Sequence[str] | None) -> list[str]:
-    """The first module of each stage but the first."""
+    """The first module of each stage, except stage 0."""
     modules = {name for name, _ in model.named_modules()}
     first: dict[Any, str] = {}
     for name, stage in generate_device_map(model, count, whole).items():
@@ -106,15 +106,15 @@ def _auto_points(model: nn.Module, count: int, whole: Sequence[str] | None) -> l
 
 
 def _check_points(model: nn.Module, points: Sequence[str], world: int) -> None:
-    failure = f"Cannot cut {type(model).__name__} into stages at {list(points)} for {world} processes."
+    failure = f"Cannot split {type(model).__name__} into stages at {list(points)} for {world} processes."
     unknown = [point for point in points if point not in dict(model.named_modules())]
     if unknown:
-        raise SettingError(failure, f"It has no module {unknown[0]!r}.", "Name modules of the model.")
+        raise SettingError(failure, f"It has no module {unknown[0]!r}.", "Use names of modules of the model.")
     if len(points) != world - 1:
         raise SettingError(
             failure,
             f"{world} stages need {world - 1} split points, the first module of each stage except stage 0.",
-            "Name that many, or start another number of processes.",
+            f"Set {world - 1} split points, or start another number of processes.",
         )
 
 
@@ -137,7 +137,8 @@ def generate_device_map(
     total, before, stage = sum(piece.size for piece in pieces) or 1, 0, 0
     device_map: dict[str, Any] = {}
     for number, piece in enumerate(pieces):
-        # A piece belongs to the stage that has its middle. No stage stays empty: enough pieces remain for later ones.
+        # A piece belongs to the stage that contains its middle. Enough pieces remain for later stages, so none is
+        # empty.
         wanted = int((before + piece.size / 2) / total * num_processes)
         stage = min(max(wanted, stage, num_processes - len(pieces) + number), stage + 1) if number else 0
         device_map.update(dict.fromkeys(piece.names, stage))
@@ -146,7 +147,7 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Size of the first dimension of the first tensor among the inputs; None when there is none."""
+    """Size of the first dimension of the first tensor among the inputs; None without a tensor."""
     for value in [*(args or ()), *(kwargs or {}).values()]:
         try:
             return find_batch_size(value)
@@ -168,7 +169,7 @@ def build_pipeline(
         split_points: names of the modules with which the second and later stages begin.
         args: example of the positional inputs of a whole batch.
         kwargs: the same by keyword.
-        num_chunks: parts of a batch that are on their way at once.
+        num_chunks: number of micro-batches in flight.
 
     Raises:
         SettingError: the inputs have no batch dimension in common.
@@ -178,7 +179,7 @@ def build_pipeline(
         raise SettingError(
             f"Cannot trace {type(model).__name__} for a pipeline.",
             "The example has no tensor with a batch dimension.",
-            "Give inputs as example_args= or example_kwargs=.",
+            "Pass inputs as example_args= or example_kwargs=.",
         )
     return PipelineStage(model, split_points, args, kwargs, -(-rows // num_chunks), num_chunks)
 
@@ -188,13 +189,13 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
     Args:
         forward: the step of the stage of this process.
-        num_chunks: parts of a batch that are on their way at once; the stage knows them too.
-        gather_output: give the output to every process, not to the last alone.
-        args: positional inputs; those of the first process count.
+        num_chunks: number of micro-batches in flight; the stage knows them too.
+        gather_output: send the output to every process, not only to the last one.
+        args: positional inputs; only those of the first process are used.
         kwargs: the same by keyword.
 
     Returns:
-        What the model returns; None on all processes but the last unless `gather_output`.
+        The model's output; None on all processes except the last one without `gather_output`.
     """
     process = current.process_or_start()
     rows = find_pippy_batch_size(args, kwargs)
@@ -204,7 +205,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
         raise SettingError(
             "Cannot run a batch through a pipeline.",
             "The inputs have no tensor with a batch dimension.",
-            "Give at least one.",
+            "Pass at least one tensor.",
         )
     with torch.no_grad():
         output = forward(*args, **kwargs) if process.rank == 0 else forward()
@@ -222,7 +223,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
 
 def _not_installed(error: BaseException) -> str | None:
-    """The package whose absence is behind an error, which torch hands on as one of its own."""
+    """The missing package that caused an error of torch."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ModuleNotFoundError):
         cause = cause.__cause__ or cause.__context__
@@ -230,7 +231,7 @@ def _not_installed(error: BaseException) -> str | None:
 
 
 def _greet_in_one_dtype(stage: Any) -> None:
-    """Let a stage of torch 2.9, which sends its neighbours an integer, send the float that they wait for."""
+    """Make a stage of torch 2.9 send its neighbours the float that they expect, instead of an integer."""
     made = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if made is None:
         return
@@ -246,34 +247,34 @@ def _greet_in_one_dtype(stage: Any) -> None:
 
 @dataclass
 class _Form:
-    """How inputs or an output are built: their nesting, and their leaves, with `Tensor` in place of each tensor."""
+    """The structure of inputs or of an output: the nesting and the leaves, with `Tensor` for each tensor."""
 
     structure: Any = None
     fixed: tuple[Any, ...] = ()
 
     def take(self, data: Any) -> list[Tensor]:
-        """Remember the form of nested data; its tensors in a row."""
+        """Record the structure of nested data, and return its tensors as a flat sequence."""
         leaves, self.structure = pytree.tree_flatten(data)
         self.fixed = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def give(self, tensors: Iterable[Tensor]) -> Any:
-        """Nested data of this form with these tensors."""
+        """Build nested data with this structure from these tensors."""
         found = iter(tensors)
         leaves = [next(found) if value is Tensor else value for value in self.fixed]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
 class _Flat(nn.Module):
-    """A model that takes its tensors in a row and gives those of its output in a row.
+    """A model with its input tensors as positional arguments, which returns the tensors of its output as a tuple.
 
-    Every tensor is copied first: the tracer hands on what a stage has computed, but not what the model was given.
+    Every tensor is copied first: the tracer passes computed tensors to later stages, but not the model's inputs.
     """
 
     def __init__(self, model: nn.Module, inputs: _Form, output: _Form) -> None:
         super().__init__()
         self.model = model
-        # Kept in objects of their own, because the tracer undoes what it sees assigned to a module.
+        # Stored in separate objects, because the tracer reverts assignments to a module.
         self.inputs, self.output = inputs, output
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -282,7 +283,7 @@ class _Flat(nn.Module):
 
 
 class PipelineStage:
-    """The part of the model that this process runs.
+    """The stage of the model that this process runs.
 
     Args:
         model: the whole model.
@@ -293,9 +294,9 @@ class PipelineStage:
         chunks: chunks of one round.
 
     Raises:
-        SettingError: a tensor of the example has no rows, or fewer than a chunk.
+        SettingError: a tensor of the example has no rows, or fewer rows than a chunk.
         NotOffered: the model cannot be traced.
-        Missing: a package that is needed for it is not installed.
+        Missing: a package that tracing requires is not installed.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class PipelineStage:
             with torch.no_grad():
                 pipe = pipelining.pipeline(flat, example, split_spec={f"model.{p}": begin for p in split_points})
         except Exception as error:  # whatever the tracer meets in the model's code
-            failure = f"Cannot cut {self.name} into stages."
+            failure = f"Cannot split {self.name} into stages."
             if (package := _not_installed(error)) is not None:
                 raise Missing(
                     failure, f"Tracing it needs {package!r}, which is not installed.", f"Run: pip install {package}"
@@ -328,7 +329,7 @@ class PipelineStage:
             raise NotOffered(
                 failure,
                 f"torch.export cannot trace it: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                "Give example inputs like those of the run, and remove branches on values from its forward.",
+                "Pass example inputs like those of the run, and remove branches on values from the model's forward.",
             ) from error
         stage = pipe.build_stage(process.rank, process.device)
         _greet_in_one_dtype(stage)
@@ -340,7 +341,7 @@ class PipelineStage:
         The batch is padded to whole rounds of `chunks` chunks, and so is the output.
 
         Raises:
-            SettingError: on every process, when the inputs do not fit those that the stage was traced with.
+            SettingError: on every process, if the inputs do not match those of tracing.
         """
         outputs = [self.schedule.step(*tensors) for tensors in self._rounds(args, kwargs)]
         if self.process.rank != self.process.world_size - 1:
@@ -348,7 +349,7 @@ class PipelineStage:
         return self.output.give(concatenate([out if isinstance(out, (tuple, list)) else (out,) for out in outputs]))
 
     def _rounds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
-        """The inputs of each round; on processes but the first without any."""
+        """The inputs of each round; without tensors on processes other than the first."""
         mine: list[tuple[Tensor, ...]] | AccelError = []
         if self.process.rank == 0:
             try:
@@ -362,33 +363,35 @@ class PipelineStage:
         return mine if isinstance(mine, list) and mine else [()] * told[0]
 
     def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of the inputs, which must be built like those of the example and have rows in common."""
+        """The tensors of the inputs, which must have the structure of the example and the same number of rows."""
         failure = f"Cannot run {self.name} in stages."
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if structure != self.inputs.structure:
             raise SettingError(
                 failure,
                 f"It was traced for inputs like {self.inputs.structure}, not {structure}.",
-                "Give inputs of the same structure.",
+                "Pass inputs with the same structure.",
             )
         for leaf, fixed in zip(leaves, self.inputs.fixed, strict=True):
             if isinstance(leaf, Tensor) != (fixed is Tensor) or (fixed is not Tensor and leaf != fixed):
                 raise SettingError(
                     failure,
                     f"It was traced with {fixed!r}, and the call has {leaf!r} there.",
-                    "Prepare another model with that value.",
+                    "Prepare the model again with that value.",
                 )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len({tensor.shape[:1] for tensor in tensors}) != 1 or tensors[0].dim() == 0:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise SettingError(
-                failure, f"Its inputs of shape {shapes} have no first dimension in common.", "Give whole batches."
+                failure,
+                f"Its inputs of shape {shapes} have no first dimension in common.",
+                "Pass inputs that all have the batch as first dimension.",
             )
         return tensors
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         size = self.rows * self.chunks
-        # At least one round, for which an empty batch is padded whole.
+        # There is at least one round; an empty batch is padded to a whole one.
         count = max(1, -(-tensors[0].shape[0] // size))
         padded = [torch.cat([t, t.new_zeros(count * size - t.shape[0], *t.shape[1:])]) for t in tensors]
         parts = [torch.split(tensor.to(self.process.device), size) for tensor in padded]

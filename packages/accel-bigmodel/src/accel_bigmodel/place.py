@@ -1,4 +1,4 @@
-"""Putting one tensor of a module onto a device, or giving it a new value there."""
+"""Moves one tensor of a module to a device, or sets a new value there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.errors import SettingError, ShapeMismatch
 __all__ = ("TiedParameters", "empty_like", "parameter_like", "set_module_tensor_to_device", "submodule_and_leaf")
 
 TiedParameters: TypeAlias = "MutableMapping[int, MutableMapping[torch.device, Tensor]]"
-"""Address of a tied weight to its copies by device, so that it is there once for all its names."""
+"""Address of a tied weight to its copies by device, so that all its names share one copy."""
 
 
 def set_module_tensor_to_device(
@@ -33,14 +33,14 @@ def set_module_tensor_to_device(
     """Move a parameter or buffer to `device`, or replace it by `value` there.
 
     Args:
-        tensor_name: may name a tensor of a module below, with dots.
-        device: where to put it.
-        value: new data of the same shape; without a dtype it takes that of the tensor it replaces.
-        dtype: dtype to give it.
-        fp16_statistics: scales of an 8-bit weight, kept as its attribute `SCB`.
-        tied_params_map: copies of tied weights that were made already, and where a new one is noted.
+        tensor_name: name of the tensor; with dots, of a tensor in a submodule.
+        device: target device.
+        value: new data of the same shape; without `dtype` it is converted to the dtype of the replaced tensor.
+        dtype: target dtype.
+        fp16_statistics: scales of an 8-bit weight, stored in its attribute `SCB`.
+        tied_params_map: existing copies of tied weights; a new copy is added.
         non_blocking: do not wait for copies from pinned memory.
-        clear_cache: give memory of the device that became free back to it when the tensor leaves it.
+        clear_cache: return freed memory to the device when the tensor leaves it.
 
     Raises:
         SettingError: there is no such tensor or device, or a tensor without data cannot move without a `value`.
@@ -53,13 +53,13 @@ def set_module_tensor_to_device(
         raise SettingError(
             f"Cannot move {tensor_name!r} to {target}.",
             "It is on the meta device and has no data.",
-            "Give its data as value=.",
+            "Pass its data as value=.",
         )
     if value is not None and value.shape != old.shape and type(old) in (Tensor, nn.Parameter):
         raise ShapeMismatch(
             f"Cannot set {tensor_name!r} of {type(module).__name__}.",
             f"The new value has shape {tuple(value.shape)}, the module expects {tuple(old.shape)}.",
-            "Load weights that were made for this architecture.",
+            "Load weights of the same architecture.",
         )
     data = _on_device(
         old if value is None else value, target, _wanted_dtype(old, value, dtype), tied_params_map, non_blocking
@@ -92,7 +92,7 @@ def _tensor(owner: nn.Module, leaf: str, name: str) -> Tensor:
     if tensor is None:
         raise SettingError(
             f"Cannot find {name!r} in {type(owner).__name__}.",
-            "It has no parameter or buffer of that name.",
+            "It has no parameter or buffer with that name.",
             "Check the spelling.",
         )
     return tensor
@@ -127,11 +127,11 @@ def _on_device(
 
 
 def _assign(owner: nn.Module, leaf: str, old: Tensor, data: Tensor, fp16_statistics: Tensor | None) -> None:
-    """Put the new tensor where the old one was, as a parameter of the same class when it was one."""
+    """Replace the old tensor by the new one, as a parameter of the same class if it was a parameter."""
     if leaf in owner._buffers:
         owner._buffers[leaf] = data
         return
-    # A tensor that knows its class by itself, such as one of bitsandbytes, brings its own attributes.
+    # A tensor with a special class, such as one of bitsandbytes, has its own attributes.
     parameter = parameter_like(data if type(data) is type(old) else old, data.detach(), _requires_grad(old, data))
     if fp16_statistics is not None:
         parameter.SCB = fp16_statistics.to(data.device)  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def _requires_grad(old: Tensor, data: Tensor) -> bool:
 
 
 def parameter_like(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter of the class of another one and with the attributes that libraries set on it."""
+    """A parameter with the class of another one, and with the attributes that libraries set on that one."""
     kind: Any = type(old)
     if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
         # The tensors of devices that are written in Python, for example, are marked as parameters, not of that class.
@@ -152,8 +152,8 @@ def parameter_like(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Paramet
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype on the meta device; of a parameter, one that requires gradients as it."""
-    # One operation where the class is torch's own; others may not know it.
+    """A tensor of the same shape and dtype on the meta device; for a parameter, with the same `requires_grad`."""
+    # One operation if the class is torch's own; other classes may not support it.
     plain = type(tensor) in (Tensor, nn.Parameter)
     data = torch.empty_like(tensor, device="meta") if plain else tensor.detach().to("meta")
     return parameter_like(tensor, data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

@@ -1,4 +1,4 @@
-"""Packing a model onto devices: how many bytes each may take, which piece goes where, and why."""
+"""Packs a model onto devices: the budget of each device in bytes, and the device of each piece, with the reason."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ OFFLOADED = (HOST, "disk")
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
-    """Bytes by device: what is given, in the order accelerators, cpu, disk; or what is free now when nothing is given.
+    """Budgets in bytes by device: the given ones, in the order accelerators, cpu, disk; if None, the free memory.
 
-    Text in a dict given is replaced there by the bytes it means: transformers goes on with the dict it gave.
+    Text in the given dict is replaced by its number of bytes, because transformers continues to use that dict.
 
     Raises:
         SettingError: a device is neither an index, "cpu" nor "disk", or a size is not valid.
@@ -84,15 +84,15 @@ def get_balanced_memory(
 ) -> dict[int | str, int]:
     """Budgets under which `infer_auto_device_map` spreads a model evenly over the accelerators.
 
-    Each but the last is held to its share plus room for five quarters of a block (the largest that stays whole, or a
-    layer of mean size if that is more), because blocks do not divide evenly.
+    Each except the last gets its share plus five quarters of a block (the largest unsplit one, or a layer of mean size
+    if that is larger), because blocks do not divide evenly.
 
     Args:
-        max_memory: upper bounds; what is free now when None.
+        max_memory: upper limits; if None, the free memory.
         no_split_module_classes: names of classes that stay in one piece.
         dtype: count floating-point weights in this dtype.
         special_dtypes: dtypes of single weights, by full name.
-        low_zero: keep the first accelerator as empty as the others allow, for what generation needs there.
+        low_zero: keep the first accelerator as empty as possible, for the memory that generation needs there.
     """
     budget = get_max_memory(max_memory)
     indices = [device for device in budget if _is_index(device) and budget[device] > 0]
@@ -117,11 +117,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Piece:
-    """What must be on one device: a layer, a block that is not split or a single tensor, and what shares its weights.
+    """A unit on one device: a layer, an unsplit block or a single tensor, with everything that shares its weights.
 
     Args:
-        names: of the modules and tensors, in the order of the model.
-        sizes: bytes of each by itself.
+        names: names of the modules and tensors, in the order of the model.
+        sizes: bytes of each one separately.
         size: bytes of all, shared weights counted once.
         buffers: bytes of the buffers among them.
     """
@@ -140,13 +140,13 @@ class Piece:
 
 
 class Placement(NamedTuple):
-    """Where a piece went and why.
+    """The device of a piece, and the reason.
 
     Args:
         piece: the piece.
-        device: the device that has it.
-        reason: why it is there.
-        reached: the device that was filled when the packing reached the piece.
+        device: the device of the piece.
+        reason: the reason for this device.
+        reached: the device that was being filled when the packing reached the piece.
     """
 
     piece: Piece
@@ -165,7 +165,7 @@ def pieces_of(
     walk = _Walk(frozenset(no_split_module_classes or ()), byte_counter(dtype, special_dtypes))
     walk.visit("", model)
     sizes, buffers = walk.sizes, walk.buffers
-    # The collector of garbage need not follow tuples of numbers and texts: a large model has many pieces.
+    # A large model has many pieces; the garbage collector does not track tuples of numbers and texts.
     pieces = []
     for members in _tied_together(walk.layers):
         own_sizes = tuple([sum(map(sizes.__getitem__, own)) for _, own in members])
@@ -192,7 +192,7 @@ class _Walk:
         self.buffers: set[int] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:
-        # Every name of a module that has several counts, unlike in named_children().
+        # If a module has several names, each one counts, unlike in named_children().
         if name and (not module._modules or type(module).__name__ in self.unsplit):
             keys: set[int] = set()
             self._collect(f"{name}.", module, keys)
@@ -261,16 +261,16 @@ def _tied_together(layers: Sequence[_Layer]) -> Iterable[Sequence[_Layer]]:
 
 @dataclass
 class DevicePacking:
-    """Fills devices one after the other, in the order of the model, never above a budget.
+    """Fills devices one after the other, in the order of the model, within the budgets.
 
-    The first accelerator and the host also keep room for the largest layer that is still to be placed: an offloaded
+    The first accelerator and the host also reserve room for the largest layer that is not yet placed: an offloaded
     layer is loaded there for its forward.
 
     Args:
         pieces: what to place.
-        budget: bytes by device, in the order in which devices fill up; the disk has no bound unless one is given.
-        fallback: when the first accelerator or the host would get nothing because the next piece is too large, give it
-            the first that fits.
+        budget: bytes by device, in the order in which devices fill up; the disk has no limit unless one is given.
+        fallback: if the first accelerator or the host would stay empty because the next piece is too large, place the
+            first piece there that fits.
         used: bytes taken on each device.
         left: bytes that were free on each device that was full, without those kept for the layers after the next piece.
         misfit: the first piece that no device had room for; it and the later ones are on the last device, above its
@@ -324,16 +324,16 @@ class DevicePacking:
 
     @property
     def missing(self) -> int:
-        """Bytes that the last device lacks."""
+        """Bytes that are missing on the last device."""
         return -(self.free(self._devices[-1]) or 0) if self.misfit is not None else 0
 
     @property
     def execution_device(self) -> int | str:
-        """Where offloaded layers are computed: the first accelerator that holds something, else the host."""
+        """The device that computes offloaded layers: the first accelerator with weights, else the host."""
         return next((device for device in self.used if device not in OFFLOADED and self.used[device]), HOST)
 
     def free(self, device: int | str) -> int | None:
-        """Bytes left on a device; None where there is no bound."""
+        """Bytes left on a device; None without a limit."""
         return self.budget[device] - self.used[device] if device in self.budget else None
 
     def _room(self, device: int | str, largest_later: int) -> int | None:
@@ -371,7 +371,7 @@ class DevicePacking:
         return []
 
     def _warn_of_no_room(self) -> None:
-        """Name the offloaded layer that the device which computes it has no room for."""
+        """Warn if the device that computes offloaded layers has no room for one of them."""
         device = self.execution_device
         offloaded = [p.piece.largest for p in self.placements if p.device in OFFLOADED and p.device != device]
         if not offloaded or device not in self.budget:
@@ -414,16 +414,16 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module]],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Bytes of a module with the modules that share weights with it, and names and modules of these.
+    """Bytes of a module together with the modules that share its weights, and the names and modules of these.
 
     Args:
         tied_params: names of parameters of other modules that the module shares.
-        module_size: bytes of the module alone.
-        module_sizes: bytes by name, as `compute_module_sizes` gives them.
-        modules_to_treat: names and modules among which the others are looked for.
+        module_size: bytes of the module itself.
+        module_sizes: bytes by name, as `compute_module_sizes` returns them.
+        modules_to_treat: names and modules to search for the others.
 
     Raises:
-        SettingError: none of them has a parameter that was named.
+        SettingError: none of them has one of the parameters.
     """
     names, modules = list[str](), list[nn.Module]()
     for tied in tied_params:
@@ -432,7 +432,7 @@ def get_module_size_with_ties(
             raise SettingError(
                 f"Cannot count the parameter {tied!r} with the module that shares it.",
                 "None of the given modules has it.",
-                "Give the modules that have no device yet.",
+                "Pass the modules that have no device yet.",
             )
         module_size += module_sizes[found[0]] - module_sizes[tied]
         names.append(found[0])
@@ -447,13 +447,13 @@ def fallback_allocate(
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """The first module, or part of one, that is small enough; and the list without it.
+    """The first module, or part of a module, that is small enough, and the list without it.
 
     Args:
-        modules: names and modules, in the order in which they are looked at.
-        module_sizes: bytes by name, as `compute_module_sizes` gives them.
+        modules: names and modules, in the order of the search.
+        module_sizes: bytes by name, as `compute_module_sizes` returns them.
         size_limit: bytes, or text such as "1GB".
-        no_split_module_classes: names of classes whose modules are taken whole or not at all.
+        no_split_module_classes: names of classes of modules that are never split.
         tied_parameters: groups of names of shared parameters, counted with the module that is taken.
     """
     limit, ties = convert_file_size_to_int(size_limit), tied_parameters or ()

@@ -1,7 +1,7 @@
-"""Prefetch: a thread learns the order in which hooks need blocks of weights, and reads the next ones ahead.
+"""Prefetch: a thread records the order in which hooks need blocks of weights, and reads the next ones ahead.
 
-A block is what one hook needs at once. The caller reads a block itself when the thread has not read it in time or did
-not expect it, so the order matters for speed only.
+A block contains the weights that one hook needs together. If the thread has not read a block in time, or did not expect
+it, the caller reads it itself, so the order only affects the speed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Block:
     """Weights that are needed together.
 
     Args:
-        sources: name to a function that gives the weight where it is now.
-        dtypes: dtype to give each.
-        device: where to put them.
+        sources: name to a function that returns the weight on its current device.
+        dtypes: target dtype of each.
+        device: target device.
         size: bytes of all on that device.
     """
 
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the reader's callers and its thread share; the thread must not keep the reader itself alive."""
+    """State that the reader's callers share with its thread; the thread must not keep the reader itself alive."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     queue: deque[Block] = field(default_factory=deque)
@@ -66,7 +66,7 @@ class _Shared:
             self.changed.notify_all()
 
     def held(self) -> int:
-        """Bytes of blocks that are waited for, being read or ready."""
+        """Bytes of blocks that are requested, being read or ready."""
         blocks = {*self.queue, *self.ready, *(() if self.loading is None else (self.loading,))}
         return sum(block.size for block in blocks)
 
@@ -76,7 +76,7 @@ _at_work: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 @atexit.register
 def end_threads() -> None:
-    """End what still reads: a thread that comes out of torch into an interpreter that is gone aborts the process."""
+    """End running reads: a thread that returns from torch after the interpreter has ended aborts the process."""
     for shared in list(_at_work):
         shared.close()
         if shared.thread is not None:
@@ -84,7 +84,7 @@ def end_threads() -> None:
 
 
 class BlockReader:
-    """Gives blocks to the threads that need them, and reads the next ones ahead in a thread.
+    """Provides blocks to the threads that need them, and reads the next ones ahead in a thread.
 
     Args:
         max_bytes: most that may be ready or in flight besides the weights in use. With 0 nothing is read ahead; when
@@ -120,7 +120,7 @@ class BlockReader:
             return self._shared.held()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no block is queued or being read; False when that takes longer than `timeout` seconds."""
+        """Wait until no block is queued or being read; return False after `timeout` seconds."""
         shared = self._shared
         with shared.changed:
             return shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, timeout)
@@ -143,7 +143,7 @@ class BlockReader:
         return weights
 
     def _load_now(self, block: Block) -> dict[str, Tensor]:
-        """Read a block; when the device is full, without what was read ahead for later, and no more of that."""
+        """Read a block; if the device is full, discard the blocks read ahead, and stop prefetching."""
         try:
             return _load(block, self._shared)
         except torch.OutOfMemoryError:
@@ -159,7 +159,7 @@ class BlockReader:
         return _load(block, self._shared)
 
     def release(self, weights: dict[str, Tensor]) -> None:
-        """Take back what `take` gave; memory of the host that nothing else refers to is used for the next blocks."""
+        """Return the weights of `take`; unused host memory is reused for the next blocks."""
         with self._shared.changed:
             while weights:
                 _, weight = weights.popitem()
@@ -167,7 +167,7 @@ class BlockReader:
                     self._shared.spare.setdefault((weight.dtype, weight.shape), []).append(weight)
 
     def _note(self, block: Block) -> None:
-        """Learn that this block comes after the one that the same thread took before."""
+        """Record that this block follows the one that the same thread took before."""
         self._largest = max(self._largest, block.size)
         thread = threading.get_ident()
         before = self._last.get(thread)
@@ -176,10 +176,10 @@ class BlockReader:
         self._last[thread] = block
 
     def _look_ahead(self, block: Block) -> None:
-        """Queue the blocks that followed last time, as far as the budget goes; they replace the queue of before."""
+        """Queue the blocks that followed last time, within the budget; they replace the previous queue."""
         shared = self._shared
         if block in self._next and block.device not in self._free and self.max_bytes is None:
-            # Measured once: later on what was read ahead and given back counts as taken in a caching allocator.
+            # Measured once: later, a caching allocator counts returned blocks as in use.
             self._free[block.device] = family_of(block.device).free_memory(block.device.index)
         expected = list(self._chain(block))
         others = {later for last in self._last.values() if last is not block for later in self._chain(last)}
@@ -209,7 +209,7 @@ class BlockReader:
 
 
 def _read_ahead(shared: _Shared) -> None:
-    """What the thread does until the reader is gone."""
+    """The loop of the thread, until the reader is deleted."""
     while True:
         with shared.changed:
             shared.loading = None
@@ -228,7 +228,7 @@ def _read_ahead(shared: _Shared) -> None:
                 shared.queue.clear()
             continue
         except Exception:
-            # The thread that needs the block reads it again and meets the error where it can be handled.
+            # The thread that needs the block reads it again, and raises the error where it can be handled.
             continue
         with shared.changed:
             shared.ready[block] = weights
@@ -246,7 +246,7 @@ def _load(block: Block, shared: _Shared, beside: bool = False) -> dict[str, Tens
 
 
 def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
-    """Memory to read into; memory that was used before is quicker than fresh memory, whose pages must be made."""
+    """Memory to read into; used memory is faster than new memory, which must first be mapped."""
     with shared.changed:
         waiting = shared.spare.get((dtype, weight.shape))
         if waiting:
@@ -257,9 +257,10 @@ def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
 def _transfer(
     weight: Tensor, dtype: torch.dtype, device: torch.device, streams: dict[torch.device, Any] | None
 ) -> Tensor:
-    """A copy on another device; with `streams`, through pinned memory on a stream of its own, where there is one.
+    """A copy on another device; with `streams`, through pinned memory on a separate stream, if the device supports it.
 
-    It is the same stream each time: the allocator of a device keeps what was freed for the stream that it was made on.
+    It is the same stream each time, because a device's allocator reuses freed memory only for the stream that allocated
+    it.
     """
     module = torch.get_device_module(device)
     if streams is None or not hasattr(module, "Stream") or not family_of(device).pins_memory:
@@ -273,7 +274,7 @@ def _transfer(
 
 
 def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
-    """Tell the allocator that this thread's stream uses memory that another stream filled."""
+    """Inform the allocator that this thread's stream uses memory that another stream has filled."""
     module = torch.get_device_module(device)
     if family_of(device).pins_memory and hasattr(module, "current_stream"):
         for weight in weights.values():
@@ -281,6 +282,6 @@ def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _users_of(weight: Tensor) -> int:
-    """How many tensors share the memory of this one, itself and the storage object included."""
+    """Number of tensors that share the memory of this one, including itself and the storage object."""
     storage = weight.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -1,4 +1,4 @@
-"""The bar of a long load: drawn once it has taken a while, by the first process of each node."""
+"""The progress bar of a long load, which the first process of each node draws after some seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PATIENCE: Final = 2.0
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Give a function that counts the bytes that are done, from any thread; it draws where tqdm is installed.
+    """Return a function, callable from any thread, that adds finished bytes and draws the bar if tqdm is installed.
 
     Args:
-        description: what stands before the bar.
-        total: bytes of all.
+        description: text before the bar.
+        total: total number of bytes.
     """
     bar = _Bar(description, total)
     try:
@@ -33,7 +33,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Bar:
-    """A bar that is made, and the library for it imported, only when the wait has become long."""
+    """A bar that is created, and its library imported, only after a long wait."""
 
     def __init__(self, description: str, total: int) -> None:
         self._description, self._total, self._done = description, total, 0

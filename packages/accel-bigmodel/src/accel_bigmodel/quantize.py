@@ -1,7 +1,7 @@
-"""Models whose linear layers bitsandbytes computes in 8 or 4 bits; the one module that imports bitsandbytes.
+"""Quantises the linear layers of a model to 8 or 4 bits with bitsandbytes; no other module imports bitsandbytes.
 
-A layer holds weights in floating point until they are put on the device where they shall compute: that quantises them.
-Accelerators and, since bitsandbytes 0.46, the CPU can do it.
+A layer has floating-point weights until they move to their execution device, which quantises them. Accelerators and,
+since bitsandbytes 0.46, the CPU support this.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ _QUANT_TYPES = ("fp4", "nf4")
 
 @dataclass
 class BnbQuantizationConfig:
-    """What `load_and_quantize_model` does to the linear layers of a model.
+    """Settings of `load_and_quantize_model` for the linear layers of a model.
 
     Args:
         load_in_8bit: quantise by LLM.int8() (Dettmers et al. 2022); a bool as second argument counts as `load_in_4bit`.
-        llm_int8_threshold: columns of inputs with a larger value are computed in half precision; none with 0.
+        llm_int8_threshold: input columns with a larger value are computed in half precision; with 0, no columns.
         load_in_4bit: quantise blocks of weights to 4 bits, as QLoRA does (Dettmers et al. 2023).
         bnb_4bit_quant_type: "fp4" or "nf4".
         bnb_4bit_use_double_quant: quantise the scales of the blocks too.
         bnb_4bit_compute_dtype: dtype in which 4-bit layers compute, or "fp32", "fp16", "bf16"; None means "fp16".
-        torch_dtype: dtype of what is not quantised; when None float16, or the dtype of computation with 4 bits.
-        skip_modules: names, or parts of them between dots, of modules that are not quantised; the head when None.
-        keep_in_fp32_modules: the same for modules that keep float32.
+        torch_dtype: dtype of weights that are not quantised; if None, float16, or the compute dtype with 4 bits.
+        skip_modules: names, or parts of them between dots, of modules that are not quantised; if None, the head.
+        keep_in_fp32_modules: names, in the same form, of modules that keep float32.
         llm_int8_skip_modules: another name of `skip_modules`.
-        llm_int8_enable_fp32_cpu_offload: a map that is made here may leave parts on the CPU or the disk; these are not
+        llm_int8_enable_fp32_cpu_offload: allow an automatic device map with parts on the CPU or the disk; these are not
             quantised and keep float32.
         llm_int8_has_fp16_weight: keep half-precision weights and quantise them in every forward, to train them.
-        bnb_4bit_quant_storage: dtype of the tensors that hold 4-bit weights; uint8 when None.
+        bnb_4bit_quant_storage: dtype of the tensors that store 4-bit weights; if None, uint8.
 
     Raises:
-        SettingError: not exactly one of 8 and 4 bits, or a value that is none of those above.
+        SettingError: not exactly one of 8 and 4 bits is selected, or a value is not one of those above.
 
     Example:
         >>> BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype
@@ -123,7 +123,7 @@ class BnbQuantizationConfig:
     def _take_skipped(self) -> None:
         if self.llm_int8_skip_modules is not None:
             if self.skip_modules not in (None, self.llm_int8_skip_modules):
-                raise _wrong("llm_int8_skip_modules", self.llm_int8_skip_modules, "Give skip_modules alone.")
+                raise _wrong("llm_int8_skip_modules", self.llm_int8_skip_modules, "Use only skip_modules.")
             self.skip_modules = self.llm_int8_skip_modules
         for name in ("skip_modules", "keep_in_fp32_modules"):
             value = getattr(self, name)
@@ -160,9 +160,9 @@ def layers_of_bitsandbytes(failure: str) -> Any:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of the modules that are better not quantised: the last one, which gives the output, and tied ones.
+    """Names of the modules that should not be quantised: the output layer, and tied ones.
 
-    A model whose output embeddings are none of its own modules (one without a head) gives none.
+    Empty for a model with output embeddings outside its own modules (a model without a head).
     """
     children = [name for name, _ in model.named_children()]
     tied = [name.rpartition(".")[0] for names in find_tied_parameters(model) for name in names]
@@ -174,7 +174,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def is_named(name: str, parts: Iterable[str]) -> bool:
-    """Whether a full name has one of the parts in it, between dots."""
+    """Whether a full name contains one of the parts, between dots."""
     return any(f".{part}." in f".{name}." for part in parts)
 
 
@@ -184,10 +184,10 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put a layer of bitsandbytes in the place of every linear layer, with the same weights, not quantised yet.
+    """Replace every linear layer by a layer of bitsandbytes with the same weights, which are not quantised yet.
 
     Args:
-        modules_to_not_convert: names, or parts of them between dots, of modules that stay as they are.
+        modules_to_not_convert: names, or parts of them between dots, of modules that are not replaced.
         current_key_name: names of the modules around `model`.
 
     Returns:
@@ -201,14 +201,14 @@ def replace_with_bnb_layers(
 
 
 def linear_layers(model: nn.Module, skipped: Iterable[str], prefix: str = "") -> list[str]:
-    """Names of the layers that can be replaced: torch's own class alone, for a subclass may do more than multiply."""
+    """Names of the layers that can be replaced: only torch's own class; a subclass may do more than multiply."""
     named = model.named_modules(remove_duplicate=False)
     found = [name for name, module in named if name and type(module) is nn.Linear]
     return [name for name in found if not is_named(prefix + name, skipped)]
 
 
 def replace_layers(model: nn.Module, names: Iterable[str], config: BnbQuantizationConfig) -> nn.Module:
-    """Put layers of bitsandbytes in the place of the linear ones of these names."""
+    """Replace the linear layers with these names by layers of bitsandbytes."""
     layers = layers_of_bitsandbytes(f"Cannot quantise {type(model).__name__}.")
     replaced: dict[int, nn.Module] = {}
     for name in names:
@@ -246,7 +246,7 @@ def _layer(layers: Any, linear: nn.Linear, config: BnbQuantizationConfig) -> nn.
 
 
 def put_quantized(model: nn.Module, name: str, device: Device, weight: Tensor, dtype: torch.dtype | None) -> None:
-    """Give the weight of a layer of bitsandbytes its value and quantise it on a device."""
+    """Set the weight of a bitsandbytes layer, and quantise it on a device."""
     owner, leaf = submodule_and_leaf(model, name)
     old: Any = owner._parameters[leaf]
     parameter = type(old)(weight.to("cpu", dtype or weight.dtype), requires_grad=old.requires_grad, **vars(old))
@@ -264,7 +264,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of the first parameter of a module; the CPU when it has none."""
+    """The device of the first parameter of a module; the CPU if it has none."""
     first = next(parameter.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -282,11 +282,11 @@ def quantize_and_offload_8bit(
 
     Args:
         param: the weight.
-        param_name: its full name in the model, where it becomes empty, on the meta device.
+        param_name: its full name in the model; the model's weight moves to the meta device.
         new_dtype: dtype from which it is quantised.
-        offload_folder: where the files are written.
+        offload_folder: folder of the files.
         offload_index: receives the entries of the files.
-        fp16_statistics: scales of a weight that is in 8 bits already; None quantises it here.
+        fp16_statistics: scales of a weight that is already in 8 bits; None quantises it here.
 
     Raises:
         Missing: bitsandbytes is not installed.
@@ -304,7 +304,7 @@ def quantize_and_offload_8bit(
 
 
 def _quantize_device(device: torch.device) -> torch.device:
-    """Where to quantise a weight: on its device, if that device computes."""
+    """The device that quantises a weight: its own device, if that can compute."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -320,25 +320,25 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Load a checkpoint into a model whose linear layers become layers of bitsandbytes, and spread it over devices.
 
-    Each weight is quantised as soon as it is read, so that memory holds one at a time in floating point. Parts that a
-    device map leaves to the disk, or to the CPU beside an accelerator, are not quantised.
+    Each weight is quantised as soon as it is read, so that only one is in memory in floating point. Parts on the disk,
+    or on the CPU beside an accelerator, are not quantised.
 
     Args:
-        model: best made under `init_empty_weights`; one with weights is quantised where it is.
-        bnb_quantization_config: how.
-        weights_location: a checkpoint, as `load_checkpoint_in_model` takes it; the weights of the model when None.
-        device_map: name to device, or a policy of `load_checkpoint_and_dispatch`; the current device when None.
+        model: the model, ideally built under `init_empty_weights`; a model with weights is quantised in place.
+        bnb_quantization_config: settings of the quantisation.
+        weights_location: a checkpoint, as for `load_checkpoint_in_model`; if None, the weights of the model.
+        device_map: name to device, or a policy of `load_checkpoint_and_dispatch`; if None, the current device.
         no_split_module_classes: names of classes whose modules stay on one device.
-        max_memory: bytes, or text such as "10GB", by device, for a device map that is made here.
-        offload_folder: where parts on the disk are noted or written.
-        offload_state_dict: accepted; mapped files already save the memory that it would.
+        max_memory: bytes, or text such as "10GB", by device, for a device map that is created here.
+        offload_folder: folder in which parts on the disk are listed or written.
+        offload_state_dict: accepted without effect; mapping the files already saves this memory.
 
     Returns:
         The model, with `is_loaded_in_8bit` or `is_loaded_in_4bit` set, for inference or to train adapters.
 
     Raises:
         Missing: bitsandbytes is not installed, or too old to compute on a CPU.
-        SettingError: an empty model and no checkpoint, or a device map that does not fit.
+        SettingError: the model is empty without a checkpoint, or the device map does not fit.
         CheckpointError: files are missing, damaged, or lack weights of the model.
 
     Example:
@@ -354,7 +354,7 @@ def load_and_quantize_model(
         raise SettingError(
             f"Cannot quantise {name}.",
             "It is on the meta device, and weights_location= is missing.",
-            "Name its checkpoint.",
+            "Pass the path of its checkpoint.",
         )
     chosen = _chosen_map(model, config, device_map, max_memory, no_split_module_classes)
     layout = layout_of(model, chosen)
@@ -377,13 +377,13 @@ def get_quantized_model_device_map(
     max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> DeviceMap:
-    """The device map of a model that is going to be quantised; sizes count as they will be.
+    """The device map of a model that will be quantised, from the sizes after quantisation.
 
     The arguments are those of `load_and_quantize_model`.
 
     Raises:
-        SettingError: it does not fit the model; or one that was made here needs the CPU or the disk besides the
-            accelerators, and the configuration does not allow that.
+        SettingError: it does not fit the model; or an automatic map needs the CPU or the disk besides the accelerators,
+            and the configuration does not allow this.
     """
     chosen = _chosen_map(model, bnb_quantization_config, device_map, max_memory, no_split_module_classes)
     if chosen is device_map:
@@ -398,7 +398,7 @@ def _chosen_map(
     max_memory: MaxMemory | None,
     no_split_module_classes: Sequence[str] | None,
 ) -> DeviceMap:
-    """The device map that is given, not checked, or the one that a policy makes."""
+    """The given device map, unchecked, or the one that a policy creates."""
     if device_map is None:
         family = best_family()
         host = family.name in OFFLOADED
@@ -415,8 +415,8 @@ def _chosen_map(
     if left and not config.llm_int8_enable_fp32_cpu_offload:
         raise SettingError(
             f"Cannot quantise {type(model).__name__} with device_map={device_map!r}.",
-            f"It does not fit on {main}; left for the CPU or the disk: {', '.join(map(repr, left[:3]))}.",
-            "Give a device map, or llm_int8_enable_fp32_cpu_offload=True: offloaded weights are not quantised.",
+            f"The model does not fit on {main}. Parts for the CPU or the disk: {', '.join(map(repr, left[:3]))}.",
+            "Pass a device map, or llm_int8_enable_fp32_cpu_offload=True; offloaded weights are not quantised.",
         )
     return found  # type: ignore[no-any-return]
 
@@ -433,7 +433,7 @@ def _plain_dtype(name: str, config: BnbQuantizationConfig) -> torch.dtype:
 
 
 class _Quantising:
-    """What is quantised, what keeps which dtype, and where each weight goes."""
+    """The plan of a quantised load: the quantised layers, the dtypes of other weights, and the devices."""
 
     def __init__(self, model: nn.Module, config: BnbQuantizationConfig, device_map: DeviceMap) -> None:
         self.model, self.config, self.device_map = model, config, device_map
@@ -446,13 +446,13 @@ class _Quantising:
         return is_offloaded(device_of_name(name, self.device_map), self.main)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a weight that is not quantised, or of one before it is."""
+        """The dtype of a weight that is not quantised, or of a weight before quantisation."""
         if self.config.llm_int8_enable_fp32_cpu_offload and self._is_offloaded(name):
             return torch.float32
         return _plain_dtype(name, self.config)
 
     def place(self, model: nn.Module, name: str, device: Device, weight: Tensor, dtype: torch.dtype | None) -> None:
-        """Put a weight where it belongs; one of a quantised layer in few bits."""
+        """Load a weight to its device; quantise it if its layer is quantised."""
         if name in self.quantised:
             put_quantized(model, name, device, weight, dtype)
         else:

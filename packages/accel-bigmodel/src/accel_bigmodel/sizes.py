@@ -1,4 +1,4 @@
-"""How many bytes a module, its parts and its largest layer take, without looking at any data."""
+"""Computes the bytes of a module, its parts and its largest layer, without reading any data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = (
 )
 
 Dtype: TypeAlias = "torch.dtype | CustomDtype | str"
-"""A torch dtype, its name with or without "torch.", or one of the dtypes that only count for sizes."""
+"""A torch dtype, its name with or without "torch.", or one of the dtypes that are only used for sizes."""
 
 _CUSTOM = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 
@@ -43,12 +43,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", re.IGNORECASE)
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Bytes of a size such as "5GB" or "200MiB"; a number is taken as it is, rounded down.
+    """Bytes of a size such as "5GB" or "200MiB"; a number is a number of bytes, rounded down.
 
     KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024. A lower-case b after K, M, G or T counts bits.
 
     Raises:
-        SettingError: the text is not a number followed by one of the units, or the number is negative or no number.
+        SettingError: the text is not a number followed by one of the units, or the number is negative or NaN.
 
     Example:
         >>> convert_file_size_to_int("1.5GB"), convert_file_size_to_int("8Mb"), convert_file_size_to_int("1KiB")
@@ -70,7 +70,7 @@ def convert_file_size_to_int(size: float | str) -> int:
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes for people, in powers of 1024.
+    """A number of bytes as text, with units in powers of 1024.
 
     Example:
         >>> convert_bytes(1500), convert_bytes(12)
@@ -123,8 +123,8 @@ def named_module_tensors(
     Args:
         module: the module.
         include_buffers: whether buffers follow the parameters.
-        recurse: whether those of its submodules are given too.
-        remove_non_persistent: leave out the buffers that a state dict leaves out.
+        recurse: whether to include those of its submodules.
+        remove_non_persistent: omit the buffers that a state dict omits.
     """
     # torch's own iterators take several times as long for a single module.
     yield from module.named_parameters() if recurse else _not_none(module._parameters)
@@ -140,12 +140,12 @@ def _not_none(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict leaves out.
+    """Names of the buffers that a state dict omits.
 
     Args:
         module: the module.
-        recurse: whether those of its submodules are given too.
-        fqns: give names from `module` on, such as "block.0.mask", in place of the last part alone.
+        recurse: whether to include those of its submodules.
+        fqns: return names relative to `module`, such as "block.0.mask", instead of only the last part.
     """
     modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     return {
@@ -160,7 +160,7 @@ def byte_counter(
 ) -> Callable[[str, Tensor], int]:
     """A function of name and tensor that returns the bytes of the tensor in `dtype`.
 
-    Never more than it takes now; integers and bools stay as they are; names in `special_dtypes` take theirs.
+    At most its current size; integers and bools do not change; names in `special_dtypes` have their own dtypes.
     """
     special = {name: _element_bytes(own) for name, own in (special_dtypes or {}).items()}
     target = None if dtype is None else _element_bytes(dtype)
@@ -191,12 +191,12 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Bytes of every tensor, of every module by its name, and of the whole model under "".
 
-    A tied weight counts once, where it is met first. Modules without tensors are left out and read as 0.
+    A tied weight counts once, at its first name. Modules without tensors are omitted, and their size reads as 0.
 
     Args:
         dtype: count floating-point tensors as if they had this dtype, where that is smaller.
         special_dtypes: dtypes of single tensors, by full name.
-        buffers_only: leave parameters out.
+        buffers_only: count only buffers.
     """
     return measure(model, byte_counter(dtype, special_dtypes), buffers_only=buffers_only).sizes
 
@@ -222,7 +222,7 @@ def measure(
     blocks: Collection[str] = frozenset(),
     buffers_only: bool = False,
 ) -> Measured:
-    """Walk over a model once; `blocks` are names of classes whose largest module is wanted."""
+    """Compute the sizes in one walk over a model; `blocks` are class names for `largest_block`."""
     found, seen = Measured(), set[int]()
     sizes = found.sizes
 
@@ -269,7 +269,7 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names in the result of `compute_module_sizes` that have nothing below them: the tensors."""
+    """Names in the result of `compute_module_sizes` without names below them: the tensors."""
     parents = {name.rpartition(".")[0] for name in module_sizes if name}
     return [name for name in module_sizes if name not in parents]
 
@@ -280,8 +280,8 @@ def get_max_layer_size(
     """Bytes and names of the largest layers: modules without children, or of a class that must not be split.
 
     Args:
-        modules: names and modules (or tensors) to look at, with what is inside them.
-        module_sizes: as `compute_module_sizes` gives them.
+        modules: names and modules (or tensors) to search, with their submodules.
+        module_sizes: as `compute_module_sizes` returns them.
         no_split_module_classes: names of classes that count as one layer.
     """
     whole = frozenset(no_split_module_classes or ())

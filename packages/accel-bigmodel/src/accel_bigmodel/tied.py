@@ -1,4 +1,4 @@
-"""Tensors that are one tensor under several names: finding them, and tying them again after weights were replaced."""
+"""Finds tied tensors (one tensor with several names), and ties them again after weights were replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = (
 _log = logging.getLogger(__name__)
 
 _WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names of the modules that torch puts around others."""
+"""Names of torch's wrapper modules."""
 
 
 def canonical_name(name: str) -> str:
@@ -44,7 +44,7 @@ def canonical_name(name: str) -> str:
 def id_tensor_storage(tensor: Tensor) -> tuple[Any, int, int]:
     """Device, address and size in bytes of the storage under a tensor: equal for all views of one storage.
 
-    Tensors without an address of their own (meta, empty, subclasses that hide it) are identified by the object.
+    Tensors without an address (meta, empty, subclasses that hide it) are identified by their object.
     """
     try:
         storage = tensor.untyped_storage()
@@ -55,14 +55,14 @@ def id_tensor_storage(tensor: Tensor) -> tuple[Any, int, int]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names have in common when they mean the same tensor: storage, offset, shape, strides and dtype."""
+    """The identity of a tensor: storage, offset, shape, strides and dtype."""
     if tensor.layout != torch.strided:
         return (id(tensor),)
     return (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def tied_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
-    """Groups of two or more names under which a state dict holds the same tensor, in the order of the state dict.
+    """Groups of two or more names of the same tensor in a state dict, in the order of the state dict.
 
     Takes time linear in the number of names. Views of different parts of one storage are not tied.
     """
@@ -74,11 +74,11 @@ def tied_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names under which a model holds one and the same parameter, each sorted.
+    """Groups of names of the same parameter in a model, each sorted.
 
     Args:
-        model: also one on the meta device, because parameters are compared as objects.
-        kwargs: accepted for older callers and not used.
+        model: the model, which may be on the meta device: parameters are compared as objects.
+        kwargs: accepted without effect.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -93,7 +93,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make the names of each group mean one parameter again: the first of them that has data, else the first.
+    """Tie the names of each group to one parameter again: the first of them with data, else the first.
 
     Args:
         model: the model.
@@ -125,7 +125,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the model's own `config` says that its embeddings are tied, as models of transformers do."""
+    """Whether the model's `config` ties its embeddings, as in models of transformers."""
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -138,7 +138,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def device_of_name(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device that a device map gives to a full name: that of the longest entry above it, or None."""
+    """The device of a full name in a device map: that of the longest matching entry, or None."""
     while name not in device_map:
         if not name:
             return None

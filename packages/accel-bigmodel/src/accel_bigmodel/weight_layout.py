@@ -1,7 +1,7 @@
-"""Where each weight of a model is: its device, and the file and the bytes that hold its data.
+"""The location of each weight of a model: its device, and the file and the bytes with its data.
 
-A load makes one layout, fills in the files and passes it on to the hooks. Names, ties and the device map are checked
-once, when the layout is made.
+A load creates one layout, fills in the files and passes it to the hooks. Names, ties and the device map are checked
+once, when the layout is created.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ("StoredWeight", "WeightLayout", "WeightSpec", "layout_of")
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The bytes of a file that hold a weight.
+    """The bytes of a weight in a file.
 
     Args:
         path: absolute path of the file.
-        name: name of the weight in the file; None in a raw file, which holds one weight and nothing else.
-        dtype: dtype of the data; None where the file states it.
-        offset: first byte of the data; None in a file of `torch.save`, where only torch finds it.
-        size: length of the data in bytes; None where `offset` is None.
+        name: name of the weight in the file; None in a raw file, which contains only one weight.
+        dtype: dtype of the data; None if the file states it.
+        offset: first byte of the data; None in a file of `torch.save`, which only torch can read.
+        size: length of the data in bytes; None if `offset` is None.
     """
 
     path: Path
@@ -50,9 +50,9 @@ class WeightSpec:
         name: full name, such as "blocks.0.weight".
         shape: its shape in the model.
         dtype: its dtype in the model.
-        device: the device that the device map gives it; without a map the device of the tensor.
+        device: its device in the device map; without a map, the device of the tensor.
         is_buffer: a buffer, not a parameter.
-        stored: the file that holds its data, once a load has found it.
+        stored: the location of its data, after a load has found it.
     """
 
     name: str
@@ -68,10 +68,10 @@ class WeightLayout:
     """All weights of one model.
 
     Args:
-        weights: full name to weight, in the order of the model: parameters, then persistent buffers, each name of a
-            tied one.
-        tied: groups of names of one and the same parameter.
-        device_map: the device map that gave the devices, or None.
+        weights: full name to weight, in the order of the model: parameters, then persistent buffers, with every name of
+            a tied weight.
+        tied: groups of names of the same parameter.
+        device_map: the device map of the devices, or None.
     """
 
     weights: Mapping[str, WeightSpec]
@@ -83,7 +83,7 @@ class WeightLayout:
         return [name for name, weight in self.weights.items() if str(weight.device) == device]
 
     def offload_index(self) -> dict[str, dict[str, Any]]:
-        """The offload index of the weights on the disk; empty unless the layout knows the bytes of each."""
+        """The offload index of the weights on the disk; empty unless the bytes of each one are known."""
         weights = [self.weights[name] for name in self.names_on("disk")]
         entries = {weight.name: _index_entry(weight) for weight in weights}
         return {name: entry for name, entry in entries.items() if entry is not None} if all(entries.values()) else {}
@@ -91,7 +91,7 @@ class WeightLayout:
     def with_files(self, stored: Mapping[str, StoredWeight]) -> WeightLayout:
         """The same layout, with the files of some weights filled in; names that the model lacks are ignored.
 
-        A file may hold one name of a tied weight: the other names get the same bytes.
+        If a file contains one name of a tied weight, the other names get the same bytes.
         """
         shared = {n: stored[one] for names in self.tied for one in names if one in stored for n in names}
         found = {**shared, **stored}
@@ -102,7 +102,7 @@ class WeightLayout:
 
 
 def _index_entry(weight: WeightSpec) -> dict[str, Any] | None:
-    """The entry of an offload index for the bytes of a weight; None where they are not known."""
+    """The entry of an offload index for the bytes of a weight; None if they are unknown."""
     stored = weight.stored
     if stored is None or stored.offset is None or stored.name is None:
         return None
@@ -110,7 +110,7 @@ def _index_entry(weight: WeightSpec) -> dict[str, Any] | None:
 
 
 def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLayout:
-    """The layout of a model, which may be on the meta device; its device map is checked here.
+    """Create the layout of a model, which may be on the meta device, and check its device map.
 
     Raises:
         SettingError: the device map names a device that does not exist, or leaves weights without a device.

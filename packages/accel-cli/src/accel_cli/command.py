@@ -25,13 +25,13 @@ BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
     ("config", "accel_cli.commands.config:COMMAND", "write or show a config file"),
     ("explain", "accel_cli.commands.explain:COMMAND", "show the settings of a launch and the source of each"),
-    ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends and whether they work here"),
-    ("test", "accel_cli.commands.test:COMMAND", "test processes, collectives, loaders and training on this machine"),
-    ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
-    ("completion", "accel_cli.commands.completion:COMMAND", "print a completion script for a shell"),
     ("doctor", "accel_cli.commands.doctor:COMMAND", "find problems of a run before it starts"),
-    ("checkpoint", "accel_cli.commands.checkpoint:COMMAND", "list, verify, prune and describe checkpoints"),
+    ("test", "accel_cli.commands.test:COMMAND", "test processes, collectives, loaders and training on this machine"),
+    ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends and whether they work here"),
     ("env", "accel_cli.commands.env:COMMAND", "show versions and settings for a bug report"),
+    ("checkpoint", "accel_cli.commands.checkpoint:COMMAND", "list, verify, prune, describe and copy checkpoints"),
+    ("completion", "accel_cli.commands.completion:COMMAND", "print a completion script for a shell"),
+    ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
 )
 """Name, target and one line of help of each command of this package."""
 

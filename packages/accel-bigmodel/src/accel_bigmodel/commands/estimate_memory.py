@@ -1,7 +1,7 @@
-"""`accel estimate-memory MODEL`: what a model takes in several dtypes, without loading it.
+"""`accel estimate-memory MODEL`: estimates the memory of a model in several dtypes, without loading it.
 
-`--training` is for a package above: it offers an object with `add_arguments(parser)` and `run(arguments, options)` in
-the group `accel.memory`.
+`--training` needs a package that provides an object with `add_arguments(parser)` and `run(arguments, options)` in the
+entry-point group `accel.memory`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accel_state.settings.extension import extensions
 __all__ = ("COMMAND", "EstimateMemory")
 
 _TRAINING: Final = "accel.memory"
-"""The entry-point group of what estimates training."""
+"""Entry-point group of estimators for training."""
 _DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
@@ -32,21 +32,24 @@ class EstimateMemory:
             "training script.",
         )
         parser.add_argument(
-            "--library_name", "--library-name", choices=("timm", "transformers"), help="Library of a model name."
+            "--library_name",
+            "--library-name",
+            choices=("timm", "transformers"),
+            help="Library of the model name; by default transformers.",
         )
         parser.add_argument(
             "--dtypes",
             nargs="+",
             choices=_DTYPES,
             default=["float32", "float16", "int8", "int4"],
-            help="Dtypes to show.",
+            help="Dtypes to show (default: float32 float16 int8 int4).",
         )
-        parser.add_argument("--arguments", default="{}", help="Arguments of the class, as a JSON object.")
+        parser.add_argument("--arguments", default="{}", help="Keyword arguments of the class, as a JSON object.")
         parser.add_argument(
             "--trust_remote_code",
             "--trust-remote-code",
             action="store_true",
-            help="Run code that comes with the model.",
+            help="Allow the library to run code from the model's repository.",
         )
         parser.add_argument(
             "--training",
@@ -60,7 +63,8 @@ class EstimateMemory:
         """Build the model without weights and print the table.
 
         Raises:
-            SettingError: `--arguments` is not a JSON object, the model cannot be built, or nothing estimates training.
+            SettingError: `--arguments` is not a JSON object, the model cannot be built, or there is no estimator for
+                training.
         """
         import json
 

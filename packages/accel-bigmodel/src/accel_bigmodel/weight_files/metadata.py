@@ -1,7 +1,7 @@
-"""What weight files say of themselves: the header of a safetensors file, and the index of a sharded checkpoint.
+"""The metadata of weight files: the header of a safetensors file, and the index of a sharded checkpoint.
 
-Both are checked against the files before a tensor is read or mapped: a mapped file that turns out shorter than its
-header says would end the process with a bus error at the first use of the missing part.
+Both are checked against the files before a tensor is read or mapped: if a mapped file were shorter than its header
+specifies, the process would end with a bus error at the first use of the missing part.
 
 Format of a safetensors file (https://huggingface.co/docs/safetensors): eight bytes with the length of the header,
 little-endian; the header as JSON, name to dtype, shape and offsets; the data.
@@ -50,12 +50,12 @@ _DTYPES: Final[Mapping[str, tuple[int, str]]] = {
     "F6_E2M3": (6, ""),
     "F6_E3M2": (6, ""),
 }
-"""Dtypes of the format: bits of an element, and the name in torch, which has no dtype for the last ones."""
+"""Dtypes of the format: bits of an element, and the name in torch; torch has no dtype for the last ones."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is: `dtype` as the format names it, `begin` and `end` in bytes from the start of the file."""
+    """The location of one tensor: `dtype` as named by the format, `begin` and `end` in bytes of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,18 +70,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file holds: entries by tensor name, and the metadata (text to text)."""
+    """The content of a safetensors file: entries by tensor name, and the metadata (text to text)."""
 
     entries: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The checked header of a safetensors file; no tensor is read.
+    """Read and check the header of a safetensors file, without reading a tensor.
 
     Raises:
-        CheckpointError: the file cannot be read, is truncated, or its header contradicts itself; names the file, the
-            first tensor concerned, and the numbers.
+        CheckpointError: the file cannot be read, is truncated, or its header contradicts itself; the message states the
+            file, the first tensor with an error, and the numbers.
     """
     try:
         with open_regular(path) as file:
@@ -92,7 +92,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise _unreadable(path, f"It cannot be read: {error}.") from error
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _unreadable(path, "Its metadata are not a table of texts.")
+        raise _unreadable(path, "Its metadata is not a mapping of texts.")
     entries = {name: _entry(path, name, value, _LENGTH + length) for name, value in document.items()}
     _check_extent(path, entries, _LENGTH + length, size)
     return Header(entries, metadata)
@@ -102,16 +102,16 @@ def _unreadable(path: object, obstacle: str) -> CheckpointError:
     return CheckpointError(
         f"Cannot read the weights in {os.fspath(path)!r}.",  # type: ignore[call-overload]
         printable(obstacle),
-        "The file is damaged or not a safetensors file: fetch it again, or load an older checkpoint.",
+        "The file is damaged or not a safetensors file: download it again, or load an older checkpoint.",
     )
 
 
 def _header_length(path: object, start: bytes, size: int) -> int:
     if len(start) < _LENGTH:
-        raise _unreadable(path, f"It has {size} bytes; the length of the header alone takes {_LENGTH}.")
+        raise _unreadable(path, f"It has {size} bytes, but the length of the header itself takes {_LENGTH}.")
     length = int.from_bytes(start, "little")
     if length > min(_LONGEST, size - _LENGTH):
-        raise _unreadable(path, f"Its header should take {length} bytes, the file has {size}.")
+        raise _unreadable(path, f"Its header should have {length} bytes, but the file has only {size}.")
     return length
 
 
@@ -126,11 +126,11 @@ def _parse(path: object, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: object, name: str, value: Any, data: int) -> TensorInfo:
-    """Checks one entry by itself: known dtype, integers, and as many bytes as the shape needs."""
+    """Check one entry separately: a known dtype, integers, and the number of bytes that the shape needs."""
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise _unreadable(path, f"Its header says of {name!r} only {value!r:.200}.") from error
+        raise _unreadable(path, f"The entry of {name!r} in its header is not valid: {value!r:.200}.") from error
     numbers = (*shape, begin, end)
     if len(shape) > _MOST_DIMENSIONS:
         raise _unreadable(path, f"Its header gives {name!r} {len(shape)} dimensions.")
@@ -147,7 +147,7 @@ def _entry(path: object, name: str, value: Any, data: int) -> TensorInfo:
 
 
 def _check_extent(path: object, entries: Mapping[str, TensorInfo], data: int, size: int) -> None:
-    """The tensors must fill the rest of the file without a gap or an overlap."""
+    """Check that the tensors fill the rest of the file without a gap or an overlap."""
     position = data
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
@@ -175,7 +175,7 @@ class WeightIndex:
         return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
     def names_by_file(self) -> dict[str, list[str]]:
-        """The same map from the other end: file name to the weights in it."""
+        """The inverse map: file name to the weights in it."""
         files: dict[str, list[str]] = {}
         for name, file in self.weight_map.items():
             files.setdefault(file, []).append(name)
@@ -183,10 +183,11 @@ class WeightIndex:
 
 
 def read_index(path: str | os.PathLike[str]) -> WeightIndex:
-    """Read an index and check it: every file it names is in its folder, or below, and exists.
+    """Read and check an index: every file in it must exist, in its folder or below.
 
     Raises:
-        CheckpointError: the index cannot be read, has no weight map, or names files that are missing or elsewhere.
+        CheckpointError: the index cannot be read, has no weight map, or lists files that are missing or outside its
+            folder.
     """
     path = Path(path)
     try:
@@ -198,13 +199,13 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
     weight_map = document["weight_map"]
     files = dict.fromkeys(weight_map.values())
     try:
-        # A download cache keeps files elsewhere and links to them.
+        # A download cache stores files elsewhere and links to them.
         missing = sorted(file for file in files if not os.path.isfile(path_inside(path.parent, file, links_out=True)))
     except ValueError as error:
-        raise _bad_index(path, f"It places a weight elsewhere: {error}.") from error
+        raise _bad_index(path, f"It lists a file outside its folder: {error}.") from error
     if missing:
         some = ", ".join(f"{file:.200}" for file in missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise _bad_index(path, f"{len(missing)} of the {len(files)} files it names are missing: {some}.")
+        raise _bad_index(path, f"{len(missing)} of the {len(files)} files that it lists are missing: {some}.")
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return WeightIndex(weight_map, int(total) if isinstance(total, int) else 0)
@@ -214,5 +215,5 @@ def _bad_index(path: Path, obstacle: str) -> CheckpointError:
     return CheckpointError(
         f"Cannot read the weights listed in {str(path)!r}.",
         printable(obstacle),
-        "Fetch the index and all of its files again into one folder.",
+        "Download the index and all of its files again into one folder.",
     )

@@ -44,7 +44,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def shard_pattern(name: str) -> re.Pattern[str]:
-    """Matches every shard file that belongs to a file name, whatever their count."""
+    """A pattern that matches every shard of a file name, for any number of shards."""
     stem, dot, suffix = name.rpartition(".")
     return re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(dot + suffix)}")
 
@@ -55,5 +55,5 @@ def index_name(name: str) -> str:
 
 
 def is_safetensors(name: object) -> bool:
-    """Whether a file name or path says that the file is in safetensors format."""
+    """Whether a file name or path has the suffix of the safetensors format."""
     return str(name).endswith(".safetensors")

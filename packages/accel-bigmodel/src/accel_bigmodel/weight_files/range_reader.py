@@ -1,8 +1,9 @@
-"""Reading byte ranges of files into tensors, on several threads.
+"""Reads byte ranges of files into tensors, on several threads.
 
-A range whose bytes are those of the tensor is read straight into its memory. A tensor of another dtype, device or
-memory format is filled through a staging buffer of 4 MiB per thread; where the device gains from it, the buffer is
-pinned and each thread copies on a stream of its own. So a load needs little memory beside the tensors themselves.
+If the bytes of a range are those of the tensor, it is read directly into the tensor's memory. A tensor of another
+dtype, device or memory format is filled through a staging buffer of 4 MiB per thread. If it is faster for the device,
+the buffer is pinned, and each thread copies on a separate stream. So a load needs little memory besides the tensors
+themselves.
 
 On a cold page cache, how a file is read decides how large the parts are that Linux caches. So each piece begins at a
 multiple of 4 MiB and is read from a file that was opened for it. POSIX_FADV_WILLNEED would make Linux cache single
@@ -38,7 +39,7 @@ PIECE: Final = 1 << 22
 """Bytes that a thread reads before it takes more work; the size of its staging buffer."""
 
 BLOCK: Final = 1 << 20
-"""Bytes that the processor converts at a time: they are still in its cache when they are converted."""
+"""Bytes that the processor converts at a time, small enough to stay in its cache."""
 
 _LARGEST_ELEMENT: Final = 16
 """Bytes of complex128."""
@@ -90,7 +91,7 @@ class _Part:
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Offset and length of each contiguous run of bytes, in C order."""
         sizes, itemsize = tuple(self.target.shape), self.dtype.itemsize
-        # All dimensions behind the last one that is cut are contiguous in the file.
+        # All dimensions after the last one that is split are contiguous in the file.
         cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=-1)
         inner = math.prod(self.shape[cut + 1 :]) * itemsize
         length = inner * (sizes[cut] if cut >= 0 else 1)
@@ -132,12 +133,12 @@ class _Piece:
 
 
 def _grouped(ranges: Iterator[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Ranges in groups of at most `most` bytes; longer ones are cut at multiples of it where elements allow."""
+    """Ranges in groups of at most `most` bytes; longer ones are split at multiples of it, between elements."""
     group: list[tuple[int, int]] = []
     room = most
     for offset, length in ranges:
         while length > room:
-            # A range that is cut begins a group, so that each piece begins with an element.
+            # A range that is split begins a group, so that each piece begins with an element.
             if not group:
                 cut = room - offset % room // _LARGEST_ELEMENT * _LARGEST_ELEMENT
                 group.append((offset, cut))
@@ -154,13 +155,13 @@ class RangeReader:
     """Fills tensors from files.
 
     Args:
-        threads: how many read at the same time.
-        cache_up_to: size of a file in bytes above which its pages leave the page cache as soon as they were read, so
-            that they displace nothing; the memory of the machine when None.
+        threads: number of threads that read at the same time.
+        cache_up_to: size of a file in bytes above which its pages are removed from the page cache after reading, so
+            that they do not displace others; if None, the memory of the machine.
 
     Attributes:
-        size: bytes that `run` is going to read.
-        bytes_read: bytes that were read so far.
+        size: number of bytes that `run` will read.
+        bytes_read: number of bytes read so far.
 
     Example:
         reader = RangeReader()
@@ -189,15 +190,15 @@ class RangeReader:
         shape: Sequence[int] | None = None,
         starts: Sequence[int] | None = None,
     ) -> None:
-        """Let `run` fill a tensor with a tensor of a file, or with a part of one.
+        """Add a tensor that `run` fills with a tensor of a file, or with a part of it.
 
         Args:
-            target: any strided tensor with memory of its own.
+            target: any strided tensor with memory.
             path: the file.
             begin: offset of the tensor in the file in bytes; it is stored in C order.
-            dtype: its dtype in the file; that of the target when None.
-            shape: its shape in the file; that of the target when None.
-            starts: first index of the part in each dimension; zeros when None.
+            dtype: its dtype in the file; if None, that of the target.
+            shape: its shape in the file; if None, that of the target.
+            starts: first index of the part in each dimension; if None, zeros.
         """
         target = target.detach()
         whole = tuple(target.shape if shape is None else shape)
@@ -206,7 +207,7 @@ class RangeReader:
         self.size += target.numel() * (dtype or target.dtype).itemsize
 
     def add_copy(self, target: Tensor, source: Tensor) -> None:
-        """Let `run` fill a tensor from another one, which torch has mapped from a file of `torch.save`."""
+        """Add a tensor that `run` fills from another one, which torch has mapped from a file of `torch.save`."""
         self._copies.append((target.detach(), source))
         self.size += source.numel() * source.dtype.itemsize
 
@@ -225,7 +226,7 @@ class RangeReader:
         self._advance = advance
         for device in {part.target.device for part in parts}:
             if _has_streams(device):
-                # What was queued on the device before may still use the memory that the targets were given.
+                # Operations that were queued on the device before may still use the memory of the targets.
                 torch.get_device_module(device).synchronize(device)
         threads = min(self._threads, 1 + self.size // PIECE)
         inference = torch.is_inference_mode_enabled()
@@ -235,7 +236,7 @@ class RangeReader:
                 for future in running:
                     future.result()
             finally:
-                # Where one has failed, the others find nothing more to do.
+                # After an error in one thread, the others have nothing more to do.
                 with self._lock:
                     self._work = iter(())
         for part in parts:
@@ -243,12 +244,12 @@ class RangeReader:
                 torch.autograd.graph.increment_version(part.target)
 
     def next(self) -> _Piece | tuple[Tensor, Tensor] | None:
-        """What is to be read or copied next; None when nothing is left."""
+        """The next piece to read or copy; None if nothing is left."""
         with self._lock:
             return next(self._work, None)
 
     def count(self, size: int) -> None:
-        """Note bytes that were read."""
+        """Count bytes that were read."""
         with self._lock:
             self.bytes_read += size
         if self._advance is not None:
@@ -256,7 +257,7 @@ class RangeReader:
 
     @cached_property
     def cache_limit(self) -> int:
-        """Size of a file above which its pages do not stay in the page cache."""
+        """Size of a file above which its pages are removed from the page cache."""
         return family_of("cpu").total_memory() if self._cache_up_to is None else self._cache_up_to
 
 
@@ -269,7 +270,7 @@ class _ReadingThread:
 
     def run(self, inference: bool) -> None:
         """Read until nothing is left."""
-        # A tensor that was made in inference mode is only written to in that mode, which is one of this thread.
+        # A tensor created in inference mode can only be written in that mode, which is set per thread.
         with torch.inference_mode(inference), torch.no_grad():
             while (work := self._reader.next()) is not None:
                 if isinstance(work, _Piece):
@@ -331,7 +332,7 @@ class _ReadingThread:
         module = torch.get_device_module(device)
         stream = self._streams.get(device) or self._streams.setdefault(device, module.Stream(device))
         with module.stream(stream):
-            # The device converts: the host would do so in memory that is not pinned.
+            # The device converts the values, because the host would convert them in memory that is not pinned.
             target.copy_(data.to(device, non_blocking=True) if data.dtype != target.dtype else data, non_blocking=True)
         stream.synchronize()
 
@@ -347,17 +348,17 @@ def _unreadable(path: Path, offset: int, length: int, error: Exception) -> Check
     return CheckpointError(
         f"Cannot read {length} bytes at offset {offset} of {str(path)!r}.",
         f"{type(error).__name__}: {error}.",
-        "The file changed or its disk fails: fetch it again, or load another checkpoint.",
+        "The file has changed, or its disk fails. Download it again, or load another checkpoint.",
     )
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Whether copies to a device gain from pinned memory and streams."""
+    """Whether pinned memory and streams make copies to a device faster."""
     return family_of(device).pins_memory and hasattr(torch.get_device_module(device), "Stream")
 
 
 def _drop_pages(file: FileIO, begin: int, end: int) -> None:
-    """Take a range out of the page cache; does nothing where the system has no such call."""
+    """Remove a range from the page cache, if the system supports it."""
     if hasattr(os, "posix_fadvise"):
         begin -= begin % mmap.PAGESIZE
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Reading weights back from one file, a folder, or an index; nothing that is read can run code."""
+"""Reads weights from one file, a folder, or an index; the content of a file can never run code."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ __all__ = (
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One file of a checkpoint and the weights to take from it; None: all it holds."""
+    """One file of a checkpoint and the weights to read from it; None for all."""
 
     path: Path
     names: tuple[str, ...] | None = None
 
     def load(self, device: str | int | torch.device = "cpu") -> dict[str, Any]:
-        """The weights by name, on `device`."""
+        """Load the weights by name, on `device`."""
         return load_weights_file(self.path, device, self.names)
 
 
 def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
-    """The files that make up the checkpoint at `path`.
+    """Find the files of the checkpoint at `path`.
 
     `path` may be a weight file, an index (`.json`), or a folder: there `pytorch_model.bin` is looked for first, then
     `model.safetensors`, then a single `*.index.json`.
 
     Raises:
-        CheckpointError: nothing of the kind is there, or the index is bad.
+        CheckpointError: there is no such file or folder, or the index is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -72,12 +72,12 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
 
 
 def load_weights(path: str | os.PathLike[str], device: str | int | torch.device = "cpu") -> dict[str, Any]:
-    """All weights of the checkpoint at `path`, as `find_weights` looks for it, by name and on `device`.
+    """Load all weights of the checkpoint at `path`, found as by `find_weights`, by name and on `device`.
 
-    On a CPU the tensors are mapped from the file, so that memory is used when they are.
+    On a CPU the tensors are mapped from the file, so that they use memory only when they are read.
 
     Raises:
-        CheckpointError: a file is missing, truncated, corrupted, or holds Python objects other than weights.
+        CheckpointError: a file is missing, truncated, corrupted, or contains Python objects other than weights.
     """
     weights: dict[str, Any] = {}
     for source in find_weights(path):
@@ -88,10 +88,10 @@ def load_weights(path: str | os.PathLike[str], device: str | int | torch.device 
 def load_weights_file(
     path: str | os.PathLike[str], device: str | int | torch.device = "cpu", names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """The weights of one file, or those of them that are named.
+    """Load the weights of one file, or only the given ones.
 
     Raises:
-        CheckpointError: as `load_weights`, or a named weight is not in the file.
+        CheckpointError: as `load_weights`, or one of the given weights is not in the file.
     """
     path = Path(path)
     names = None if names is None else tuple(names)
@@ -114,8 +114,8 @@ def _in_folder(folder: Path) -> Path:
     found = f"{len(indexes)} index files: {', '.join(index.name for index in indexes)}" if indexes else "no index file"
     raise CheckpointNameError(
         f"Cannot load weights from the folder {str(folder)!r}.",
-        f"It holds neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {found}.",
-        "Name the weight file or the index itself.",
+        f"It contains neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {found}.",
+        "Give the path of the weight file or of the index.",
     )
 
 
@@ -127,11 +127,11 @@ def _load_safetensors(path: Path, device: str, names: tuple[str, ...] | None) ->
 
 
 class WeightFile:
-    """A safetensors file whose header is checked, and whose weights are mapped one by one.
+    """A safetensors file with a checked header; its weights are mapped one by one.
 
     Args:
         path: the file.
-        device: where its weights are put; on the CPU they are mapped, not read.
+        device: device for its weights; on the CPU they are mapped, not read.
 
     Raises:
         CheckpointError: the file is missing, truncated or corrupted.
@@ -143,10 +143,10 @@ class WeightFile:
         self._device = device
 
     def get(self, name: str) -> Tensor:
-        """A weight.
+        """Load one weight.
 
         Raises:
-            CheckpointError: the file does not hold it, or torch does not know its dtype.
+            CheckpointError: the file does not contain it, or torch does not support its dtype.
         """
         _check_present(self.path, [name], self.header.entries)
         with self._typed():
@@ -155,7 +155,7 @@ class WeightFile:
 
     @cached_property
     def _opened(self) -> Any:
-        # safetensors itself knows no device "meta".
+        # safetensors itself does not support the device "meta".
         opened: Any = safe_open(self.path, framework="pt", device="cpu" if self._device == "meta" else self._device)
         return opened.__enter__()
 
@@ -167,19 +167,19 @@ class WeightFile:
             raise CheckpointError(
                 f"Cannot read the weights in {str(self.path)!r}.",
                 f"{type(error).__name__}: {error}",
-                "Fetch the file again, or install a safetensors and torch that know its dtypes.",
+                "Download the file again, or install versions of safetensors and torch that support its dtypes.",
             ) from error
 
 
 class FileWeight:
-    """A weight in a file that was checked; nothing of it is read yet.
+    """A weight in a checked file, which is not read yet.
 
     Attributes:
         path: the file.
         name: its name there.
         shape: its shape.
         dtype: its dtype.
-        entry: where its bytes are; None in a file of `torch.save`.
+        entry: location of its bytes; None in a file of `torch.save`.
     """
 
     def __init__(self, name: str, path: Path, held: WeightFile | Tensor) -> None:
@@ -198,11 +198,11 @@ class FileWeight:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def mapped(self) -> Tensor:
-        """The weight, mapped from its file where that can be."""
+        """The weight, mapped from its file if possible."""
         return self._held if isinstance(self._held, Tensor) else self._held.get(self.name)
 
     def read_into(self, reader: RangeReader, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        """Let a reader fill a tensor with the weight, or with the part that has the shape of the tensor.
+        """Add a tensor to a reader, which fills it with the weight, or with a part that has the tensor's shape.
 
         Args:
             starts: first index of the part in each dimension.
@@ -221,7 +221,7 @@ def open_weights(sources: Iterable[WeightSource]) -> dict[str, FileWeight]:
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupted, holds Python objects other than weights, lacks a
-            weight that the index places there, or has a dtype that torch does not know.
+            weight that the index lists for it, or has a dtype that torch does not support.
     """
     found: dict[str, FileWeight] = {}
     for source in sources:
@@ -233,7 +233,7 @@ def open_weights(sources: Iterable[WeightSource]) -> dict[str, FileWeight]:
             held = _load_torch(source.path, "cpu")
         names = tuple(held) if source.names is None else source.names
         _check_present(source.path, names, held)
-        # What `get_extra_state` of a module returned may be something else.
+        # Only values from a module's `get_extra_state` may be other objects.
         weights = {name: held[name] for name in names if isinstance(held[name], (Tensor, WeightFile))}
         found.update({name: FileWeight(name, source.path, weight) for name, weight in weights.items()})
     return found
@@ -244,8 +244,8 @@ def _torch_dtype(path: Path, name: str, entry: TensorInfo) -> torch.dtype:
     if dtype is None:
         raise CheckpointError(
             f"Cannot read {name!r} at offset {entry.begin} of {str(path)!r}.",
-            f"torch {torch.__version__} does not know its dtype {entry.dtype}.",
-            "Install a torch that does, or convert the checkpoint.",
+            f"torch {torch.__version__} does not support its dtype {entry.dtype}.",
+            "Install a version of torch that supports it, or convert the checkpoint.",
         )
     return dtype  # type: ignore[no-any-return]
 
@@ -259,21 +259,21 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",
-            "If you trust its author, read it yourself with torch.load, and save its tensors again.",
+            "If you trust its author, read it with torch.load(weights_only=False), and save only its tensors again.",
         ) from error
-    except Exception as error:  # a damaged pickle can make its reader raise anything
+    except Exception as error:  # a damaged pickle can make its reader raise any error
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r} ({os.path.getsize(path) if os.path.exists(path) else 0} bytes).",
             f"{type(error).__name__}: {first_line}",
-            "The file is damaged or was not written by torch.save: fetch it again, or load an older checkpoint.",
+            "The file is damaged or was not written by torch.save: download it again, or load an older checkpoint.",
         ) from error
     _check_weights(path, weights)
     return dict(weights)
 
 
 def _check_weights(path: Path, weights: object) -> None:
-    """A weight file maps names to tensors; only what `get_extra_state` of a module returned may be something else."""
+    """Check that a weight file maps names to tensors; only values from `get_extra_state` may be other objects."""
     wrong = f"a {type(weights).__name__}"
     if isinstance(weights, Mapping):
         odd = [k for k, v in weights.items() if not isinstance(v, Tensor) and not str(k).endswith("_extra_state")]
@@ -283,8 +283,8 @@ def _check_weights(path: Path, weights: object) -> None:
         wrong = f"{type(weights[odd[0]]).__name__} under {odd[0]!r}"
     raise CheckpointError(
         f"Cannot read the weights in {str(path)!r}.",
-        f"It holds {wrong} where a mapping of names to tensors is expected.",
-        "If the weights are nested deeper, read the file with torch.load and save the mapping alone.",
+        f"It contains {wrong} where a mapping of names to tensors is expected.",
+        "If the weights are nested deeper, read the file with torch.load, and save only their mapping.",
     )
 
 
@@ -294,5 +294,5 @@ def _check_present(path: Path, names: Iterable[str], present: Mapping[str, Any])
         raise CheckpointError(
             f"Cannot read {missing[0]!r} from {str(path)!r}.",
             f"The file does not hold it, nor {len(missing) - 1} others that the index places there.",
-            "The index and the file do not match: fetch both again.",
+            "The index and the file do not match: download both again.",
         )

@@ -1,8 +1,9 @@
-"""Checks what `torch.save` wrote before `torch.load` reads it.
+"""Checks files of `torch.save` before `torch.load` reads them.
 
-`torch.load(weights_only=True)` runs no code of a file. It still allocates what a few bytes request, such as
-`bytearray(10**10)` or `torch.Tensor(10**10)`, and gives tensors shapes that their memory does not have. Here each name
-has one way to be made, each tensor is inside its storage, and each storage inside the file.
+`torch.load(weights_only=True)` runs no code of a file. But a few bytes can still make it allocate a lot of memory, such
+as `bytearray(10**10)` or `torch.Tensor(10**10)`, or create tensors with shapes larger than their memory. This module
+accepts only one way to create each object, and checks that each tensor is inside its storage, and each storage inside
+the file.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = (
 )
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
-"""What files of torch before 1.6 begin with: https://pytorch.org/docs/stable/notes/serialization.html."""
+"""First bytes of files of torch before 1.6: https://pytorch.org/docs/stable/notes/serialization.html."""
 
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """A tensor whose elements are in a file one after the other, in C order.
+    """A tensor with contiguous elements in a file, in C order.
 
     Args:
         dtype: its dtype.
@@ -63,7 +64,7 @@ class TorchTensor:
 
 
 class _StorageFacts(NamedTuple):
-    """A storage that a pickle refers to: bytes of an element, bytes of all, its class and its key in the file."""
+    """A storage in a pickle: bytes of an element, total bytes, its class and its key in the file."""
 
     itemsize: int
     nbytes: int
@@ -72,7 +73,7 @@ class _StorageFacts(NamedTuple):
 
 
 class _TensorFacts(NamedTuple):
-    """A tensor that a pickle describes; `begin` is the byte in its storage, None where it is not in C order there."""
+    """A tensor that a pickle describes; `begin` is its first byte in the storage, None if it is not in C order."""
 
     elements: int
     shape: list[int]
@@ -82,7 +83,7 @@ class _TensorFacts(NamedTuple):
 
 
 class _Storages:
-    """Describes what the persistent ids of a file refer to."""
+    """Describes the objects of the persistent ids in a file."""
 
     def __init__(self, size_of: Callable[[str], int], fields: int) -> None:
         self._size_of = size_of
@@ -113,16 +114,16 @@ class _Storages:
 
 
 def check_torch_file(file: Path | IO[bytes]) -> TorchTensor | None:
-    """Refuse a file of `torch.save` that holds more than plain data, or that takes more memory than it has bytes for.
+    """Check that a file of `torch.save` contains only plain data, and does not need more memory than its size.
 
     Args:
         file: its path, or an open file that can be sought in; it is read from its first byte.
 
     Returns:
-        The tensor of a file that holds a single one in C order, whose bytes may be read without torch; otherwise None.
+        The tensor of a file with a single tensor in C order, which can be read without torch; otherwise None.
 
     Raises:
-        PickleRefused: it does, or it is damaged.
+        PickleRefused: it contains other data, needs more memory, or is damaged.
         OSError: it cannot be read.
     """
     if isinstance(file, Path):
@@ -321,7 +322,7 @@ def _bounded(place: list[Any], itemsize: int, budget: Budget) -> int:
     count = math.prod(sizes)
     last = offset + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True)) if count else 0
     demand(max(last + bool(count), 0) * itemsize <= storage.facts.nbytes, "a tensor reaches beyond its storage")
-    # Elements that share memory, as after `expand`, take memory of their own where somebody copies them.
+    # Elements that share memory, as after `expand`, need separate memory when the tensor is copied.
     budget.spend(max(0, count * itemsize - storage.facts.nbytes))
     return count
 
@@ -403,7 +404,7 @@ def _quantised(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _sparse(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    """What its indices are is checked by torch, after the storages are read."""
+    """Torch checks the values of its indices, after the storages are read."""
     demand(len(arguments) == 2 and is_made(arguments[0], "torch.layout"), f"{name} has other arguments")
     demand(is_made(arguments[1], "tuple"), f"{name} has other arguments")
     tensors = 2 if arguments[0].facts == "torch.sparse_coo" else 3
@@ -432,7 +433,7 @@ def _on_meta(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _wrapper(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    """A tensor around another, which has its own memory."""
+    """A tensor that wraps another tensor with separate memory."""
     demand(len(arguments) == 8 and isinstance(arguments[1], Global), f"{name} has other arguments")
     dtype, size, stride, offset, layout, device, gradient = arguments[1:]
     demand(str(dtype) in _itemsizes() and len(numbers_in(size)) == len(numbers_in(stride)), f"{name} is damaged")
@@ -442,7 +443,7 @@ def _wrapper(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _of_type(trusted: frozenset[str]) -> Callable[[Global, list[Any], Budget], Made]:
-    """Tensors of a class of torch, or of one that the program lets torch trust, with attributes."""
+    """Tensors of a class of torch, or of one that the program has added to torch's safe globals, with attributes."""
 
     def check_call(name: Global, arguments: list[Any], budget: Budget) -> Made:
         demand(len(arguments) == 4 and is_made(arguments[2], "tuple"), f"{name} has other arguments")
@@ -493,7 +494,7 @@ _TENSOR_RULES: Final[Rules] = {
 
 
 _DTYPE: Final = re.compile(r"b1|[iu][1248]|f(?:2|4|8|12|16)|c(?:8|16|24|32)")
-"""Numbers and bools. A dtype that holds objects makes numpy take bytes of the file for addresses."""
+"""Numbers and bools. With an object dtype, numpy would interpret bytes of the file as addresses."""
 
 
 def _dtype(name: Global, arguments: list[Any], budget: Budget) -> Made:
@@ -613,7 +614,7 @@ STORAGES: Final[Mapping[tuple[str, str], int]] = {
 
 @cache
 def plain_rules() -> Rules:
-    """What plain data are made with."""
+    """Constructors of plain data."""
     mapping = Rule(call=_pairs, build=_attributes, items=True)
     constants = {*(name.partition(".")[2] for name in _itemsizes())}
     schemes = {name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)}
@@ -642,10 +643,10 @@ def plain_rules() -> Rules:
 
 
 def torch_rules() -> Rules:
-    """What plain data are made with, and what the program itself lets torch trust.
+    """Constructors of plain data, and the classes that the program has added to torch's safe globals.
 
-    Classes that `torch.serialization.add_safe_globals` was given are read as torch reads them; those that torch adds by
-    itself are not among them.
+    Classes from `torch.serialization.add_safe_globals` are read as torch reads them, except classes that torch adds
+    itself.
     """
     told = {name for name in map(_full_name, torch.serialization.get_safe_globals()) if not name.startswith(_ADDED)}
     trusted = {tuple(name.rsplit(".", 1)): _TRUSTED for name in sorted(told) if "." in name}

@@ -1,7 +1,7 @@
-"""Writing weights: one file, or a folder with shards and their index.
+"""Writes weights to one file, or to a folder with shards and their index.
 
-Each file is written under another name in the same folder and renamed when it is complete, so a failed or interrupted
-save leaves every file that was there as it was.
+Each file is written under another name in the same folder, and renamed when it is complete, so a failed or interrupted
+save does not change existing files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WeightShards:
 
     @property
     def index(self) -> WeightIndex | None:
-        """The index to write beside the shards, or None when a single file holds everything."""
+        """The index for the folder of the shards, or None if there is only one file."""
         if len(self.files) == 1:
             return None
         return WeightIndex({name: file for file, names in self.files.items() for name in names}, self.total_size)
@@ -66,14 +66,14 @@ class WeightShards:
 def split_state_dict(
     state_dict: Mapping[str, Any], max_shard_size: int | str = "10GB", name: str = SAFE_WEIGHTS_NAME
 ) -> WeightShards:
-    """Split weights, in their order, into files of at most `max_shard_size`; a larger weight gets a file of its own.
+    """Split weights, in their order, into files of at most `max_shard_size`; a larger weight gets a separate file.
 
-    Tied weights are in one file. A `.safetensors` name keeps only the first name of each tied group, because that
-    format cannot hold two names for one tensor; other formats keep all.
+    Tied weights are in one file. A `.safetensors` file contains only the first name of each tied group, because the
+    format does not support two names for one tensor; other formats contain all names.
 
     Args:
         max_shard_size: bytes, or text such as "5GB".
-        name: name of the file when there is only one; shards are numbered after it.
+        name: name of a single file; the names of shards add numbers to it.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def split_state_dict(
 
 
 def stored_names(state_dict: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME) -> list[str]:
-    """The names that a file of this name will hold: without the second names of tied weights for safetensors."""
+    """The weight names in a file with this name; for safetensors without the second names of tied weights."""
     return [kept for names, _ in _groups(state_dict, first_only=is_safetensors(name)) for kept in names]
 
 
@@ -115,7 +115,9 @@ def _groups(state_dict: Mapping[str, Any], first_only: bool) -> Iterator[tuple[l
         else:
             names.append(name)
     if removed:
-        _log.warning("Removed shared tensor names that the file holds under another name: %s.", removed)
+        _log.warning(
+            "Removed shared tensor names, because the file contains these tensors under another name: %s.", removed
+        )
     yield from groups.values()
 
 
@@ -132,19 +134,20 @@ def save_weights(
     name: str | None = None,
     fsync: bool = False,
 ) -> WeightShards:
-    """Write weights into a folder, in shards with an index when they are larger than `max_shard_size`.
+    """Write weights into a folder, in shards with an index if they are larger than `max_shard_size`.
 
-    What an earlier save of the same name left there (shards, index, single file) is removed once the new files are
+    Files of an earlier save with the same name (shards, index, single file) are removed after the new files are
     complete, so that a reader never mixes the two. The folder is created.
 
     Args:
-        safe_serialization: safetensors; False writes with `torch.save`.
-        metadata: text kept in the header of each safetensors file.
+        safe_serialization: write safetensors files; False uses `torch.save`.
+        metadata: text for the header of each safetensors file.
         name: file name; `model.safetensors` or `pytorch_model.bin` by default.
-        fsync: return only when the disk, not just the page cache, holds everything.
+        fsync: return only after everything is on the disk, not just in the page cache.
 
     Raises:
-        CheckpointError: a weight has no data (meta device) or no place in the format, or the disk refuses.
+        CheckpointError: a weight has no data (meta device), the format does not support it, or the disk rejects a
+            write.
 
     Example:
         save_weights(model.state_dict(), "checkpoint", max_shard_size="2GB")
@@ -173,10 +176,10 @@ def save_weights_file(
     *,
     fsync: bool = False,
 ) -> None:
-    """Write weights into one file; a name ending in `.safetensors` chooses that format, any other `torch.save`.
+    """Write weights into one file; a name ending in `.safetensors` selects that format, any other name `torch.save`.
 
-    Tied weights are written once (safetensors keeps their first name only), and a view of a larger storage is written
-    without the rest of that storage.
+    Tied weights are written once (safetensors files contain only their first name), and a view is written without the
+    rest of its storage.
 
     Raises:
         CheckpointError: as `save_weights`.
@@ -194,25 +197,25 @@ def save_weights_file(
 
 
 def _check_values(state_dict: Mapping[str, Any], path: Path) -> None:
-    """Refuse, before anything is written, what cannot be stored."""
+    """Check before the first write that all weights can be stored."""
     for name, value in state_dict.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise CheckpointError(
                 f"Cannot save the weights in {str(path)!r}.",
                 f"{name!r} of shape {tuple(value.shape)} is on the meta device and has no data.",
-                "Load or initialise the model first, or leave this weight out.",
+                "Load or initialise the model first, or remove this weight.",
             )
         if is_safetensors(path) and not (isinstance(value, Tensor) and value.layout == torch.strided):
             what = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(
                 f"Cannot save the weights in {str(path)!r}.",
-                f"{name!r} is a {what}; safetensors holds dense tensors only.",
-                "Pass safe_serialization=False, or leave it out.",
+                f"{name!r} is a {what}; safetensors supports only dense tensors.",
+                "Pass safe_serialization=False, or remove this weight.",
             )
 
 
 def _with_own_memory(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, where views of a larger or shared storage are copied; tied names stay tied."""
+    """The same values, with copies of views of a larger or shared storage; tied names stay tied."""
     result: dict[str, Any] = {}
     owned: dict[tuple[Any, ...], Tensor] = {}
     storages: set[tuple[Any, ...]] = set()
@@ -231,7 +234,7 @@ def _with_own_memory(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, write: Callable[[Path], object], size: int, fsync: bool) -> None:
-    """Run `write` on a name beside `path`, then rename; nothing is left behind when it fails."""
+    """Run `write` on another name in the same folder, then rename the file; if it fails, the new file is removed."""
     beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
     try:
         write(beside)
@@ -256,7 +259,7 @@ def _make_folder(folder: Path) -> None:
         raise CheckpointError(
             f"Cannot save weights into the folder {str(folder)!r}.",
             f"It cannot be created: {error}.",
-            "Name a folder that is not a file, in a place where you may write.",
+            "Use the path of a folder, not of a file, where you may write.",
         ) from error
 
 
@@ -268,7 +271,7 @@ def _remove_stale(folder: Path, name: str, keep: Iterable[str]) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make the renames durable, where the system can open a folder (Windows cannot) and flush it (SMB cannot)."""
+    """Make the renames durable, if the system can open a folder (not Windows) and flush it (not SMB)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
