@@ -1,4 +1,4 @@
-"""The conformance kit finds the planted faults of the catalogue of broken backends, and lets their originals pass."""
+"""The test kit finds the planted faults of the catalogue of broken backends, and lets their originals pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `accel new-backend` writes is a complete package that passes the conformance kit."""
+"""What `accel new-backend` writes is a complete package that passes the test kit."""
 
 from __future__ import annotations
 

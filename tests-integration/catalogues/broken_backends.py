@@ -1,4 +1,4 @@
-"""Backends with one planted fault each, for the conformance kit to find.
+"""Backends with one planted fault each, for the test kit to find.
 
 `Averaging` is a data-parallel strategy that works; `LocalSteps` is one of local steps with an outer momentum (DiLoCo)
 that works. Every other strategy is one of the two with a single fault, made as an author of a backend makes it.

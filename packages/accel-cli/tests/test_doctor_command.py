@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.doctor import Doctor
-from accel_cli.doctor.examine import EXAMINATIONS, FINE, TROUBLE, WORRY, lines_of
+from accel_cli.doctor.examine import ERROR, EXAMINATIONS, OK, WARNING, lines_of
 from accel_cli.doctor.nodes import Meeting, Member, compare, connect, listen, meet, receive
 from accel_cli.launch.rendezvous import is_own_address
 from accel_state.errors import LaunchError, SettingError
@@ -38,47 +38,47 @@ def told(*members, machines=2):
 
 def test_machines_that_agree():
     assert told(MAIN, SECOND) == [
-        ("machines", FINE, "all 2 machines are connected and have the same versions and settings")
+        ("machines", OK, "all 2 machines are connected and have the same versions and settings")
     ]
 
 
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        ([MAIN], [("machine ranks", TROUBLE, "Machine 1 did not connect within 60 s.")]),
+        ([MAIN], [("machine ranks", ERROR, "Machine 1 did not connect within 60 s.")]),
         (
             [MAIN, replace(SECOND, rank=0)],
             [
-                ("machine ranks", TROUBLE, "alpha and beta all have the rank 0."),
-                ("machine ranks", TROUBLE, "Machine 1 did not connect within 60 s."),
+                ("machine ranks", ERROR, "alpha and beta all have the rank 0."),
+                ("machine ranks", ERROR, "Machine 1 did not connect within 60 s."),
             ],
         ),
         (
             [MAIN, SECOND, replace(SECOND, rank=5, host="gamma")],
-            [("machine ranks", TROUBLE, "gamma has the rank 5, but there are 2 machines, with ranks from 0.")],
+            [("machine ranks", ERROR, "gamma has the rank 5, but there are 2 machines, with ranks from 0.")],
         ),
         (
             [MAIN, replace(SECOND, versions={"torch": "2.9.0", "accel-ops": "0.1"})],
             [
-                ("versions", WORRY, "accel-ops is absent on alpha and 0.1 on beta."),
-                ("versions", WORRY, "torch is 2.13.0 on alpha and 2.9.0 on beta."),
+                ("versions", WARNING, "accel-ops is absent on alpha and 0.1 on beta."),
+                ("versions", WARNING, "torch is 2.13.0 on alpha and 2.9.0 on beta."),
             ],
         ),
         (
             [MAIN, replace(SECOND, settings={"num_processes": "8"})],
-            [("settings", TROUBLE, "num_processes is 4 on alpha and 8 on beta.")],
+            [("settings", ERROR, "num_processes is 4 on alpha and 8 on beta.")],
         ),
         (
             [MAIN, replace(SECOND, clock=-7.25)],
-            [("clocks", WORRY, "The clock of beta differs from that of alpha by -7.2 s.")],
+            [("clocks", WARNING, "The clock of beta differs from that of alpha by -7.2 s.")],
         ),
         (
             [MAIN, replace(SECOND, unreachable={0: "timed out"})],
-            [("network", TROUBLE, "beta cannot connect to alpha: timed out.")],
+            [("network", ERROR, "beta cannot connect to alpha: timed out.")],
         ),
         (
             [replace(MAIN, shares_folder=True), replace(SECOND, shares_folder=False)],
-            [("shared folder", TROUBLE, "The files that alpha writes into the shared folder are not visible on beta.")],
+            [("shared folder", ERROR, "The files that alpha writes into the shared folder are not visible on beta.")],
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_two_machines_get_the_same_report(tmp_path, port):
     meeting = Meeting("127.0.0.1", port, 2, 60.0, str(tmp_path))
     first, second = both([meeting, meeting], [MAIN, SECOND])
     assert first == second
-    assert [finding.verdict for finding in first] == [FINE]
+    assert [finding.verdict for finding in first] == [OK]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +139,7 @@ def test_strangers_are_not_machines_of_the_run(port):
             stranger.sendall(json.dumps(message).encode() + b"\n")
     meet(meeting, SECOND)
     host.join(60)
-    assert [finding.verdict for finding in results[0]] == [FINE]
+    assert [finding.verdict for finding in results[0]] == [OK]
 
 
 def test_a_machine_that_does_not_come_is_named_when_time_is_up(port):
@@ -201,21 +201,21 @@ def test_a_broken_machine(accel, tmp_path):
     assert finished.returncode == 1
     assert "libcudart.so.99 is missing" in finished.stdout
     assert f"(pid {os.getpid()})" in finished.stdout
-    assert "-> Give another port" in finished.stdout
+    assert "-> Set another port" in finished.stdout
 
 
 def test_installed_packages_add_examinations(accel, tmp_path):
     (tmp_path / "looks.py").write_text(
-        "from accel_cli.doctor.examine import WORRY, Finding\n"
-        "def at_the_fan(request):\n    yield Finding('fan', WORRY, 'It is loud.', 'Oil it.')\n"
+        "from accel_cli.doctor.examine import WARNING, Finding\n"
+        "def at_the_fan(request):\n    yield Finding('fan', WARNING, 'It is loud.', 'Oil it.')\n"
     )
     (tmp_path / "looks-1.0.dist-info").mkdir()
     points = "[accel.examinations]\nfan = looks:at_the_fan\nlost = looks:at_nothing\n"
     (tmp_path / "looks-1.0.dist-info" / "entry_points.txt").write_text(points)
     finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
     found = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
-    assert found["fan"] == {"subject": "fan", "verdict": WORRY, "told": "It is loud.", "remedy": "Oil it."}
-    assert found["lost"]["verdict"] == WORRY
+    assert found["fan"] == {"subject": "fan", "verdict": WARNING, "told": "It is loud.", "remedy": "Oil it."}
+    assert found["lost"]["verdict"] == WARNING
     assert "looks 1.0" in found["lost"]["told"]
 
 
@@ -411,7 +411,7 @@ def test_hostile_clients_keep_no_machine_away(port, times):
     try:
         meet(meeting, SECOND)
         host.join(60)
-        assert [finding.verdict for finding in results[0]] == [FINE]
+        assert [finding.verdict for finding in results[0]] == [OK]
     finally:
         for line in strangers:
             line.close()
@@ -442,7 +442,7 @@ def test_a_hostile_machine_of_the_run_is_reported(port, answer):
             receive(file, anything)
         line.sendall(answer)
     host.join(60)
-    assert TROUBLE in [finding.verdict for finding in results[0]]
+    assert ERROR in [finding.verdict for finding in results[0]]
     assert all(line.isprintable() for line in lines_of(results[0]))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import accel_ops
 import accelerate
-from accel_cli.doctor.examine import FINE, WORRY
+from accel_cli.doctor.examine import OK, WARNING
 from accelerate.installation import clash, examination, foreign_files
 
 
@@ -45,7 +45,7 @@ def imported(statement: str, *folders: Path) -> subprocess.CompletedProcess[str]
 def test_our_own_files_are_known(copied: Path) -> None:
     assert foreign_files(copied) == []
     (found,) = examination(folder=copied)
-    assert (found.verdict, found.remedy) == (FINE, "")
+    assert (found.verdict, found.remedy) == (OK, "")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_python_and_editors_leave_is_not(copied: Path) -> None:
 def test_the_doctor_tells_of_many_in_few_words(copied: Path) -> None:
     leave(copied, "a.py", "b.py", "c.py", "d.py", "e.py")
     (found,) = examination(folder=copied)
-    assert (found.subject, found.verdict) == ("accelerate", WORRY)
+    assert (found.subject, found.verdict) == ("accelerate", WARNING)
     assert found.told.endswith("a.py, b.py, c.py and 2 more.")
     assert f"the wheel of accelerate {accelerate.__version__}" in found.remedy
 

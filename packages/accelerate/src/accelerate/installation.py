@@ -46,7 +46,7 @@ def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
 
 def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:
     """The line of `accel doctor` about the folder."""
-    from accel_cli.doctor.examine import FINE, WORRY, Finding
+    from accel_cli.doctor.examine import OK, WARNING, Finding
 
     found = clash(folder)
-    yield Finding("accelerate", WORRY, *found) if found else Finding("accelerate", FINE, f"{VERSION} at {folder}")
+    yield Finding("accelerate", WARNING, *found) if found else Finding("accelerate", OK, f"{VERSION} at {folder}")

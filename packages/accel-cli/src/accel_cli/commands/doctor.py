@@ -69,9 +69,9 @@ class Doctor:
             from accel_cli.doctor.examine import lines_of
 
             print("\n".join(lines_of(findings)))
-        from accel_cli.doctor.examine import TROUBLE
+        from accel_cli.doctor.examine import ERROR
 
-        return int(any(finding.verdict == TROUBLE for finding in findings))
+        return int(any(finding.verdict == ERROR for finding in findings))
 
 
 def _here(request: Request) -> Sequence[Finding]:
@@ -81,10 +81,10 @@ def _here(request: Request) -> Sequence[Finding]:
 
 
 def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
-    from accel_cli.doctor.examine import TROUBLE, examine_launch
+    from accel_cli.doctor.examine import ERROR, examine_launch
     from accel_cli.doctor.nodes import meet_machines
 
-    own = [finding for finding in examine_launch(request) if finding.verdict == TROUBLE]
+    own = [finding for finding in examine_launch(request) if finding.verdict == ERROR]
     return [*own, *meet_machines(request, arguments.timeout, arguments.shared_folder)]
 
 

@@ -20,11 +20,11 @@ from accel_state.errors import AccelError
 from accel_state.settings.extension import extensions
 from accel_state.untrusted import printable
 
-__all__ = ("EXAMINATIONS", "FINE", "TROUBLE", "WORRY", "Finding", "examine", "examine_launch", "lines_of")
+__all__ = ("ERROR", "EXAMINATIONS", "OK", "WARNING", "Finding", "examine", "examine_launch", "lines_of")
 
-FINE: Final = "ok"
-WORRY: Final = "warning"
-TROUBLE: Final = "error"
+OK: Final = "ok"
+WARNING: Final = "warning"
+ERROR: Final = "error"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
 
     Args:
         subject: what was checked.
-        verdict: `FINE`, `WORRY` (a run may fail) or `TROUBLE` (a run will fail).
+        verdict: `OK`, `WARNING` (a run may fail) or `ERROR` (a run will fail).
         told: what the check found.
         remedy: what to do; empty if there is nothing to do.
     """
@@ -73,29 +73,29 @@ def examine(request: Request) -> Iterator[Finding]:
 def _python(request: Request) -> Iterator[Finding]:
     old = sys.version_info[:2] < _OLDEST_PYTHON
     told = f"{sys.version.split()[0]} at {sys.executable}"
-    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", TROUBLE)
+    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", ERROR)
 
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
     try:
         answer = ask_torch("Cannot check torch.")
     except AccelError as error:
-        yield Finding("torch", TROUBLE, error.obstacle, "Reinstall torch.")
+        yield Finding("torch", ERROR, error.obstacle, "Reinstall torch.")
         return
-    yield Finding("torch", FINE, answer["torch"])
+    yield Finding("torch", OK, answer["torch"])
     counts = ", ".join(f"{count} {name}" for name, count in answer["families"].items())
-    yield Finding("devices", FINE, counts)
+    yield Finding("devices", OK, counts)
     for name, reason in answer["failed"].items():
-        yield Finding("devices", WORRY, f"The family {name} could not be loaded: {reason}", "Repair or remove it.")
+        yield Finding("devices", WARNING, f"The family {name} could not be loaded: {reason}", "Repair or remove it.")
 
 
 def _backends(request: Request) -> Iterator[Finding]:
     broken = failures()
     for backend in broken:
         told = f"{backend.name} of {backend.origin} could not be loaded: {backend.reason}"
-        yield Finding("backends", WORRY, told, f"Repair or remove {backend.origin.split()[0]}.")
+        yield Finding("backends", WARNING, told, f"Repair or remove {backend.origin.split()[0]}.")
     if not broken:
-        yield Finding("backends", FINE, "all can be loaded")
+        yield Finding("backends", OK, "all can be loaded")
 
 
 def _added(request: Request) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def _added(request: Request) -> Iterator[Finding]:
             yield from extension.load()(request)
         except Exception as error:
             told = f"The check of {extension.origin} failed: {error!r}"
-            yield Finding(extension.name, WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
+            yield Finding(extension.name, WARNING, told, f"Repair or remove {extension.origin.split()[0]}.")
 
 
 def examine_launch(request: Request) -> Iterator[Finding]:
@@ -113,13 +113,13 @@ def examine_launch(request: Request) -> Iterator[Finding]:
     if getattr(request.arguments, "script", None):
         try:
             script = script_of(request.arguments)
-            yield Finding("script", FINE, script.target)
+            yield Finding("script", OK, script.target)
         except AccelError as error:
-            yield Finding("script", TROUBLE, _told(error), error.remedy)
+            yield Finding("script", ERROR, _told(error), error.remedy)
     try:
         check_here(request.settings, python=not getattr(request.arguments, "no_python", False))
     except AccelError as error:
-        yield Finding("backend", TROUBLE, _told(error), error.remedy)
+        yield Finding("backend", ERROR, _told(error), error.remedy)
 
 
 def _told(error: AccelError) -> str:
@@ -128,14 +128,14 @@ def _told(error: AccelError) -> str:
 
 def _config(request: Request) -> Iterator[Finding]:
     if request.config is None:
-        yield Finding("config file", FINE, "none in use")
+        yield Finding("config file", OK, "none in use")
         return
     unread = ", ".join(entry.key for entry in request.config.unread)
     if unread:
         told = f"No installed package reads {unread} of {request.config.path}."
-        yield Finding("config file", WORRY, told, "Remove these lines, or install the package that reads them.")
+        yield Finding("config file", WARNING, told, "Remove these lines, or install the package that reads them.")
     else:
-        yield Finding("config file", FINE, request.config.path)
+        yield Finding("config file", OK, request.config.path)
 
 
 def _port(request: Request) -> Iterator[Finding]:
@@ -144,9 +144,9 @@ def _port(request: Request) -> Iterator[Finding]:
         return
     try:
         with Port(wanted.value or None, wanted.origin) as port:
-            yield Finding("port", FINE, f"{port.number} is free" if wanted.value else "a free port is available")
+            yield Finding("port", OK, f"{port.number} is free" if wanted.value else "a free port is available")
     except AccelError as error:
-        yield Finding("port", TROUBLE, error.obstacle, error.remedy)
+        yield Finding("port", ERROR, error.obstacle, error.remedy)
 
 
 def _name(request: Request) -> Iterator[Finding]:
@@ -155,9 +155,9 @@ def _name(request: Request) -> Iterator[Finding]:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
         remedy = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the name of a network interface."
-        yield Finding("host name", WORRY, f"{name} has no address: {error}", remedy)
+        yield Finding("host name", WARNING, f"{name} has no address: {error}", remedy)
         return
-    yield Finding("host name", FINE, f"{name} resolves to {address}")
+    yield Finding("host name", OK, f"{name} resolves to {address}")
 
 
 def _shared_memory(request: Request) -> Iterator[Finding]:
@@ -186,8 +186,8 @@ def _disk(request: Request) -> Iterator[Finding]:
     yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
 
 
-def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WORRY) -> Finding:
-    return Finding(subject, verdict, told, remedy) if wrong else Finding(subject, FINE, told)
+def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WARNING) -> Finding:
+    return Finding(subject, verdict, told, remedy) if wrong else Finding(subject, OK, told)
 
 
 def _size(count: int) -> str:

@@ -27,7 +27,7 @@ from io import BufferedIOBase
 from typing import Any, Final
 
 from accel_cli.distributions import versions
-from accel_cli.doctor.examine import FINE, TROUBLE, WORRY, Finding, lines_of
+from accel_cli.doctor.examine import ERROR, OK, WARNING, Finding, lines_of
 from accel_cli.launch.check import check_launch, check_own_launcher
 from accel_cli.launch.rendezvous import is_own_address
 from accel_cli.launch.request import Request
@@ -76,7 +76,7 @@ class Member:
 
 
 def compare(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
-    """Find the problems between the machines; without any, return a single finding with the verdict `FINE`.
+    """Find the problems between the machines; without any, return a single finding with the verdict `OK`.
 
     Args:
         members: the machines that connected, the main one first.
@@ -91,13 +91,13 @@ def compare(members: Sequence[Member], machines: int, waited: float) -> list[Fin
     for member in members:
         for rank, reason in sorted(member.unreachable.items()):
             told = f"{member.host} cannot connect to {hosts.get(rank, f'machine {rank}')}: {reason}."
-            found.append(Finding("network", TROUBLE, told, remedy))
+            found.append(Finding("network", ERROR, told, remedy))
     apart = ", ".join(member.host for member in members if member.shares_folder is False)
     if apart:
         told = f"The files that {members[0].host} writes into the shared folder are not visible on {apart}."
-        found.append(Finding("shared folder", TROUBLE, told, "Mount the same file system at the same path everywhere."))
+        found.append(Finding("shared folder", ERROR, told, "Mount the same file system at the same path everywhere."))
     return found or [
-        Finding("machines", FINE, f"all {machines} machines are connected and have the same versions and settings")
+        Finding("machines", OK, f"all {machines} machines are connected and have the same versions and settings")
     ]
 
 
@@ -108,20 +108,20 @@ def _wrong_ranks(members: Sequence[Member], machines: int, waited: float) -> Ite
     for rank, hosts in sorted(by_rank.items()):
         if len(hosts) > 1:
             told = f"{' and '.join(hosts)} all have the rank {rank}."
-            yield Finding("machine ranks", TROUBLE, told, "Set a different --machine_rank on each machine.")
+            yield Finding("machine ranks", ERROR, told, "Set a different --machine_rank on each machine.")
         if rank >= machines:
             told = f"{hosts[0]} has the rank {rank}, but there are {machines} machines, with ranks from 0."
-            yield Finding("machine ranks", TROUBLE, told, "Set the same --num_machines on every machine.")
+            yield Finding("machine ranks", ERROR, told, "Set the same --num_machines on every machine.")
     remedy = "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
     for rank in sorted(set(range(machines)) - set(by_rank)):
-        yield Finding("machine ranks", TROUBLE, f"Machine {rank} did not connect within {waited:.0f} s.", remedy)
+        yield Finding("machine ranks", ERROR, f"Machine {rank} did not connect within {waited:.0f} s.", remedy)
 
 
 def _differences(main: Member, member: Member) -> Iterator[Finding]:
     """Differences between a machine and the main one."""
     compared = (
-        ("versions", WORRY, main.versions, member.versions, "Install the same version on every machine."),
-        ("settings", TROUBLE, main.settings, member.settings, "Use the same config file and options on every machine."),
+        ("versions", WARNING, main.versions, member.versions, "Install the same version on every machine."),
+        ("settings", ERROR, main.settings, member.settings, "Use the same config file and options on every machine."),
     )
     for subject, verdict, one, other, remedy in compared:
         for name in sorted({*one, *other}):
@@ -132,7 +132,10 @@ def _differences(main: Member, member: Member) -> Iterator[Finding]:
     if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
         told = f"The clock of {member.host} differs from that of {main.host} by {member.clock:+.1f} s."
         yield Finding(
-            "clocks", WORRY, told, "Synchronise the clocks with NTP: otherwise times in logs and checkpoints are wrong."
+            "clocks",
+            WARNING,
+            told,
+            "Synchronise the clocks with NTP: times in logs and checkpoints are wrong without it.",
         )
 
 
@@ -432,7 +435,7 @@ def clear_for_launch(request: Request) -> None:
     if not request.settings["preflight"].value or request.settings["num_machines"].value < 2:
         return
     findings = meet_machines(request, _LAUNCH_PATIENCE, None)
-    if any(finding.verdict == TROUBLE for finding in findings):
+    if any(finding.verdict == ERROR for finding in findings):
         raise LaunchError(
             "Cannot launch: --preflight found problems between the machines.",
             "\n  ".join(lines_of(findings)),

@@ -229,7 +229,7 @@ class Setting(NamedTuple):
         near = closest(str(given), self.type.choices)
         remedy = f"Did you mean {near!r}?" if near else f"Give {self.type.name}."
         return SettingError(
-            f"Cannot use {self.name}={given!r} ({origin}).", f"The value must be {self.type.name}.", remedy
+            f"Cannot use {self.name}={given!r} ({origin}).", f"{given!r} is not {self.type.name}.", remedy
         )
 
 
