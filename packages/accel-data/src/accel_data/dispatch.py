@@ -7,7 +7,7 @@ this one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -28,7 +28,7 @@ from accel_data.batch_codec import (
     samples_in,
 )
 from accel_data.hooks import transferred
-from accel_data.loader import NO_BATCH, LoaderOptions, PreparedLoader, source_of
+from accel_data.loader import NO_BATCH, LoaderEpoch, LoaderOptions, PreparedLoader, source_of
 from accel_data.mesh import coordinates
 from accel_data.order import RNGState
 from accel_data.progress import EpochInfo, Position, Progress
@@ -154,32 +154,33 @@ class DataLoaderDispatcher(PreparedLoader):
             return _send(source.open(at, replay), coordinates(self.torch_device_mesh, process.world_size))
         return _receive(process.rank, source.processes)
 
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
-        progress, device, number = self.progress, self.device, 0
-        between, observer = self.between_batches, self.observer
-        received: ReceivedBatch | object = first
-        while isinstance(received, ReceivedBatch):
-            number += 1
-            progress.steps += 1
-            progress.base = received.base
-            progress.padding = padding = received.padding
-            progress.end_of_dataloader = received.last
-            batch = received.batch
-            if received.last and padding is not None and padding.total >= 0:
-                progress.remainder = padding.total % (self.source.step_size or padding.total + 1)
-            elif received.last:
-                self._count_last(batch)
-            if received.last and received.base is not None:
-                progress.final_base = self.source.base_state()
-            if device is not None:
-                batch = send_to_device(batch, device, self._non_blocking)
-            if observer is not None:
-                observer.batch_given(batch)
-            yield batch
-            if between is not None:
-                between(False)
-            received = NO_BATCH if received.last else self._next(batches)
-        return number
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        with LoaderEpoch(self) as epoch:
+            progress, device, number = self.progress, self.device, 0
+            between, observer = self.between_batches, self.observer
+            received, epoch.first = epoch.first, None
+            while isinstance(received, ReceivedBatch):
+                number += 1
+                progress.steps += 1
+                progress.base = received.base
+                progress.padding = padding = received.padding
+                progress.end_of_dataloader = received.last
+                batch = received.batch
+                if received.last and padding is not None and padding.total >= 0:
+                    progress.remainder = padding.total % (self.source.step_size or padding.total + 1)
+                elif received.last:
+                    self._count_last(batch)
+                if received.last and received.base is not None:
+                    progress.final_base = self.source.base_state()
+                if device is not None:
+                    batch = send_to_device(batch, device, self._non_blocking)
+                if observer is not None:
+                    observer.batch_given(batch)
+                yield batch
+                if between is not None:
+                    between(False)
+                received = NO_BATCH if received.last else self._next(epoch.batches)
+            epoch.given = number
 
     def __len__(self) -> int:
         batches = super().__len__()

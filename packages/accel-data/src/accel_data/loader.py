@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ __all__ = (
     "NO_BATCH",
     "DataLoaderShard",
     "DataLoaderStateMixin",
+    "LoaderEpoch",
     "LoaderOptions",
     "PreparedLoader",
     "SkipDataLoader",
@@ -53,6 +55,8 @@ _REPEATABLE: Final = (
     "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
     "skip_first_batches."
 )
+_FLAT: Final = frozenset({torch.Tensor, dict, list, tuple})
+"""Types of batches with a fast check of their device."""
 _OURS: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
 _OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
@@ -194,55 +198,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return LoaderOptions(**own | changes)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.observer is not None:
-            self.observer.epoch_begins()
-        at, replay = self.progress.take_start()
-        if self.skips:
-            # A position set by the script counts from the beginning of the epoch.
-            at = None
-        resumed = at is not None or replay is not None
-        before = snapshot() if resumed else None
-        if self.rng_types and not resumed:
-            synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
-        self.begin()
-        try:
-            info = self._begin_epoch(at)
-            batches = self._open(at, replay)
-            first = self._first(batches, resumed)
-            if before is not None:
-                # The saved run had drawn its random numbers for this epoch before it was saved.
-                restore(before)
-            observer = self.observer
-            if self.between_batches is not None:
-                self.between_batches(True)
-            try:
-                given = yield from self._give_out(batches, first)
-            finally:
-                if observer is not None:
-                    observer.epoch_ends()
-            wrong = self._wrong_length(info, given)
-            self.progress.finish()
-            if wrong is not None:
-                raise wrong
-        except GeneratorExit:
-            if self.progress.end_of_dataloader:
-                self.gradient_state.left = self
-            raise
-        finally:
-            self.end()
+        """Yield the batches of an epoch, inside `with LoaderEpoch(self)`.
+
+        Updates `progress`, calls `between_batches` after each batch, and reports each to the observer.
+        """
+        raise NotImplementedError
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
         first = self._next(batches)
         if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
             raise self._error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
         return first
-
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
-        """Yield the batches for the loop, and return their number.
-
-        Updates `progress`, calls `between_batches` after each batch, and reports each to the observer.
-        """
-        raise NotImplementedError
 
     def _begin_epoch(self, at: Position | None) -> EpochInfo:
         source, progress = self.source, self.progress
@@ -492,6 +458,69 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
+class LoaderEpoch:
+    """Context manager of one iteration of a loader.
+
+    Args:
+        loader: the loader.
+
+    Attributes:
+        batches: iterator over the batches after the first.
+        first: the first batch, or `NO_BATCH`; the loader replaces it by None, so that its memory is freed.
+        given: number of batches that the loop received; set by the loader at the end of the epoch.
+    """
+
+    __slots__ = ("_info", "_loader", "batches", "first", "given")
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self._loader = loader
+        self.given = 0
+
+    def __enter__(self) -> LoaderEpoch:
+        loader, progress = self._loader, self._loader.progress
+        if loader.observer is not None:
+            loader.observer.epoch_begins()
+        at, replay = progress.take_start()
+        if loader.skips:
+            # A position set by the script counts from the beginning of the epoch.
+            at = None
+        resumed = at is not None or replay is not None
+        before = snapshot() if resumed else None
+        if loader.rng_types and not resumed:
+            synchronize_rng_states(list(loader.rng_types), loader.synchronized_generator)
+        loader.begin()
+        try:
+            self._info = loader._begin_epoch(at)
+            self.batches = loader._open(at, replay)
+            self.first = loader._first(self.batches, resumed)
+            if before is not None:
+                # The saved run had drawn its random numbers for this epoch before it was saved.
+                restore(before)
+            if loader.between_batches is not None:
+                loader.between_batches(True)
+        except BaseException:
+            loader.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        loader, progress = self._loader, self._loader.progress
+        try:
+            if loader.observer is not None:
+                loader.observer.epoch_ends()
+            if kind is None:
+                wrong = loader._wrong_length(self._info, self.given)
+                progress.finish()
+                if wrong is not None:
+                    raise wrong
+            elif kind is GeneratorExit and progress.end_of_dataloader:
+                loader.gradient_state.left = loader
+        finally:
+            loader.end()
+
+
 class DataLoaderShard(PreparedLoader):
     """Yields this process's batches and tracks its position.
 
@@ -553,42 +582,50 @@ class DataLoaderShard(PreparedLoader):
         # Prefetching in another thread must not draw from this process's generators.
         return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
-        progress, source = self.progress, self.source
-        padded = source.padded
-        device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
-        is_host = device is not None and device.type == "cpu"
-        between, shown = self.between_batches, None if self.observer is None else self.observer.batch_given
-        current, number = first, 0
-        while current is not NO_BATCH:
-            padding = source.padding(number) if padded else None
-            base = None
-            if type(current) is PaddedBatch:
-                padding, base = current.padding or padding, current.base
-                current = current.batch
-            batch = current
-            # Start the copy to the device before reading the next batch, so that both overlap.
-            if type(batch) is tensor:
-                if device is not None and batch.device != device:
-                    batch = send_to_device(batch, device, non_blocking)
-            elif device is not None and not is_flat_on(batch, device, is_host):
-                batch = send_to_device(batch, device, non_blocking)
-            try:
-                current = next(batches, NO_BATCH)
-            except Exception as error:
-                self._raise_explained(error)
-            number += 1
-            progress.steps += 1
-            progress.base = base
-            progress.padding = padding
-            if current is NO_BATCH:
-                self._note_end(batch, padding)
-            if shown is not None:
-                shown(batch)
-            yield batch
-            if between is not None:
-                between(False)
-        return number
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        with LoaderEpoch(self) as epoch:
+            progress, source = self.progress, self.source
+            padded = source.padded
+            device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
+            is_there = None if device is None else _on(device)
+            between, shown = self.between_batches, None if self.observer is None else self.observer.batch_given
+            batches, number = epoch.batches, 0
+            current, epoch.first = epoch.first, None
+            while current is not NO_BATCH:
+                padding = source.padding(number) if padded else None
+                base = None
+                kind = type(current)
+                if kind is PaddedBatch:
+                    padding, base = current.padding or padding, current.base
+                    current = current.batch
+                    kind = type(current)
+                batch = current
+                # Start the copy to the device before reading the next batch, so that both overlap.
+                if is_there is not None:
+                    # Most batches are there already, and the check is faster than moving.
+                    try:
+                        leaves = batch.values() if kind is dict else (batch,) if kind is tensor else batch
+                        moves = kind not in _FLAT or not all(map(is_there, leaves))
+                    except AttributeError:
+                        moves = True
+                    if moves:
+                        batch = send_to_device(batch, device, non_blocking)
+                try:
+                    current = next(batches, NO_BATCH)
+                except Exception as error:
+                    self._raise_explained(error)
+                number += 1
+                progress.steps += 1
+                progress.base = base
+                progress.padding = padding
+                if current is NO_BATCH:
+                    self._note_end(batch, padding)
+                if shown is not None:
+                    shown(batch)
+                yield batch
+                if between is not None:
+                    between(False)
+            epoch.given = number
 
     def _note_end(self, last: Any, padding: Padding | None) -> None:
         """Update `progress` when the last batch of the epoch is known."""
@@ -633,19 +670,9 @@ def _replaced(item: Any, batch: Any) -> Any:
     return PaddedBatch(batch, item.padding, item.base) if type(item) is PaddedBatch else batch
 
 
-def is_flat_on(batch: Any, device: torch.device, is_host: bool) -> bool:
-    """Whether a batch is a flat dict or sequence of tensors on a device; the check is faster than moving.
-
-    Args:
-        is_host: whether the device is the CPU, for which tensors have a faster check.
-    """
-    kind, tensor = type(batch), torch.Tensor
-    if kind is not dict and kind is not list and kind is not tuple:
-        return False
-    for value in batch.values() if kind is dict else batch:
-        if type(value) is not tensor or not (value.is_cpu if is_host else value.device == device):
-            return False
-    return True
+def _on(device: torch.device) -> Callable[[Any], bool]:
+    """Returns a check whether a tensor is on a device; tensors have a faster one for the CPU."""
+    return attrgetter("is_cpu") if device.type == "cpu" else lambda tensor: tensor.device == device
 
 
 def source_of(loader: DataLoader[Any]) -> Source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.layers import strategy_model
 from accel_plugins.strategy import Strategy
@@ -38,32 +38,63 @@ class Accumulation:
         first: whether the current micro-batch is the first of its window.
         elastic: whether the world size may change during the run.
         can_hold_back: whether the strategy implements `no_sync`.
+        block: the context manager of all micro-batches that are only counted; None if each needs its own.
+        plain: whether backward only divides the loss by the number of micro-batches.
     """
 
     __slots__ = (
         "_counted_by_strategy",
+        "_plain_backward",
+        "block",
         "can_hold_back",
         "elastic",
         "factor",
         "first",
         "gradient",
         "guard",
+        "plain",
         "step",
         "strategy",
         "weighting",
     )
 
-    def __init__(self, gradient: GradientState, strategy: Strategy, counted_by_strategy: bool = False) -> None:
+    def __init__(
+        self,
+        gradient: GradientState,
+        strategy: Strategy,
+        counted_by_strategy: bool = False,
+        plain_backward: bool = False,
+    ) -> None:
         self.gradient = gradient
         self.strategy = strategy
         self.step = 0
         self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
         self._counted_by_strategy = counted_by_strategy
+        self._plain_backward = plain_backward and not counted_by_strategy
         self.elastic = strategy.traits.elastic
         self.first = True
         self.guard: MisuseGuard | None = None
         self.weighting: TokenWeighting | None = None
         self.factor: float | None = None
+        self._simplify()
+
+    def _simplify(self) -> None:
+        """Decide what a micro-batch can do without; a step pays for every check, and most runs need none."""
+        simple = self.guard is None and self.weighting is None and not self.elastic
+        self.plain = simple and self._plain_backward
+        self.block: CountedMicroBatch | None = None
+        if simple and not self.can_hold_back:
+            self.block = CountedMicroBatch()
+            self.block.accumulation = self
+
+    def watch_by(self, guard: MisuseGuard) -> None:
+        """Let a guard watch the first steps."""
+        self.guard = guard
+        self._simplify()
+
+    def step_in_backward(self) -> None:
+        """Note that an optimizer steps in backward."""
+        self._plain_backward = self.plain = False
 
     def let_guard_note(self, guard: MisuseGuard) -> None:
         """Report the start of a micro-batch to the guard; drop a guard that is done."""
@@ -71,6 +102,7 @@ class Accumulation:
             guard.micro_batch_begins()
         else:
             self.guard = None
+            self._simplify()
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss of this micro-batch, scaled to its share of the window; unscaled if the strategy divides it."""
@@ -144,6 +176,7 @@ class Accumulation:
 
             self._refuse_mixing(not self.first)
             self.weighting = TokenWeighting(current.process())
+            self._simplify()
         self.factor = self.weighting.enter(weight, loss_reduction, last=self.gradient.sync_gradients)
 
     def do_not_weigh(self) -> None:
@@ -155,6 +188,7 @@ class Accumulation:
         if self.weighting is not None:
             self._refuse_mixing(self.weighting.unfinished)
             self.weighting = None
+            self._simplify()
 
     @staticmethod
     def _refuse_mixing(mixed: bool) -> None:
@@ -166,18 +200,43 @@ class Accumulation:
             )
 
 
-class MicroBatch:
-    """Context manager of one micro-batch. Each block has its own, so that blocks may be nested.
+class CountedMicroBatch:
+    """Context manager of a micro-batch that is only counted. It has no state, so one object serves all of them.
 
     Attributes:
         accumulation: the position in the window, which the block advances.
+    """
+
+    __slots__ = ("accumulation",)
+
+    accumulation: Accumulation
+
+    def __enter__(self) -> None:
+        """Enter the next micro-batch and decide whether its gradients are synchronised."""
+        accumulation = self.accumulation
+        gradient = accumulation.gradient
+        plugin, loaders = gradient.plugin, gradient.loaders
+        if loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
+            accumulation.step = 0
+            gradient.sync_gradients = True
+        else:
+            accumulation.step = step = accumulation.step + 1
+            gradient.sync_gradients = step % (plugin.num_steps or 1) == 0
+
+    # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
+    __exit__: ClassVar[Any] = "".format
+
+
+class MicroBatch(CountedMicroBatch):
+    """Context manager of one micro-batch that is not only counted. Each has its own, so that blocks may be nested.
+
+    Attributes:
         models: prepared models; their gradients are synchronised only at the last micro-batch of a window.
         weight: the weight of the micro-batch, or None.
         loss_reduction: whether a loss with a weight is the mean or the sum over its tokens.
     """
 
     # `Accelerator.accumulate` sets these attributes: a constructor would add a call to each step.
-    accumulation: Accumulation
     models: tuple[Module, ...]
     weight: float | Tensor | None = None
     loss_reduction: LossReduction = "mean"
@@ -185,27 +244,21 @@ class MicroBatch:
 
     def __enter__(self) -> None:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
-        # Calls cost time in each step, so this is one long function.
         accumulation = self.accumulation
         gradient = accumulation.gradient
-        plugin, loaders = gradient.plugin, gradient.loaders
         accumulation.first = gradient.sync_gradients
         if accumulation.elastic and (share := accumulation.elastic_share()) is not None:
             share.accumulated = True
-            gradient.sync_gradients = synchronised = share.last
-        elif loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
-            accumulation.step = 0
-            gradient.sync_gradients = synchronised = True
+            gradient.sync_gradients = share.last
         else:
-            accumulation.step = step = accumulation.step + 1
-            gradient.sync_gradients = synchronised = step % (plugin.num_steps or 1) == 0
+            CountedMicroBatch.__enter__(self)
         if accumulation.guard is not None:
             accumulation.let_guard_note(accumulation.guard)
         if self.weight is not None:
             accumulation.weigh(self.weight, self.loss_reduction)
         elif accumulation.weighting is not None:
             accumulation.do_not_weigh()
-        if not synchronised and accumulation.can_hold_back and not plugin.sync_each_batch:
+        if not gradient.sync_gradients and accumulation.can_hold_back and not gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()
 

@@ -33,11 +33,10 @@ class BetweenBatches:
         saving: saves a checkpoint if one is due.
 
     Attributes:
-        accelerator: the Accelerator; None after it was freed.
-        works: whether calls do something without a checkpoint in the background, because `ending` or `saving` is set.
+        pauses: whether a call does something.
     """
 
-    __slots__ = ("_all_steps", "_ending", "_saving", "_seen", "_steps", "accelerator", "works")
+    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps", "pauses")
 
     def __init__(
         self,
@@ -46,13 +45,17 @@ class BetweenBatches:
         saving: Callable[[], None] | None = None,
     ) -> None:
         # A weak reference: the Accelerator has a reference to the loader, which has one to this object.
-        self.accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
-        self.works = ending is not None or saving is not None
+        self._accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
+        self.pauses = accelerator._pauses
+        if ending is not None or saving is not None:
+            self.pauses.used = True
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
     def __call__(self, first: bool) -> None:
-        accelerator = self.accelerator()
+        if not self.pauses.used:
+            return
+        accelerator = self._accelerator()
         saver = None if accelerator is None else accelerator._saver
         if accelerator is not None and saver is not None:
             seen = saver.boundaries

@@ -28,7 +28,20 @@ if TYPE_CHECKING:
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
 
-__all__ = ("AcceleratorMembers",)
+__all__ = ("AcceleratorMembers", "Pauses")
+
+
+class Pauses:
+    """Whether anything happens between the batches of an Accelerator.
+
+    Attributes:
+        used: whether it saves, or ends the run if it is asked to.
+    """
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
 
 
 class AcceleratorMembers:
@@ -52,6 +65,7 @@ class AcceleratorMembers:
     _transforms: tuple[Transform, ...]
     _tracking: TrackerGroup | None = None
     _saver: BackgroundSaver | None = None
+    _pauses: Pauses
     _preemption: Preemption | None = None
     _uploader: Uploader | None = None
     _continuous: ContinuousSaver | None = None
@@ -70,8 +84,11 @@ class AcceleratorMembers:
         self.state, self.gradient_state, self._backend = assemble(self._options, (self._report, account))
         self._backend.join(self)
         owned = self._backend.owns(Duty.ACCUMULATION)
-        self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
+        self._accumulation = Accumulation(
+            self.gradient_state, self._backend.strategy, owned, self._backend.plain_backward
+        )
         self._prepared = PreparedObjects(scaler=None if self._backend.owns(Duty.PRECISION) else self._backend.precision)
+        self._pauses = Pauses()
         self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         if self._report is not None:

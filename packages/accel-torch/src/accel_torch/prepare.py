@@ -50,9 +50,8 @@ def prepare(
     backend = accelerator._backend
     if accelerator._guards_first_steps:
         accelerator._guards_first_steps = False
-        accelerator._accumulation.guard = guarding(
-            accelerator._options, accelerator.gradient_state, backend, accelerator._prepared
-        )
+        guard = guarding(accelerator._options, accelerator.gradient_state, backend, accelerator._prepared)
+        accelerator._accumulation.watch_by(guard)
     _check_together(accelerator, bundle)
     order.check_bundle(backend.manifest, backend.strategy, accelerator._transforms, bundle)
     bundle.loaders[:] = [
@@ -66,6 +65,8 @@ def prepare(
     if accelerator._report is not None:
         accelerator._report.watch_models(bundle)
     accelerator._prepared.remember(bundle)
+    if accelerator._prepared.steps_in_backward:
+        accelerator._accumulation.step_in_backward()
     if accelerator._accumulation.guard is not None:
         accelerator._accumulation.guard.prepared(given, before, bundle.models)
     prepared = bundle.in_given_order()

@@ -327,6 +327,7 @@ def _after_step(accelerator: AcceleratorMembers) -> None:
 def _saver(accelerator: AcceleratorMembers) -> BackgroundSaver:
     if accelerator._saver is None:
         accelerator._saver = BackgroundSaver(pinned=accelerator.state._process.family.pins_memory)
+        accelerator._pauses.used = True
     return accelerator._saver
 
 

@@ -37,6 +37,7 @@ class OptimizerStepper:
         "_model",
         "_plain",
         "_prepared",
+        "_simple",
         "_step",
         "_strategy",
     )
@@ -53,10 +54,14 @@ class OptimizerStepper:
         self._step = precision.step if as_it_is else strategy.step
         self._plain = as_it_is and type(precision).step is Precision.step
         self._elastic = strategy.traits.elastic
+        self._simple = self._plain and not (self._elastic or self._finalizes or self._has_after_step)
         self._model: weakref.ref[Module] | None = None
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; False when the step was skipped."""
+        if self._simple and closure is None and self._accumulation.weighting is None:
+            optimizer.step()
+            return True
         if self._finalizes or self._accumulation.weighting is not None:
             complete(self._strategy, self._accumulation, optimizer)
         if self._elastic:

@@ -50,8 +50,6 @@ class AcceleratedOptimizer(Optimizer):
             nothing.
     """
 
-    _steps = 0
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -74,6 +72,7 @@ class AcceleratedOptimizer(Optimizer):
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
         self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepper, scaler)
         self._is_overflow = False
+        self._steps = 0
 
     @property
     def accelerator_state(self) -> AcceleratorState:
@@ -121,13 +120,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step when gradients are synchronised; with a closure, return the result of its first call."""
-        if not self.gradient_state.sync_gradients:
+        # Python reads attributes of a class with `__getattr__` more slowly than items of a dict.
+        own = self.__dict__
+        if not own["gradient_state"].sync_gradients:
             return None
         if closure is not None:
             return self._step_with(closure)
-        self._is_overflow = not self._step(self.optimizer, None)
+        own["_is_overflow"] = not own["_step"](own["optimizer"], None)
         # The code of `_count_step`, without the cost of a call.
-        self._steps = steps = self._steps + 1
+        own["_steps"] = steps = own["_steps"] + 1
         if steps > PROGRESS.steps:
             PROGRESS.steps = PROGRESS.shared[1] = steps
         return None
@@ -147,10 +148,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients if they are synchronised; during accumulation, keep them."""
-        if not self.gradient_state.sync_gradients:
+        own = self.__dict__
+        if not own["gradient_state"].sync_gradients:
             return
         if set_to_none is None:
-            self.optimizer.zero_grad()
+            own["optimizer"].zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 

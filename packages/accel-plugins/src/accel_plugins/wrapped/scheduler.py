@@ -241,21 +241,25 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if the optimizers have stepped; arguments go to the scheduler."""
-        if not self.step_with_optimizer:
-            self.scheduler.step(*args, **kwargs)
+        # Python reads attributes of a class with `__getattr__` more slowly than items of a dict.
+        own = self.__dict__
+        scheduler, gradient = own["scheduler"], own["gradient_state"]
+        if not own["step_with_optimizer"]:
+            scheduler.step(*args, **kwargs)
             return
-        gradient = self.gradient_state
         if not gradient.sync_gradients:
-            if gradient.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
+            if gradient.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
+                scheduler._step_count += 1
             return
-        for optimizer in self.optimizers:
+        for optimizer in own["optimizers"]:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        if self._plain:
-            self.scheduler.step(*args, **kwargs)
+        if not own["_plain"]:
+            advance(scheduler, own["_stride"], args, kwargs)
+        elif args or kwargs:
+            scheduler.step(*args, **kwargs)
         else:
-            advance(self.scheduler, self._stride, args, kwargs)
+            scheduler.step()
 
     def get_last_lr(self) -> list[Any]:
         """The current learning rates, one per group."""

@@ -40,6 +40,7 @@ __all__ = (
     "GOODPUT_FOLDER",
     "RECOMPUTED",
     "SAVING",
+    "SECONDS_AT",
     "START_UP",
     "STEP",
     "WAITING",
@@ -70,10 +71,10 @@ _BY_SHARE: Final = {"waiting": WAITING, "saving": SAVING}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_HEAD: Final = 5
+SECONDS_AT: Final = 5
 """Numbers before the seconds: start of the process, category, start of the category, step, highest step before."""
 
-_CELLS: Final = _HEAD + len(CATEGORIES)
+_CELLS: Final = SECONDS_AT + len(CATEGORIES)
 _LIVE: Final = struct.Struct(f"{_CELLS}d")
 _MOST_OFTEN: Final = 0.2
 _LEAST_OFTEN: Final = 60.0
@@ -98,9 +99,9 @@ class LiveAccount:
     """
 
     def __init__(self, numbers: tuple[float, ...]) -> None:
-        self.began, doing, self.since, self.step, self.before = numbers[:_HEAD]
+        self.began, doing, self.since, self.step, self.before = numbers[:SECONDS_AT]
         self.doing = int(doing)
-        self.seconds = dict(zip(CATEGORIES, numbers[_HEAD:], strict=True))
+        self.seconds = dict(zip(CATEGORIES, numbers[SECONDS_AT:], strict=True))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> LiveAccount | None:
@@ -137,38 +138,45 @@ class TimeAccount:
     Attributes:
         doing: the current category, an index of `CATEGORIES`.
         step: number of steps of the run so far; recorded when the category changes next.
+        since: when the category last changed, by `time.perf_counter`.
+        seconds: seconds of each category until then.
+        cells: the numbers of the live file; the seconds begin at `SECONDS_AT`.
+        offset: difference between `time.time` and `time.perf_counter`.
+        due: when the next line is written, by `time.perf_counter`.
     """
 
-    __slots__ = ("_cells", "_due", "_lines", "_offset", "_thread", "before", "began", "doing", "since", "step")
+    __slots__ = ("_lines", "_thread", "before", "began", "cells", "doing", "due", "offset", "seconds", "since", "step")
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, attempt: int = 0) -> None:
         os.makedirs(folder, exist_ok=True)
         self._lines = os.path.join(folder, f"rank_{rank}.jsonl")
         live = os.path.join(folder, f"rank_{rank}.live")
         self.before = _close_last(self._lines, live)
-        self._offset = time.time() - perf_counter()
+        self.offset = time.time() - perf_counter()
         self.began = time.time() - _age()
         self._thread = threading.get_ident()
-        self._cells: Any = _mapped(live)
+        self.cells: Any = _mapped(live)
         self.since = perf_counter()
         self.doing, self.step = START_UP, 0
-        cells = self._cells
+        cells = self.cells
         cells[0], cells[3], cells[4] = self.began, 0.0, self.before
-        cells[_HEAD + START_UP] = time.time() - self.began
-        cells[1], cells[2] = START_UP, self.since + self._offset
+        # A list, because reading the mapped file takes longer.
+        self.seconds = [0.0] * len(CATEGORIES)
+        self.seconds[START_UP] = cells[SECONDS_AT + START_UP] = time.time() - self.began
+        cells[1], cells[2] = START_UP, self.since + self.offset
         append_line(self._lines, {"event": "start", "time": time.time(), "began": self.began, "attempt": attempt})
-        self._due = self.since + _MOST_OFTEN
+        self.due = self.since + _MOST_OFTEN
 
     def enter(self, category: int) -> None:
         """Charge the time from now on to another category; write a line if one is due."""
         now = perf_counter()
-        cells = self._cells
-        cells[_HEAD + self.doing] += now - self.since
+        cells, seconds, doing = self.cells, self.seconds, self.doing
+        cells[SECONDS_AT + doing] = seconds[doing] = seconds[doing] + now - self.since
         cells[1] = self.doing = category
-        cells[2], cells[3] = now + self._offset, self.step
+        cells[2], cells[3] = now + self.offset, self.step
         self.since = now
-        if now > self._due:
-            self._write("so far")
+        if now > self.due:
+            self.write("so far")
 
     def charge(self, category: int, then: int) -> None:
         """Charge the time since the last change to a category, and the time from now on to another one."""
@@ -177,13 +185,14 @@ class TimeAccount:
 
     def close(self) -> None:
         """Write the last line, at the end of the process."""
-        self._due = math.inf
+        self.due = math.inf
         self.enter(DOWN)
-        self._write("end")
+        self.write("end")
 
-    def _write(self, event: str) -> None:
-        cells = self._cells
-        seconds = dict(zip(CATEGORIES, (round(one, 6) for one in cells[_HEAD:]), strict=True))
+    def write(self, event: str) -> None:
+        """Write a line."""
+        cells = self.cells
+        seconds = dict(zip(CATEGORIES, (round(one, 6) for one in cells[SECONDS_AT:]), strict=True))
         step = int(cells[3])
         with contextlib.suppress(OSError):
             append_line(
@@ -191,7 +200,7 @@ class TimeAccount:
                 {"event": event, "time": cells[2], "began": self.began, "step": step, "seconds": seconds},
             )
         so_far = time.time() - self.began
-        self._due = perf_counter() + min(max(so_far * _PART, _MOST_OFTEN), _LEAST_OFTEN)
+        self.due = perf_counter() + min(max(so_far * _PART, _MOST_OFTEN), _LEAST_OFTEN)
 
     def on(self, share: str) -> _Charged:
         """A context manager that charges the time of its block to a share of `accel_torch.stopwatch`."""

@@ -195,6 +195,9 @@ class TrainingMixin(AcceleratorMembers):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
+        shared = self._accumulation.block
+        if shared is not None and weight is None:
+            return shared
         block = MicroBatch()
         block.accumulation, block.models = self._accumulation, models
         if weight is not None:
@@ -214,14 +217,16 @@ class TrainingMixin(AcceleratorMembers):
             >>> loss = loss_function(model(inputs), targets)
             >>> accelerator.backward(loss)
         """
-        if self._prepared.steps_in_backward or "learning_rate" in kwargs:
-            self.lomo_backward(loss, kwargs.pop("learning_rate", None))
-            return
+        accumulation = self._accumulation
         try:
-            backend, share = self._backend, self._accumulation.share(loss)
-            if backend.plain_backward:
-                share.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if accumulation.plain and not kwargs:
+                # What the other branches come to, without their calls.
+                steps = accumulation.gradient.plugin.num_steps or 1
+                (loss if steps == 1 else loss / steps).backward()  # type: ignore[no-untyped-call]
+            elif self._prepared.steps_in_backward or "learning_rate" in kwargs:
+                self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             else:
+                backend, share = self._backend, accumulation.share(loss)
                 model = self._prepared.only_model() if backend.backward_reads_model else None
                 backend.strategy.backward(share, model, **kwargs)
         except RuntimeError as error:
