@@ -455,7 +455,7 @@ def test_generators_and_placement_can_be_set_after_the_accelerator_was_made() ->
 def test_a_second_accelerator_may_name_the_same_backend() -> None:
     first = Accelerator(cpu=True, backend="single")
     assert Accelerator(cpu=True, backend="single")._backend is first._backend
-    with pytest.raises(Conflict, match="made with backend='single'"):
+    with pytest.raises(Conflict, match="created with backend='single'"):
         Accelerator(cpu=True, backend="ddp")
 
 

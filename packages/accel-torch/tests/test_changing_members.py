@@ -227,13 +227,13 @@ def test_training_with_a_loader_that_does_not_follow_the_steps_is_refused(backen
 
 def test_weights_of_micro_batches_are_refused(backend: None) -> None:
     accelerator, model, _, loader = prepared()
-    with pytest.raises(NotOffered, match="weighted by their samples"):
+    with pytest.raises(NotOffered, match="weighted by their number of samples"):
         loop(accelerator, model, loader, weight=3)
 
 
 def test_a_loop_that_does_not_step_ends_with_an_error(backend: None) -> None:
     accelerator, model, _, loader = prepared()
-    with pytest.raises(DataError, match="stepped no prepared optimizer"):
+    with pytest.raises(DataError, match="did not step a prepared optimizer"):
         loop(accelerator, model, loader)
 
 

@@ -128,7 +128,7 @@ def test_the_launcher_passes_the_signal_and_the_answer_on(
     program = ["accel_cli.main", "launch", "--num_processes", "2", "--launcher", launcher, "--grace_period", "100"]
     code, told = ask_to_end(tmp_path, program, number)
     assert code == RESUME, told
-    assert "start it again to resume" in told
+    assert "launch it again to resume" in told
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
 
 
