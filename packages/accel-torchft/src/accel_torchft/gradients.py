@@ -14,22 +14,22 @@ __all__ = ("GradientBuckets", "Sent", "local_shard")
 
 
 class Sent(Protocol):
-    """A bucket on its way."""
+    """An all-reduce of a bucket in progress."""
 
     def wait(self) -> object:
-        """Return when the bucket holds the mean over the replicas."""
+        """Wait until the bucket contains the mean over the replicas."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds; all of one that is not spread over processes."""
+    """This process's shard of a tensor; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Bucket:
     """Gradients of some parameters of one dtype on one device.
 
-    Which of them had a gradient travels with the bucket: one that has none on this process counts as zero if it has one
-    on another, and still has none if nobody has.
+    The bucket starts with one flag per parameter: whether it has a gradient. A gradient that is missing on this process
+    counts as zero if another process has it, and remains None if no process has it.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -38,14 +38,14 @@ class _Bucket:
         self.forget()
 
     def forget(self) -> None:
-        """Let the next gradients be those of another step."""
+        """Reset for the gradients of the next step."""
         self.missing = sum(parameter.requires_grad for parameter in self.parameters)
         """How many of its gradients backward has not computed yet."""
         self.flat: Tensor | None = None
         self.sent: Sent | None = None
 
     def pack(self) -> Tensor:
-        """Copy the gradients, and before them which of them there are."""
+        """Copy the flags and the gradients into one flat tensor."""
         part = local_shard(self.parameters[0])
         held = [float(parameter.grad is not None) for parameter in self.parameters]
         flags = torch.tensor(held, dtype=part.dtype, device=part.device)
@@ -53,7 +53,7 @@ class _Bucket:
         return self.flat
 
     def unpack(self) -> None:
-        """Give the parameters what has come back: whole gradients as views of it, without a copy."""
+        """Assign the reduced gradients to the parameters; unsharded gradients are views of the bucket."""
         assert self.flat is not None
         count = len(self.parameters)
         somewhere = (self.flat[:count] > 0).tolist()
@@ -64,16 +64,16 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Gradients in flat buckets of about one size, each of one dtype on one device.
+    """Gradients in flat buckets of similar size, each of one dtype on one device.
 
-    A bucket leaves as soon as backward has computed its last gradient, the one of the last layers first. All processes
-    send their buckets in the same order.
+    A bucket is sent as soon as backward has computed its last gradient; that of the last layers is the first. All
+    processes send their buckets in the same order.
 
     Args:
-        parameters: what trains, in the same order on all processes.
-        bucket_bytes: size of a bucket.
+        parameters: the trained parameters, in the same order on all processes.
+        bucket_bytes: size of a bucket in bytes.
         send: begins to replace a flat tensor by its mean over the replicas.
-        leaves: whether what backward computes now may leave: it is that of the step's last batch.
+        leaves: returns whether buckets may be sent during this backward, which is that of the step's last batch.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class GradientBuckets:
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._complete: set[int] = set()
         self._left = 0
-        """How many buckets have left, which are the first ones."""
+        """Number of buckets that were sent; buckets are sent in order."""
         self._changed = False
-        """Whether a gradient changed after its bucket had left."""
-        # FSDP gives its parameters their gradients itself.
+        """Whether a gradient changed after its bucket was sent."""
+        # FSDP assigns gradients without calling these hooks.
         whole = [parameter for parameter in self.parameters if not isinstance(parameter, DTensor)]
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class GradientBuckets:
         return len(self._buckets)
 
     def _note(self, parameter: Tensor) -> None:
-        """Backward has computed a gradient."""
+        """Hook that runs after backward has computed a gradient."""
         if not self._leaves():
             return
         bucket = self._of[id(parameter)]
@@ -125,7 +125,7 @@ class GradientBuckets:
         """Replace all gradients by their means over the replicas."""
         self._exchange()
         if self._changed:
-            # Each process computed the same gradients again, so each sends them again.
+            # The same gradients changed on every process, so every process sends them again.
             self._left = 0
             self._exchange()
         for bucket in self._buckets:
@@ -140,21 +140,21 @@ class GradientBuckets:
             bucket.sent.wait()
 
     def forget(self) -> None:
-        """Let the next gradients be those of another step."""
+        """Reset for the gradients of the next step."""
         self._complete.clear()
         self._left, self._changed = 0, False
         for bucket in self._buckets:
             bucket.forget()
 
     def close(self) -> None:
-        """Notice no further gradient."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
 
 def _give(parameter: Tensor, value: Tensor) -> None:
-    """Make a flat tensor the gradient of a parameter."""
+    """Set a parameter's gradient from a flat tensor."""
     if not isinstance(parameter, DTensor):
         parameter.grad = value.view_as(parameter)
         return
@@ -171,7 +171,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """The parameters from the last to the first, in groups whose gradients fill a bucket."""
+    """Split the parameters, from last to first, into one group per bucket."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in reversed(parameters):

@@ -45,18 +45,18 @@ __all__ = ("ReplicaGroups",)
 
 _TICK: Final = 0.2
 _LIGHTHOUSE_PATIENCE: Final = 120.0
-"""Seconds in which the lighthouse has to print its address; importing torch takes most of them."""
+"""Timeout in seconds for the lighthouse to print its address; importing torch takes most of it."""
 _OUTPUT_PATIENCE: Final = 2.0
 _AFTER_A_RESTART: Final = (
     "This replica had been restarted: its loader yields no batches in epochs that the others have finished, and the "
     "script must allow for that."
 )
 _FRUITLESS: Final = 3
-"""A replica that dies so often in a row without making a step ends the run."""
+"""The run ends when a replica dies this many times in a row without making a step."""
 
 
 class _Details(NamedTuple):
-    """What `run` has to know beside the command line."""
+    """Arguments of `run` beside the command line."""
 
     replicas: TorchFTConfig
     prefixed: bool
@@ -72,7 +72,7 @@ class ReplicaGroups:
         self._stopped = False
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """The command line of one replica, which differ in their variables."""
+        """The command line of a replica. It is the same for all; only their environment variables differ."""
         settings = request.settings
         replicas = settings.instance(TorchFTConfig)
         supervision = settings.instance(SupervisionSettings)
@@ -103,7 +103,7 @@ class ReplicaGroups:
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start lighthouse and replicas, and return the exit code of the run; see `Launcher`.
+        """Start the lighthouse and the replicas, and return the run's exit code; see `Launcher`.
 
         Raises:
             LaunchError: a process could not be started.
@@ -135,7 +135,7 @@ def _replicas_here(config: TorchFTConfig) -> Sequence[int]:
 
 
 def _devices_of_replicas(request: LaunchRequest, config: TorchFTConfig) -> dict[int, Mapping[str, str]]:
-    """For each replica of this machine, variables that show it devices of its own; none where there is one at most.
+    """Environment variables that make different devices visible to each replica; empty if there is at most one device.
 
     Raises:
         SettingError: there are fewer devices than processes.
@@ -157,7 +157,7 @@ def _devices_of_replicas(request: LaunchRequest, config: TorchFTConfig) -> dict[
 
 
 def _device_ids(given: str | None, machine: Machine) -> list[str]:
-    """The devices of this machine that the run may use: those given, those that the launcher sees, or all."""
+    """Ids of the devices that the run may use: the `given` ones, else those visible to the launcher, else all."""
     if given in (None, "all"):
         seen = (machine.environ.get(spec.visible_variable or "") for spec in SPECS.values())
         given = next((text for text in seen if text), None)
@@ -168,34 +168,34 @@ def _device_ids(given: str | None, machine: Machine) -> list[str]:
 
 @dataclass
 class _Replica:
-    """One replica, through all its starts."""
+    """One replica, including its restarts."""
 
     number: int
     popen: subprocess.Popen[bytes]
     joined: str
     relay: Relay | None = None
     fruitless: int = 0
-    """How often in a row it died before it made a step."""
+    """How many times in a row it died before it made a step."""
     told_to_end: bool = False
     restarted: bool = False
     died_at: float | None = None
-    """When it died last, until it has joined the others again."""
+    """When it died; None again after it has rejoined the others."""
 
     @property
     def joined_at(self) -> float | None:
-        """When it took part in a step for the first time since it was started."""
+        """When it first took part in a step since its last start."""
         return _written_at(self.joined)
 
     @property
     def left_at(self) -> float | None:
-        """When it left the others, at its end."""
+        """When it left the quorum at its end."""
         return _written_at(self.joined + LEFT)
 
     def signal(self, number: int) -> None:
         try:
             os.killpg(self.popen.pid, number)
         except (ProcessLookupError, PermissionError):
-            # Nobody is left in the group.
+            # The process group has no process any more.
             pass
 
 
@@ -207,7 +207,7 @@ def _written_at(path: str) -> float | None:
 
 
 class _Run:
-    """The lighthouse and the replicas of one plan, from their start to their end."""
+    """Starts, watches and ends the lighthouse and the replicas of one plan."""
 
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
         self._plan, self._environment, self._folder = plan, dict(environment), folder
@@ -221,10 +221,10 @@ class _Run:
         self._signalled: int | None = None
         self._code: int | None = None
         self._error: LaunchError | None = None
-        """What ended the run, other than a replica."""
+        """Why the run ended, if the reason is not a replica."""
 
     def until_the_end(self, inbox: Inbox) -> int:
-        """Start everything and stay until the last process has ended."""
+        """Start all processes and wait until the last one has ended."""
         try:
             if LIGHTHOUSE_VARIABLE not in self._environment:
                 self._environment[LIGHTHOUSE_VARIABLE] = self._start_lighthouse(inbox)
@@ -304,7 +304,7 @@ class _Run:
                 return
 
     def _died(self) -> bool:
-        """Whether a replica has to be started again."""
+        """Whether a replica must be restarted."""
         going = self._signalled is None and self._code is None
         return going and any(replica.popen.poll() != 0 and not replica.told_to_end for replica in self._replicas)
 
@@ -313,7 +313,7 @@ class _Run:
             if number not in ENDING:
                 self._signal_all(number)
             elif self._signalled is not None:
-                # Asked a second time: no more patience.
+                # The second signal ends the run at once.
                 self._kill()
             else:
                 self._signalled = number
@@ -326,7 +326,7 @@ class _Run:
                 replica.signal(number)
 
     def _notice_lighthouse(self) -> None:
-        """End the run when the lighthouse has died: nobody could begin another step."""
+        """End the run when the lighthouse has died, because no replica can begin another step."""
         code = None if self._lighthouse is None else self._lighthouse.poll()
         if code is not None:
             self._end(1, f"The lighthouse {ending(code)}; the run ends.")
@@ -357,7 +357,7 @@ class _Run:
                 self._say(f"Replica {replica.number} {ending(code)} when others had finished; it is not restarted.")
 
     def _replace(self, replica: _Replica, code: int) -> None:
-        """Start a replica again that died, or end the run."""
+        """Restart a replica that died, or end the run."""
         number = replica.number
         replica.fruitless = 0 if replica.joined_at is not None else replica.fruitless + 1
         died = ending(128 - code if code > 128 else code)
@@ -383,14 +383,14 @@ class _Run:
             replica.told_to_end = False
 
     def _end(self, code: int, why: str) -> None:
-        """Ask what is left to end."""
+        """Request all remaining processes to end."""
         self._code = code
         self._say(why)
         self._deadline = time.monotonic() + self._plan.grace_period
         self._signal_all(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """End for good whatever is left."""
+        """Kill all remaining processes."""
         for replica in self._replicas:
             if replica.popen.poll() is None:
                 replica.signal(signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What the launcher declares about itself.
+"""The manifest of the launcher.
 
-It stands apart from the manifests of the backends, which `accel_cli` reads while it is being imported.
+It is separate from the backends' manifests, because `accel_cli` reads those during its own import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ("LAUNCHER", "called_for")
 
 
 def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    """The backend, where it is one of these."""
+    """The setting that selects this launcher: a backend of this package, or None."""
     backend = settings["backend"]
     return f"backend={backend.value} ({backend.origin})" if backend.value in BACKENDS else None
 
@@ -26,7 +26,7 @@ def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | 
 LAUNCHER: Final = LauncherManifest(
     "torchft",
     "accel_torchft.launcher:ReplicaGroups",
-    help="start a lighthouse and replicas, and start replicas again that were killed",
+    help="start a lighthouse and replicas, and restart replicas that were killed",
     called_for=called_for,
     priority=45,
     requires=(NEEDED,),

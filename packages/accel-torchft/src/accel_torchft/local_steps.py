@@ -42,40 +42,40 @@ _FIELDS = ("local_steps", "members", "outer_optimizer", "round")
 
 
 class LocalSteps(Replicated):
-    """What both ways have in common; comes before the strategy inside a replica."""
+    """Common base of LocalSGD and DiLoCo; precedes the strategy inside a replica in the list of bases."""
 
     def __init__(self, context: Context, config: Any) -> None:
         super().__init__(context, config)
         self._engine: LocalSGD | DiLoCo | None = None
         self._local = 0
-        """Steps of the round so far."""
+        """Number of steps made in this round."""
         self._who: list[int] = []
-        """How many members the round has, and which of them this replica is."""
+        """Number of members of the round, and this replica's index among them."""
         self._schedule: dict[str, Any] = {}
-        """Schedulers and options of the optimizers when the round began."""
+        """States of schedulers, and options of the optimizers, at the beginning of the round."""
         self._resumed: Mapping[str, Any] = {}
 
     @abstractmethod
     def _exchange_by(self, quorum: Quorum, trained: ParameterList, optimizer: Optimizer) -> LocalSGD | DiLoCo:
-        """The class of torchft that exchanges weights; it hooks into the steps of the optimizer."""
+        """Create the torchft object that synchronises weights; it hooks into the optimizer's steps."""
 
     @abstractmethod
     def _begin_round(self) -> None:
-        """Keep the weights, from which all members begin a round."""
+        """Copy the weights with which all members begin the round."""
 
     @abstractmethod
     def _weights_of_round(self) -> Sequence[Tensor]:
-        """The weights with which the round began: the local part of each trained parameter, in their order."""
+        """The weights at the beginning of the round: the local shard of each trained parameter, in order."""
 
     def _take_weights_of_round(self, weights: Sequence[Tensor]) -> None:
-        """Let a round have begun with these weights, which a checkpoint held."""
+        """Set the weights at the beginning of the round to those of a checkpoint."""
         for kept, weight in zip(self._weights_of_round(), weights, strict=True):
             kept.copy_(weight)
 
     def setup(self, bundle: Bundle) -> Bundle:
         bundle = super().setup(bundle)
         if self._engine is not None and bundle.optimizers:
-            # Another Accelerator of this process trains from here on.
+            # From now on another Accelerator of this process trains.
             self._leave()
             self._state.keep_only(bundle)
         return bundle
@@ -118,7 +118,7 @@ class LocalSteps(Replicated):
         members = super()._begin()
         who = [members.count, members.index]
         if self._local and who != self._who:
-            # The samples of the steps before the checkpoint were shared among others.
+            # Before the checkpoint other members shared the samples of this round.
             self._rewind()
         self._resumed, self._who = {}, who
         if not self._local:
@@ -127,12 +127,12 @@ class LocalSteps(Replicated):
         return members
 
     def _renew_buckets(self) -> None:
-        """Nothing: gradients stay in their replica."""
+        """Do nothing, because gradients are not sent to other replicas."""
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         super(Replicated, self).finalize_gradients(optimizer)
         if self._members is None:
-            # A loop over other batches than those of a prepared loader begins its rounds here.
+            # A loop that does not read a prepared loader begins its rounds here.
             self._begin()
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
@@ -155,7 +155,7 @@ class LocalSteps(Replicated):
         return True
 
     def _current_schedule(self) -> dict[str, Any]:
-        """Schedulers, and options of the optimizer that they change."""
+        """The schedulers' states, and the optimizer options that they change."""
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for optimizer in self._state.optimizers
@@ -175,10 +175,10 @@ class LocalSteps(Replicated):
         for group, options in zip(groups, schedule["options"], strict=True):
             group.update(options)
 
-    # ------------------------------------------------------------------ what others get
+    # ------------------------------------------------------------------ state for other replicas
 
     def _state_of_round(self) -> dict[str, Any]:
-        """The state for a replica that joins: as the round began, since this one trains on while it is sent."""
+        """The state at the beginning of the round, for a replica that joins: training continues while it is sent."""
         state = self._state.state_dict()
         kept = dict(zip(map(_place, self._state.trained), self._weights_of_round(), strict=True))
         state["models"] = [
@@ -194,7 +194,7 @@ class LocalSteps(Replicated):
 
     @contextmanager
     def global_weights(self, model: Module) -> Iterator[None]:
-        """The weights of the newest exchange, which all replicas have."""
+        """A context in which the model has the weights of the last synchronisation, which are equal on all replicas."""
         trained = self._state.trained if self._local else []
         own = [local_shard(parameter).detach().clone() for parameter in trained]
         if trained:
@@ -227,7 +227,7 @@ class LocalSteps(Replicated):
             self._resume(self._resumed)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        """Go on inside the round in which a checkpoint was saved."""
+        """Continue the round in which a checkpoint was saved."""
         assert self._engine is not None
         self._local = self._engine._local_step = state.get("local_steps", 0)
         if self._local:
@@ -241,7 +241,7 @@ class LocalSteps(Replicated):
         return {}
 
     def _load_outer_state(self, state: dict[str, Any]) -> None:
-        """Restore what `_outer_state` gave."""
+        """Restore the state that `_outer_state` returned."""
 
     # ------------------------------------------------------------------ the end
 
@@ -251,7 +251,7 @@ class LocalSteps(Replicated):
             self._leave()
 
     def _leave(self) -> None:
-        """Leave the replicas: their manager keeps what it exchanges."""
+        """Leave the quorum, so that torchft's manager drops its references to models and optimizers."""
         if self._engine is not None:
             self._engine.__exit__(None, None, None)
         self._engine, self._local, self._members = None, 0, None
@@ -268,7 +268,7 @@ class LocalSteps(Replicated):
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Where the local part of a tensor is in memory."""
+    """Memory address and shape of a tensor's local shard."""
     part = local_shard(tensor)
     return part.data_ptr(), part.shape
 
@@ -295,7 +295,7 @@ class Averaging(LocalSteps):
 
 
 class OuterSGD(SGD):
-    """The outer optimizer; its state travels as the local parts of spread tensors."""
+    """The outer optimizer; its state is sent as local shards."""
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = local_shards(super().state_dict())
@@ -306,7 +306,7 @@ class OuterSGD(SGD):
 
 
 class Outer(LocalSteps):
-    """DiLoCo: a round ends with a step of an outer optimizer over the mean of what the members changed."""
+    """DiLoCo: a round ends with a step of an outer optimizer on the mean of the members' weight changes."""
 
     _outer: OuterSGD
 
@@ -335,16 +335,16 @@ class Outer(LocalSteps):
 
 
 class LocalSGDStrategy(Averaging, OneProcess):
-    """Every replica is one process, with the whole model."""
+    """LocalSGD with replicas of one process each, with the whole model."""
 
 
 class LocalSGDFSDP2Strategy(Averaging, FSDP2Strategy):
-    """The processes of a replica shard the model with FSDP 2."""
+    """LocalSGD with replicas of several processes, which shard the model with FSDP 2."""
 
 
 class DiLoCoStrategy(Outer, OneProcess):
-    """Every replica is one process, with the whole model."""
+    """DiLoCo with replicas of one process each, with the whole model."""
 
 
 class DiLoCoFSDP2Strategy(Outer, FSDP2Strategy):
-    """The processes of a replica shard the model with FSDP 2."""
+    """DiLoCo with replicas of several processes, which shard the model with FSDP 2."""

@@ -40,18 +40,18 @@ from accel_torchft.gradients import Sent
 __all__ = ("Quorum", "QuorumMembers", "lighthouse_of")
 
 _RETRIES: Final = 100
-"""So many steps that do not count may follow each other before the run gives up."""
+"""The run ends with an error after this many steps in a row that do not count."""
 
 _ALONE: Final = 5.0
-"""Seconds that a replica which was started again waits for others before it goes on alone."""
+"""Seconds for which a restarted replica waits for others before it continues without them."""
 
 _PAUSE: Final = 0.5
 
 _BEATS: Final = 10
-"""So many signs of life of a replica have to be missing before it counts as dead."""
+"""A replica counts as dead after this many missing heartbeats."""
 
 _GROUPS: Final = {"nccl": ProcessGroupNCCL, "xccl": ProcessGroupXCCL}
-"""What carries tensors between replicas, by the backend of a device; gloo carries others."""
+"""Process groups between replicas, by the device's communication backend; gloo is used for all others."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class QuorumMembers:
     """The replicas that make a step.
 
     Args:
-        step: steps that the run has made before.
-        count: how many replicas there are.
-        index: which of them this one is.
+        step: number of steps that the run has made.
+        count: number of members.
+        index: index of this replica among the members, from 0.
     """
 
     step: int
@@ -70,10 +70,10 @@ class QuorumMembers:
 
 
 class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywhere that types are checked
-    """torchft's manager, with a quorum that is agreed on before samples are drawn, and errors that say what to do.
+    """torchft's manager with two changes: it forms the quorum before samples are drawn, and its errors name a remedy.
 
-    The classes of torchft for local steps ask for a quorum when they exchange weights. Here they get the one that was
-    agreed on when the round of local steps began.
+    torchft's classes for local steps request a quorum when they synchronise weights. Here they use the quorum that was
+    formed when the round of local steps began.
     """
 
     def __init__(self, groups: ProcessGroup, **options: Any) -> None:
@@ -81,14 +81,14 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
         self._groups = groups
 
     def start_quorum(self, *arguments: Any, **options: Any) -> None:
-        """Nothing; see `agree`."""
+        """Do nothing: `agree` forms the quorum instead."""
 
     def agree(self) -> None:
-        """Agree on the members of the next step, and take the state of another one where this replica is behind."""
+        """Agree on the members of the next step. A replica that is behind loads another member's state."""
         super().start_quorum()
 
     def allreduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Sent:
-        """Begin to reduce a tensor; one that gloo does not carry goes through the memory of the host."""
+        """Begin to reduce a tensor; with gloo, a tensor on a device is copied to host memory and back."""
         in_host = tensor.cpu() if isinstance(self._groups, ProcessGroupGloo) else tensor
         sent: Sent = super().allreduce(in_host, *arguments, **options)
         if in_host is not tensor:
@@ -100,7 +100,7 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
         """Whether the step counts; see `Quorum.commit`."""
         failed = self.errored()
         if failed is not None:
-            # Members that wait for this one in the same exchange would notice only after the timeout.
+            # Otherwise members that wait for this one in the same all-reduce would notice only after the timeout.
             self._groups.abort()
         try:
             return bool(super().should_commit(timeout))
@@ -109,23 +109,23 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
             raise CollectiveError(
                 f"Cannot end step {self.current_step()} of the run.",
                 f"{_text(error)}{why}",
-                "Read in the output of the other replicas why they ended.",
+                "Check the output of the other replicas for the reason why they ended.",
             ) from None
 
 
 class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not everywhere that types are checked
-    """Sends the state of a replica to one that joins, from the memory of the host, whatever the device is."""
+    """Sends a replica's state to one that joins, from host memory on every type of device."""
 
     def __init__(self, timeout: timedelta, num_chunks: int, host: str) -> None:
         self._host = host
         super().__init__(timeout, num_chunks)
         handler = getattr(getattr(self, "_server", None), "RequestHandlerClass", None)
         if handler is not None:
-            # It would write a line to the user's terminal for each state that it sends.
+            # The server would print a line to the user's terminal for each state that it sends.
             handler.log_request = lambda request, code="-", size="-": None
 
     def address(self) -> str:
-        """The address under which other replicas reach this one, which need not be the name of the machine."""
+        """The address at which other replicas reach this one; it may differ from the machine's host name."""
         scheme, _, rest = super().address().partition("://")
         return f"{scheme}://{self._host}:{rest.rpartition(':')[2]}"
 
@@ -134,15 +134,15 @@ class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not eve
 
 
 class Quorum:
-    """The replicas of a run, seen from one process.
+    """The membership of this process's replica in the run.
 
     Args:
         process: this process in its replica.
-        config: how replicas find each other.
-        state_dict: returns what a replica that joins has to get.
-        load_state_dict: takes it.
-        step: steps that the run has made before this process began, such as those of a checkpoint.
-        length: optimizer steps from one agreement to the next; the times of `config` are those of one.
+        config: settings of the replicas, such as the lighthouse and the timeouts.
+        state_dict: returns the state to send to a replica that joins.
+        load_state_dict: loads such a state.
+        step: steps that the run made before this process started, for example before its checkpoint.
+        length: optimizer steps per quorum; the timeouts of `config` are per optimizer step and are multiplied by it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Quorum:
         self._quorum_timeout = config.quorum_timeout * length
         _quieten()
         for other in list(_OPEN):
-            # The lighthouse would wait for a member of this process that nobody drives any more.
+            # The lighthouse would wait for an old member of this process that makes no more steps.
             other.close()
         timeout = timedelta(seconds=config.timeout * length)
         self._groups = _GROUPS.get(family_of(process.device).backend, ProcessGroupGloo)(timeout=timeout)
@@ -171,7 +171,7 @@ class Quorum:
                 state_dict=state_dict,
                 load_state_dict=load_state_dict,
                 min_replica_size=config.min_replicas,
-                # The members of a step have to be known before its samples are drawn.
+                # The members of a step must be known before its samples are drawn.
                 use_async_quorum=False,
                 timeout=timeout,
                 quorum_timeout=timedelta(seconds=self._quorum_timeout),
@@ -201,12 +201,12 @@ class Quorum:
 
     @property
     def manager(self) -> Manager:
-        """The manager of torchft."""
+        """torchft's manager."""
         return self._manager
 
     @property
     def step(self) -> int:
-        """Steps that count, of the whole run."""
+        """Number of steps of the whole run that count."""
         return int(self._manager.current_step())
 
     @step.setter
@@ -214,13 +214,13 @@ class Quorum:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(self) -> QuorumMembers:
-        """Agree on the members of the next step; a replica that was away has the state of the others afterwards.
+        """Agree on the members of the next step; a replica that rejoins has loaded the others' state afterwards.
 
         Raises:
-            CollectiveError: the lighthouse does not answer, or too few replicas come in time.
+            CollectiveError: the lighthouse does not answer, or too few replicas join in time.
         """
         self._agree()
-        # The others may have finished a moment ago; then the launcher ends this replica, which would begin anew.
+        # The others may just have finished. Then the launcher ends this replica, which would start from step 0.
         while self._manager.num_participants() == 1 and self._patience > 0:
             self._patience -= _PAUSE
             time.sleep(_PAUSE)
@@ -246,12 +246,12 @@ class Quorum:
         )
 
     def average(self, tensor: Tensor) -> Sent:
-        """Begin to replace a tensor by its mean over the members; what fails is remembered until `commit`."""
+        """Begin to replace a tensor by its mean over the members; a failure is reported by `commit`."""
         sent: Sent = self._manager.allreduce(tensor)
         return sent
 
     def commit(self) -> bool:
-        """Whether the step counts: no member was lost while it was made.
+        """End a step; return whether it counts, which is when no member was lost during it.
 
         Raises:
             CollectiveError: too many steps in a row did not count.
@@ -262,22 +262,22 @@ class Quorum:
         return counts
 
     def note_joined(self) -> None:
-        """Let the launcher see that this replica has taken part in a step; a repeated call changes nothing."""
+        """Report to the launcher that this replica has taken part in a step; further calls do nothing."""
         if not self._has_joined:
             self._has_joined = True
             self._note("")
             if self._joined:
-                # An earlier quorum of this process may have left it.
+                # An earlier quorum of this process may have written this file.
                 Path(self._joined + LEFT).unlink(missing_ok=True)
 
     def _note(self, suffix: str) -> None:
-        """Let the launcher see how far this replica is."""
+        """Write a file whose time of change the launcher reads."""
         if self._joined:
             with open(self._joined + suffix, "w", encoding="utf-8") as file:
                 file.write(f"{os.getpid()}\n")
 
     def close(self) -> None:
-        """Leave the replicas; a repeated call changes nothing."""
+        """Leave the quorum; further calls do nothing."""
         if self not in _OPEN:
             return
         _OPEN.discard(self)
@@ -287,22 +287,22 @@ class Quorum:
 
 
 _OPEN: Final[weakref.WeakSet[Quorum]] = weakref.WeakSet()
-"""The quorum of this process, until it is closed."""
+"""The open quorum of this process, if any."""
 
 
 def _quieten() -> None:
-    """Leave out what torchft prints of failures that it recovers from, unless the user has set a level for it."""
+    """Silence torchft's logs of failures from which it recovers, unless the user has set a log level for it."""
     engine = logging.getLogger("torchft")
     if engine.level == logging.NOTSET:
         engine.setLevel(logging.CRITICAL)
-    # A state that was received is copied at once.
+    # This warning does not matter: a received state is copied at once.
     warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-    # Where warnings are errors (`python -W error`), no step would count.
+    # With `python -W error` this warning would be an error, and no step would count.
     warnings.filterwarnings("ignore", "The 'warn' method is deprecated", DeprecationWarning, "torchft")
 
 
 def _text(error: Exception) -> str:
-    """What an error of torchft says, without the headers of the answer."""
+    """The message of a torchft error, without the headers of the response."""
     return str(error).partition(", details:")[0].strip()
 
 
@@ -310,7 +310,7 @@ def lighthouse_of(config: TorchFTConfig) -> str:
     """Address of the lighthouse.
 
     Raises:
-        NotReady: nobody has named one.
+        NotReady: neither the settings nor the environment contain it.
     """
     address = config.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
     if not address:
@@ -323,7 +323,7 @@ def lighthouse_of(config: TorchFTConfig) -> str:
 
 
 def _store(process: Process, host: str) -> tuple[TCPStore | None, int]:
-    """The store that the processes of a replica share, on its first process, and its port."""
+    """The store of a replica's processes, and its port. Only the first process runs it; others return None."""
     served = None
     if process.rank == 0:
         served = TCPStore(host, 0, is_master=True, wait_for_workers=False)

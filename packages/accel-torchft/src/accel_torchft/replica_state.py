@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 
 class ReplicaState:
-    """The state of one process, which another process with its rank can take.
+    """The state of one process, which the process of the same rank in another replica can load.
 
     Args:
-        context: of the strategy; its precision holds the loss scale.
+        context: the strategy's context; its precision has the loss scale.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # Of objects that nobody else keeps, such as those of an Accelerator that is gone, nothing has to travel.
+        # Weak references: objects of a deleted Accelerator are not part of the state.
         self._models: list[weakref.ref[Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._schedulers: list[weakref.ref[Any]] = []
 
     def add(self, bundle: Bundle) -> None:
-        """Let what was prepared belong to the state."""
+        """Add prepared objects to the state."""
         self._models += map(weakref.ref, bundle.models)
         self._optimizers += (weakref.ref(getattr(given, "optimizer", given)) for given in bundle.optimizers)
         self._schedulers += map(weakref.ref, bundle.schedulers)
@@ -52,21 +52,21 @@ class ReplicaState:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers, without what wraps them."""
+        """The users' optimizers, unwrapped."""
         return _living(self._optimizers)
 
     @property
     def schedulers(self) -> list[Any]:
-        """Schedulers, without what wraps them."""
+        """The users' schedulers, unwrapped."""
         return _living(self._schedulers)
 
     @property
     def trained(self) -> list[Tensor]:
-        """What the optimizers train, in their order."""
+        """The parameters of the optimizers, in their order."""
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; its tensors are the living ones, except for buffers, which forward passes change."""
+        """The state. Tensors share memory with the objects', except for buffers, which forward passes change."""
         return {
             "models": [_tensors_of(model) for model in self.models],
             "optimizers": [local_shards(optimizer.state_dict()) for optimizer in self.optimizers],
@@ -75,7 +75,7 @@ class ReplicaState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of another process."""
+        """Load the state of another process."""
         for model, tensors in zip(self.models, state["models"], strict=True):
             _take(model, tensors)
         for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
@@ -89,19 +89,19 @@ class ReplicaState:
         return [scheduler.state_dict() for scheduler in self.schedulers]
 
     def load_schedules(self, states: list[Any]) -> None:
-        """Take the state of the schedulers of another process."""
+        """Load the schedulers' state of another process."""
         for scheduler, state in zip(self.schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
     def keep_only(self, bundle: Bundle) -> None:
-        """Let the state be that of the optimizers of a bundle, and of what belongs to these."""
+        """Remove all objects except the bundle's optimizers and their models and schedulers."""
         optimizers = [getattr(given, "optimizer", given) for given in bundle.optimizers]
         trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         strangers = [model for model in self.models if not any(id(p) in trained for p in model.parameters())]
         self.forget(strangers, [one for one in self.optimizers if not _among(one, optimizers)])
 
     def forget(self, models: list[Any], optimizers: list[Any]) -> None:
-        """Keep nothing of models and optimizers, nor of what schedules these."""
+        """Remove models, optimizers and the schedulers of these optimizers."""
         self._models = [weakref.ref(model) for model in self.models if not _among(model, models)]
         self._optimizers = [weakref.ref(one) for one in self.optimizers if not _among(one, optimizers)]
         self._schedulers = [
@@ -132,7 +132,7 @@ def _take(model: Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def local_shards(value: Any) -> Any:
-    """A nesting of dicts and lists with the local parts of its tensors."""
+    """Nested dicts and lists, with each tensor replaced by its local shard."""
     if isinstance(value, Tensor):
         return local_shard(value)
     if isinstance(value, dict):
@@ -143,7 +143,7 @@ def local_shards(value: Any) -> Any:
 
 
 def spread_like_parameters(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer from local parts: tensors of spread parameters are spread like these."""
+    """An optimizer's state from local shards: tensors of a sharded parameter become DTensors with its placement."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     spread = {
         number: {name: _spread(value, parameters[number]) for name, value in held.items()}
@@ -153,7 +153,7 @@ def spread_like_parameters(state: dict[str, Any], optimizer: Optimizer) -> dict[
 
 
 def _spread(value: Any, parameter: Tensor) -> Any:
-    """A local part as a tensor that is spread like its parameter; others as they are."""
+    """A local shard as a DTensor with the placement of its parameter; other values unchanged."""
     if (
         not isinstance(parameter, DTensor)
         or not isinstance(value, Tensor)

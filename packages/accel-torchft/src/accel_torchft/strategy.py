@@ -34,10 +34,9 @@ _MIB = 2**20
 
 
 class Replicated(Strategy):
-    """What all ways of training inside a replica have in common; comes before the strategy of that way.
+    """Mixin for training with replicas; precedes the strategy inside a replica in the list of bases.
 
-    The mean of the gradients over the processes of a replica is the business of that strategy, the mean over the
-    replicas that of this class.
+    That strategy averages gradients over the processes of a replica, and this class averages them over the replicas.
     """
 
     def __init__(self, context: Context, config: Any) -> None:
@@ -53,10 +52,10 @@ class Replicated(Strategy):
 
     @cached_property
     def replicas(self) -> TorchFTConfig:
-        """How the replicas of the run find each other."""
+        """Settings of the replicas."""
         if isinstance(self.config, TorchFTConfig):
             return self.config
-        # The settings of the strategy inside a replica are the backend's; those of the replicas come from the launcher.
+        # `config` belongs to the strategy inside a replica; the launcher passes the replicas' settings as variables.
         return from_environment(TorchFTConfig, os.environ)
 
     # ------------------------------------------------------------------ preparing
@@ -88,23 +87,23 @@ class Replicated(Strategy):
         return self.replicas.replica_groups * self.shards().count
 
     def _open(self) -> Quorum:
-        """Join the replicas of the run."""
+        """Join the other replicas."""
         return Quorum(self.context.process, self.replicas, self._state.state_dict, self._take_state, self._first_step)
 
     def _begin(self) -> QuorumMembers:
-        """The members of the next step; asked again before that step was made, they are the same."""
+        """The members of the next step; the same for repeated calls before that step."""
         if self._quorum is None:
             self._quorum = self._open()
         if self._members is None:
             self._members = self._quorum.begin()
             self._renew_buckets()
         elif self._healed_schedules is not None:
-            # The script went through epochs that the others had finished, and stepped its schedulers there.
+            # The script stepped its schedulers in epochs that the others had finished.
             self._state.load_schedules(self._healed_schedules)
         return self._members
 
     def _renew_buckets(self) -> None:
-        """Make the buckets ready for the gradients of another step."""
+        """Reset the buckets, or create new ones when other parameters train."""
         trained = self._state.trained
         if self._buckets is not None and [*map(id, trained)] == [*map(id, self._buckets.parameters)]:
             self._buckets.forget()
@@ -114,7 +113,7 @@ class Replicated(Strategy):
         self._buckets = GradientBuckets(trained, self.replicas.bucket_mb * _MIB, self._quorum.average, self._leaves)
 
     def _leaves(self) -> bool:
-        """Whether the gradients that backward computes are those of the last batch of a step of several replicas."""
+        """Whether backward may send buckets: there are several replicas, and this is the last batch of a step."""
         return self._members is not None and self._members.count > 1 and not self._accumulates
 
     def _close_buckets(self) -> None:
@@ -134,7 +133,7 @@ class Replicated(Strategy):
 
     @contextmanager
     def _keeping(self, inside: AbstractContextManager[None], accumulates: bool) -> Iterator[None]:
-        """A context of the strategy inside a replica, in which gradients stay here or leave."""
+        """Wrap a context of the strategy inside a replica; no bucket is sent within when `accumulates`."""
         before, self._accumulates = self._accumulates, accumulates
         try:
             with inside:
@@ -146,7 +145,7 @@ class Replicated(Strategy):
         super().finalize_gradients(optimizer)
         if self._averaged:
             return
-        # A loop over other batches than those of a prepared loader begins its steps here.
+        # A loop that does not read a prepared loader begins its steps here.
         members = self._members or self._begin()
         self._averaged = True
         if members.count > 1 and self._buckets is not None:
@@ -163,7 +162,7 @@ class Replicated(Strategy):
         return super().step(optimizer)
 
     def _forget_scale(self) -> None:
-        """Let the loss scale forget what it saw of gradients that do not count."""
+        """Reset the loss scaler's record of overflows in gradients that do not count."""
         scaler = self.context.precision.scaler
         if scaler is not None and scaler.is_enabled():
             scaler.update(scaler.get_scale())
@@ -199,7 +198,7 @@ class Replicated(Strategy):
 
 
 def refuse_closure(closure: Closure | None) -> None:
-    """Check that an optimizer's step has no closure."""
+    """Raise an error for a step with a closure."""
     if closure is not None:
         raise NotOffered(
             "Cannot step with a closure (accel-torchft).",
@@ -232,13 +231,13 @@ class OneProcess(Strategy):
 
 
 class TorchFTStrategy(Replicated, OneProcess):
-    """Every replica is one process, with the whole model."""
+    """Replicas of one process each, with the whole model."""
 
     config: TorchFTConfig
 
 
 class TorchFTFSDP2Strategy(Replicated, FSDP2Strategy):
-    """The processes of a replica shard the model with FSDP 2.
+    """Replicas of several processes, which shard the model with FSDP 2.
 
-    Each process averages its shards of the gradients with the processes of its rank in the other replicas.
+    Each process averages its gradient shards with the processes of the same rank in the other replicas.
     """
