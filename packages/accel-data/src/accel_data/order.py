@@ -1,7 +1,7 @@
 """The global order of an epoch: a sampler draws it once, and it can be replayed when an epoch is resumed.
 
-Torch's own samplers and `SeedableRandomSampler` give an order that can be sliced at any position. Every other sampler
-is a custom sampler, and its indices have to be enumerated. Only exact classes are sliced, because a subclass may do
+The order of torch's samplers and of `SeedableRandomSampler` can be sliced at any position. Every other sampler
+is a custom sampler, and its indices must be enumerated. Only exact classes are sliced, because a subclass may do
 anything in its `__iter__`.
 """
 
@@ -38,7 +38,7 @@ __all__ = (
 _FIRST_CHUNK: Final = 16
 _CHUNK: Final = 1024
 _LISTS: Final = (list, tuple, range)
-"""Torch takes any iterable for a sampler."""
+"""Torch accepts any iterable as a sampler."""
 _SMALL: Final = 100_000_000
 """Far below the size at which torch changes its shuffling algorithm."""
 
@@ -49,7 +49,7 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, first: int, width: int, stride: int, count: int) -> Iterator[list[int]]:
-        """`count` slices of `width` indices, `stride` positions apart, the first one at position `first`."""
+        """Return `count` slices of `width` indices; they start at positions `first`, `first + stride` and so on."""
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """The indices at some positions."""
@@ -85,8 +85,8 @@ class Permuted:
     """Indices in a tensor, converted to Python integers a thousand slices at a time.
 
     Args:
-        indices: of shape (samples,).
-        when_exhausted: what the stock sampler does at the end of its epoch.
+        indices: the order, a tensor of shape (samples,).
+        when_exhausted: called at the end of the epoch, as torch's sampler changes its state there.
     """
 
     def __init__(self, indices: torch.Tensor, when_exhausted: Callable[[], object] | None = None) -> None:
@@ -161,7 +161,7 @@ class RNGState:
     value: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
+        """The fields as plain values and tensors."""
         return {"kind": self.kind, "value": self.value}
 
     @classmethod
@@ -174,7 +174,7 @@ _UNKNOWN: Final = RNGState("unknown")
 
 
 class LastRNG:
-    """The random state behind the epoch that was begun last; shared by all that read the same sampler."""
+    """The random state of the epoch that was begun last; shared by all readers of the same sampler."""
 
     __slots__ = ("state",)
 
@@ -183,10 +183,10 @@ class LastRNG:
 
 
 def begin_epoch(sampler: Iterable[int], last: LastRNG, replay: RNGState | None = None) -> Order | Iterator[int]:
-    """Begin an epoch: its order, or an iterator over the indices of a custom sampler.
+    """Begin an epoch; return its order, or an iterator over the indices of a custom sampler.
 
     Args:
-        sampler: gives indices.
+        sampler: yields indices.
         last: receives the random state of this epoch.
         replay: the random state to begin from; the sampler draws a new one when None.
     """
@@ -199,8 +199,8 @@ def replaying(batch_sampler: Any, sampler: Any, last: LastRNG, replay: RNGState 
     """Begin an epoch of a custom batch sampler, which is iterated inside the block.
 
     Args:
-        batch_sampler: gives batches of indices.
-        sampler: the one below that gives single indices, or None.
+        batch_sampler: yields batches of indices.
+        sampler: the sampler inside it that yields single indices, or None.
         last: receives the random state of this epoch.
         replay: the random state to begin from; the samplers draw a new one when None.
     """
@@ -217,11 +217,11 @@ def replaying(batch_sampler: Any, sampler: Any, last: LastRNG, replay: RNGState 
 
 
 def can_replay(batch_sampler: Any, sampler: Any) -> bool:
-    """Whether an epoch of this sampler, or of this batch sampler above it, can be replayed after a resume.
+    """Whether an epoch of this batch sampler or sampler can be replayed after a resume.
 
     Args:
-        batch_sampler: a custom one, or None.
-        sampler: the one that gives single indices, or None.
+        batch_sampler: a custom batch sampler, or None.
+        sampler: the sampler that yields single indices, or None.
     """
     if batch_sampler is not None and (_controls_itself(batch_sampler) or _is_fixed(batch_sampler)):
         return True
@@ -244,8 +244,8 @@ def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = N
     """The random state of the next epoch; None if the sampler draws it when the epoch begins.
 
     Args:
-        batch_sampler: a custom one, or None.
-        sampler: the one that gives single indices, or None.
+        batch_sampler: a custom batch sampler, or None.
+        sampler: the sampler that yields single indices, or None.
         restored: set the samplers to this state first.
     """
     source = batch_sampler if batch_sampler is not None and _controls_itself(batch_sampler) else sampler
@@ -303,7 +303,7 @@ def _enumerated(sampler: Iterable[int], replay: RNGState | None) -> tuple[Iterat
 
 
 def _rng_of(sampler: Any, replay: RNGState | None) -> RNGState:
-    """The random state that a sampler begins its next epoch from, after setting it to `replay` if one is given."""
+    """The random state from which a sampler begins its next epoch; the sampler is set to `replay` first, if given."""
     if type(sampler) is SeedableRandomSampler:
         return _seed_and_epoch(sampler, replay)
     if has_own_state(sampler):
@@ -324,7 +324,7 @@ def _seeded_generator(replay: RNGState | None) -> tuple[RNGState, torch.Generato
 
 
 def restore_generator(generator: torch.Generator, replay: RNGState | None) -> RNGState:
-    """Set a generator to the state of a generator that `replay` holds, if any, and return the state that it has."""
+    """Set a generator to the generator state in `replay`, if it contains one, and return the generator's state."""
     if replay is not None and replay.kind == "generator":
         generator.set_state(replay.value)
     return RNGState("generator", generator.get_state())
@@ -340,7 +340,7 @@ def has_own_state(holder: object) -> bool:
 
 
 def is_stock_batching(batch_sampler: object) -> bool:
-    """Whether a batch sampler is torch's, or torchdata's of the same behaviour: batches are slices of the order."""
+    """Whether a batch sampler is torch's or torchdata's, so that its batches are slices of the order."""
     return type(batch_sampler) in (BatchSampler, torchdata_sampler("BatchSampler"))
 
 

@@ -20,7 +20,7 @@ class Position:
         epoch: number of the epoch.
         steps: batches that each process has received in it.
         samples: samples of the global order that the processes have received; None with a custom batch sampler.
-        rng_state: the random state behind the epoch's order; None when that is not known before it begins.
+        rng_state: the random state that determines the epoch's order; None when it is unknown before the epoch begins.
         base: torchdata's state at this position; None if the other fields are enough.
     """
 
@@ -31,7 +31,7 @@ class Position:
     base: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
+        """The fields as plain values and tensors."""
         draw = None if self.rng_state is None else self.rng_state.state_dict()
         return {"epoch": self.epoch, "steps": self.steps, "samples": self.samples, "draw": draw, "base": self.base}
 
@@ -64,14 +64,14 @@ class Progress:
 
     Attributes:
         epoch: number of the epoch that runs or comes next.
-        end_of_dataloader: whether the batch given out last is the last one of the epoch.
+        end_of_dataloader: whether the last yielded batch is the last one of the epoch.
         remainder: real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown.
-        padding: of the step given out last; None when nothing was added to it.
-        steps: batches received in this epoch, with those skipped.
-        base: torchdata's state after the batch given out last.
+        padding: padding of the last yielded step; None when there is none.
+        steps: batches received in this epoch, skipped ones included.
+        base: torchdata's state after the last yielded batch.
         final_base: torchdata's state at the end of the epoch, once it is known that no batch follows.
         resume: where the next iteration continues, or None when it begins at the beginning.
-        replay: the random state that the next iteration begins from, or None when the samplers draw a new one.
+        replay: the random state from which the next iteration begins, or None when the samplers draw a new one.
         following: the random state of the epoch after this one, when this one was restored after its last batch.
     """
 
@@ -128,7 +128,7 @@ class Progress:
         self._length = length
 
     def finish(self) -> None:
-        """End an epoch that was read to its end; the next one comes."""
+        """End a completely read epoch and move to the next one."""
         self.move_to(self.epoch + 1)
 
     @property
@@ -147,20 +147,20 @@ class Progress:
         return samples if self._length is None else min(samples, self._length)
 
     def position(self, rng_state: RNGState | None) -> Position:
-        """Where the epoch stands now, with the random state behind its order."""
-        # The state after the last batch says that the epoch has ended only once another one was requested.
+        """The current position in the epoch, with the random state that determines its order."""
+        # torchdata's state marks the epoch as finished only after a batch beyond the last one was requested.
         base = self.final_base or self.base
         return Position(self.epoch, self.steps, self.samples, rng_state, base if self.steps else None)
 
     def move_to(self, epoch: int, resume: Position | None = None) -> None:
-        """Let the next iteration be the one of an epoch, continued at `resume` if that is given."""
+        """Set the epoch of the next iteration, and the position at which it continues, if given."""
         self.epoch = epoch
         self.resume = resume
         self.steps = self._base_steps = 0
         self._base_samples = 0
 
     def take_start(self) -> tuple[Position | None, RNGState | None]:
-        """Where the next iteration continues and what it replays; the one after it begins at the beginning."""
+        """Return position and random state for the next iteration, and clear them for the one after it."""
         start = self.resume, self.replay
         self.resume = self.replay = None
         return start

@@ -1,4 +1,4 @@
-"""Sample ids in place of the samples themselves, for looking at an epoch without using it."""
+"""Sample ids in place of the samples themselves, to inspect the order of an epoch without training on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IndexIds(Dataset[int]):
     """A data set whose samples are their indices.
 
     Args:
-        dataset: whose indices.
+        dataset: the data set with these indices.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -34,7 +34,7 @@ class _StreamIds(IterableDataset[Any]):
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that knows epochs."""
+        """Pass the epoch on if the stream has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

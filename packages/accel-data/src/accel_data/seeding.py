@@ -28,7 +28,7 @@ class SampleSeed:
     """Seed and epoch, which determine the seeds of samples.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,13 +36,13 @@ class SampleSeed:
         self.epoch = 0
 
     def key(self, *place: int) -> int:
-        """64 bits that depend on seed, epoch and place, and look independent of those of any other place."""
+        """A 64-bit hash of seed, epoch and place."""
         text = ",".join(map(str, (self.seed, self.epoch, *place)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class SeededBlock:
-    """Generators seeded from a key inside the block, and as they were after it."""
+    """A block in which the generators are seeded from a key; their states are restored afterwards."""
 
     __slots__ = ("key", "numpy", "numpy_state", "python_state", "torch_state")
 
@@ -88,7 +88,7 @@ class TaggedBatches(BatchSampler):
 
     @property
     def even_batches(self) -> bool:
-        """Of the batches."""
+        """The `even_batches` of the batch sampler."""
         return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
 
     @even_batches.setter
@@ -102,7 +102,7 @@ class TaggedBatches(BatchSampler):
 
 
 class SeededSamples(Dataset[Any]):
-    """A data set whose samples are read with generators seeded for them when the index carries a key.
+    """A data set that seeds the generators before it reads a sample, if the index comes with a key.
 
     Args:
         dataset: the data set; its attributes can be read here.
@@ -113,7 +113,7 @@ class SeededSamples(Dataset[Any]):
 
     @classmethod
     def of(cls, dataset: Any) -> SeededSamples:
-        """The class that saves its state if the data set does."""
+        """Wrap a data set; the wrapper saves state if the data set does."""
         return ResumableSamples(dataset) if has_own_state(dataset) else cls(dataset)
 
     def __getitem__(self, index: Any) -> Any:
@@ -134,7 +134,7 @@ class SeededSamples(Dataset[Any]):
 
 
 class ResumableSamples(SeededSamples):
-    """The same of a data set with a state of its own. The methods are defined here, where torchdata looks for them."""
+    """The same for a data set that can save state; torchdata requires that the wrapper defines the methods."""
 
     def state_dict(self) -> Any:
         """The state of the data set."""
@@ -146,7 +146,7 @@ class ResumableSamples(SeededSamples):
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream whose samples are read with generators seeded for their position in it.
+    """A stream that seeds the generators from a sample's position before it reads the sample.
 
     Args:
         dataset: the stream; its attributes can be read here.
@@ -160,11 +160,11 @@ class SeededStream(IterableDataset[Any]):
 
     @classmethod
     def of(cls, dataset: Any, sample_seed: SampleSeed) -> SeededStream:
-        """The class that saves its state if the stream does."""
+        """Wrap a stream; the wrapper saves state if the stream does."""
         return (ResumableStream if has_own_state(dataset) else cls)(dataset, sample_seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Seed as in epoch number `epoch`, and pass the epoch on to the stream or to its generator."""
+        """Use the seeds of this epoch, and pass the epoch on to the stream or to its generator."""
         self.sample_seed.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -194,13 +194,13 @@ class SeededStream(IterableDataset[Any]):
 
 
 class ResumableStream(SeededStream):
-    """The same of a stream with a state of its own; the number of samples that were read is part of it."""
+    """The same for a stream that can save state; the state includes the number of samples read."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, and how many samples were read."""
         return {"stream": self.dataset.state_dict(), "read": self._read}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration continue from there."""
+        """Continue from a position in the next iteration."""
         self.dataset.load_state_dict(state_dict["stream"])
         self._start = state_dict["read"]

@@ -1,10 +1,10 @@
 """This process's samples of an epoch: arithmetic on positions, without reading the batches of other processes.
 
 With B samples per process and P processes a step takes G = B * P samples of the global order; in step i process r has
-the positions iG + rB up to iG + (r + 1)B. The samples after the full steps are dropped, given out unevenly, or
-completed with samples from the beginning.
+the positions iG + rB up to iG + (r + 1)B. The samples after the full steps are dropped, distributed unevenly,
+or completed with samples from the beginning.
 
-A custom sampler has no positions: every process enumerates its indices or batches and keeps its own.
+A custom sampler has no positions: every process enumerates all indices or batches and selects its own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Padding:
 
     Args:
         total: real samples of all processes together; -1 when batches are counted, not samples.
-        batch_size: samples of one process, with those that were added.
+        batch_size: samples of one process, padding included.
         processes: number of processes.
-        counts: real samples by process, None in it for a process whose whole batch is real; None when the real
-            samples are the first `total` ones of the step.
+        counts: real samples of each process, where None means its whole batch; None instead of the sequence when the
+            real samples are the first `total` ones of the step.
     """
 
     total: int
@@ -57,7 +57,7 @@ class Padding:
 
     @classmethod
     def by_process(cls, counts: Sequence[int | None], batch_size: int) -> Padding:
-        """From the number of real samples of each process."""
+        """Create it from the number of real samples of each process."""
         total = -1 if None in counts else sum(count or 0 for count in counts)
         return cls(total, batch_size, len(counts), tuple(counts))
 
@@ -68,7 +68,7 @@ class Padding:
         return min(max(self.total - process * self.batch_size, 0), self.batch_size)
 
     def of_single(self) -> Padding:
-        """The same for loaders that do not batch: the one sample of a process is real or added."""
+        """The same for loaders that do not batch, where each process has one sample: real or padding."""
         return self.by_process([None if self.of(process) else 0 for process in range(self.processes)], 0)
 
     def __bool__(self) -> bool:
@@ -86,8 +86,8 @@ class ShardPlan:
         length: samples in the order.
         batch_size: samples of one process in one step (B).
         processes: number of processes (P).
-        index: which of them (r).
-        even: complete the last step with samples from the beginning.
+        index: index of this process (r).
+        even: pad the last step with samples from the beginning.
         drop_last: drop an incomplete last step.
         start: position of the order at which the plan begins.
 
@@ -167,8 +167,8 @@ def shortage(length: int | None, processes: int, pads: bool) -> str | None:
 
     Args:
         length: samples of the epoch; None when unknown.
-        processes: how many share them.
-        pads: whether samples from the beginning complete a step.
+        processes: number of processes.
+        pads: whether the last step is padded with samples from the beginning.
     """
     if length == 0:
         return "It has no samples."
@@ -184,9 +184,9 @@ def shard_samples(
 
     Args:
         samples: indices or samples of all processes.
-        plan: how to shard them; its length is not used.
-        begun: the samples of the first step, when `samples` begin later; the plan's start is not used then.
-        for_all: every process raises when some process would have no sample.
+        plan: how to shard them; its length is ignored.
+        begun: the samples of the epoch's first step, if `samples` begin later; the plan's start is ignored then.
+        for_all: raise on every process if any process would have no sample.
 
     Raises:
         DataError: see `for_all`.
@@ -219,16 +219,16 @@ def _check_enough(count: int, plan: ShardPlan) -> None:
 
 
 class Drawn(Protocol):
-    """What keeps the batches of indices that a shard draws; a launched run does, for the record of a failure."""
+    """Records the batches of indices that a shard draws; launched runs use it for their failure records."""
 
     def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
-        """The batches of an epoch, each kept when it is drawn."""
+        """Yield the batches of an epoch, and record each when it is drawn."""
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process from those of a batch sampler.
+    """One process's shard of the batches of a batch sampler.
 
-    Over torch's own samplers a process computes its own indices; it enumerates a custom sampler or batch sampler.
+    With torch's samplers each process computes only its own indices. Custom samplers and batch samplers are enumerated.
 
     Args:
         batch_sampler: yields the batches of all processes.
@@ -279,12 +279,12 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def has_custom_batches(self) -> bool:
-        """Whether a custom batch sampler gives whole batches, whose samples have no position of their own."""
+        """Whether batches come from a custom batch sampler, so that single samples have no position."""
         return not is_stock_batching(self.batch_sampler)
 
     @property
     def pads(self) -> bool:
-        """Whether samples complete a short last step: a single process never pads."""
+        """Whether a short last step is padded; a single process never pads."""
         return self.even_batches and self.num_processes > 1
 
     @property
@@ -300,18 +300,18 @@ class BatchSamplerShard(BatchSampler):
         return None if self.per_process is None else self.per_process * self.num_processes
 
     def skipping(self, steps: int) -> BatchSamplerShard:
-        """A shard whose epochs begin `steps` steps later, and that shares everything else."""
+        """A shard whose epochs begin `steps` steps later; it shares all other state."""
         other = copy.copy(self)
         other.skipped_steps = self.skipped_steps + steps
         other._start = other._replay = None
         return other
 
     def starting(self, position: int | None, replay: RNGState | None) -> BatchSamplerShard:
-        """A shard for one epoch that is resumed, and that shares everything else.
+        """A shard for one resumed epoch; it shares all other state.
 
         Args:
-            position: where the epoch begins: in samples, or in steps with custom batches; after those that are skipped
-                when None.
+            position: start of the epoch, in samples or, with a custom batch sampler, in steps; None starts after the
+                skipped steps.
             replay: the random state of the epoch; the sampler draws a new one when None.
         """
         other = copy.copy(self)
@@ -326,14 +326,14 @@ class BatchSamplerShard(BatchSampler):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # No frame of ours runs between two full batches, unless they are kept for a record.
+        # For speed, no Python frame of this module runs between two full batches, unless they are recorded.
         batches = chain.from_iterable(self._runs())
         return batches if self.drawn is None else self.drawn.keep(batches)
 
     def _runs(self) -> Iterator[Iterable[list[int]]]:
-        """The batches, in one run of full ones and one short one where they are slices of an order."""
-        # Runs for the first batch, which is when torch's own samplers draw: torch's loader makes a second
-        # iterator and throws the first one away when it has workers.
+        """The batches in runs: where they are slices of an order, one run of full batches and one of a short batch."""
+        # This generator starts at the first batch, when torch's samplers draw too: a loader with workers creates a
+        # second iterator and discards the first one.
         padded: dict[int, Padding] = {}
         self.padded = padded
         if self.has_custom_batches:
@@ -366,7 +366,7 @@ class BatchSamplerShard(BatchSampler):
         return max(self.steps_of_custom_batches() - self.skipped_steps, 0)
 
     def steps_of_custom_batches(self) -> int:
-        """Batches of this process by the length of a custom batch sampler, with those that are skipped."""
+        """Number of batches of this process, skipped ones included, by the length of a custom batch sampler."""
         batches = len(self.batch_sampler)
         if self.split_batches:
             return batches
@@ -382,15 +382,15 @@ def _recorded(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterato
 
 
 def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
-    """This process's batches of a custom batch sampler: its own out of each step of one batch per process.
+    """This process's batches of a custom batch sampler; a step has one batch per process.
 
-    Batches keep the sizes that the sampler gave them. A shard that pads completes a step that lacks batches with
-    batches of samples from the beginning, and a short batch at the very end when the sampler has a batch size.
+    The sizes of batches do not change. If the shard pads, batches of samples from the beginning complete a step that
+    lacks batches, and single samples complete a short batch at the end when the sampler has a batch size.
 
     Args:
-        batches: of all processes.
-        shard: which of them this process takes.
-        skip: steps to leave out.
+        batches: the batches of all processes.
+        shard: this process's shard.
+        skip: number of steps to skip.
     """
     processes, index, batch_size = shard.num_processes, shard.process_index, shard.batch_size
     source = iter(batches)
@@ -411,11 +411,11 @@ def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, s
 
 
 def _short_step(step: list[list[int]], processes: int, batch_size: int | None) -> Padding | None:
-    """The padding that a script adds itself when it fills results up to the sampler's batch size."""
+    """The padding of a step with short batches, for scripts that pad their results to the sampler's batch size."""
     counts = [len(batch) for batch in step]
     if batch_size is None or len(step) < processes or all(count >= batch_size for count in counts):
         return None
-    # The length of the data does not say how many samples come last, so there is no total to compare with it.
+    # The length of the data does not determine the number of samples in the last step, so the total is unknown.
     return Padding(-1, batch_size, processes, tuple(counts))
 
 
@@ -440,9 +440,9 @@ def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int)
     """This process's shard of each batch of a custom batch sampler.
 
     Args:
-        batches: of all processes together.
-        plan: how to shard each of them; its length is not used.
-        skip: batches to leave out.
+        batches: the batches of all processes together.
+        plan: how to shard each batch; its length is ignored.
+        skip: number of batches to skip.
 
     Raises:
         DataError: a batch is larger than the sampler's batch size.
@@ -472,8 +472,8 @@ class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches.
 
     Args:
-        batch_sampler: gives the batches.
-        skip_batches: how many to leave out at the beginning of every epoch.
+        batch_sampler: yields the batches.
+        skip_batches: number of batches to skip at the beginning of every epoch.
     """
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
@@ -492,7 +492,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches with those that are left out."""
+        """Number of batches, skipped ones included."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -505,10 +505,10 @@ class SkipBatchSampler(BatchSampler):
 
 
 class UnbatchedSampler(Sampler[int]):
-    """Single indices out of batches of one, for loaders without batching.
+    """Yields single indices from batches of one index, for loaders without batching.
 
     Args:
-        shard: gives batches of one index.
+        shard: yields batches of one index.
     """
 
     def __init__(self, shard: BatchSampler) -> None:
@@ -522,7 +522,7 @@ class UnbatchedSampler(Sampler[int]):
 
 
 def batching_of(loader: DataLoader[Any]) -> Any:
-    """What gives a loader whole batches of indices, which may be its sampler; None where it gives single samples."""
+    """A loader's batch sampler, which may be set as its `sampler`; None when the loader yields single samples."""
     return (
         loader.sampler
         if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
@@ -531,7 +531,7 @@ def batching_of(loader: DataLoader[Any]) -> Any:
 
 
 def innermost_sampler(batch_sampler: Any) -> Any:
-    """The sampler that gives single indices below any number of batch samplers; None when there is none."""
+    """The sampler of single indices inside any number of nested batch samplers; None if there is none."""
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return getattr(batch_sampler, "sampler", None)

@@ -40,12 +40,12 @@ READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": 
 class Source:
     """Yields the batches of a prepared loader, with facts about them.
 
-    Positions are counted in samples of the global order, or in steps when `counts_steps`. The defaults are those of a
-    source of one process of which nothing is known; a subclass overrides the rest.
+    Positions are counted in samples of the global order, or in steps when `counts_steps`. The defaults are for a source
+    of one process without known length or order; subclasses override them.
 
     Attributes:
         base: the loader that reads the batches.
-        last_rng: the random state behind the order of the epoch that was begun last.
+        last_rng: the random state that determined the order of the epoch begun last.
     """
 
     base: DataLoader[Any]
@@ -63,7 +63,7 @@ class Source:
 
     @property
     def index(self) -> int:
-        """Which of the processes this is."""
+        """Index of this process."""
         return 0
 
     @property
@@ -73,17 +73,17 @@ class Source:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether a position is known in steps only."""
+        """Whether positions are counted in steps."""
         return True
 
     @property
     def pads(self) -> bool:
-        """Whether samples always complete a last step that is not full."""
+        """Whether an incomplete last step is always padded."""
         return False
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether an epoch without a single batch follows from the options."""
+        """Whether an epoch without batches is a normal result of the options."""
         return False
 
     def length(self) -> int | None:
@@ -99,40 +99,40 @@ class Source:
         return None
 
     def steps(self, at: Position | None) -> int | None:
-        """Steps that this process takes from a position on, if the reported length is true.
+        """Number of this process's steps from a position on, if the reported length is correct.
 
-        None where no length was reported, or where the DataLoader workers divide the data in a way of their own.
+        None when no length is reported, or when the data set divides its samples among DataLoader workers itself.
         """
         return None
 
     def missing_from_len(self) -> int:
-        """Batches that the base loader counts and this source leaves out."""
+        """Number of batches that the base loader's length includes and this source skips."""
         return 0
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         """Begin an epoch.
 
         Args:
-            at: where it begins; at its beginning, after what is skipped, when None.
-            replay: the random state behind its order; the samplers draw a new one when None.
+            at: position at which to begin; None begins after the skipped steps.
+            replay: the random state that determines the order; the samplers draw a new one when None.
         """
         raise NotImplementedError
 
     def apart(self) -> Source:
-        """A source of the same batches that leaves the position of a stream alone, where the stream keeps one."""
+        """A source of the same batches that does not move the position of a stream that has one."""
         return self
 
     @property
     def padded(self) -> Collection[int]:
-        """Numbers of the batches whose padding `padding` knows; grows while the epoch is read."""
+        """Numbers of the batches for which `padding` returns a value; grows while the epoch is read."""
         return ()
 
     def padding(self, number: int) -> Padding | None:
-        """Padding of batch `number` since the epoch was opened; None where batches carry it themselves."""
+        """Padding of batch `number`, counted since the epoch was opened; None when batches contain it themselves."""
         return None
 
     def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
-        """The random state of the next epoch, where it is known beforehand; set to `restored` first, if given."""
+        """The random state of the next epoch, or None if unknown; samplers are set to `restored` first, if given."""
         return None
 
     def set_epoch(self, epoch: int) -> None:
@@ -147,20 +147,20 @@ class Source:
         return 0, 0
 
     def sample_ids(self) -> Iterable[Any] | None:
-        """Ids of all samples, as `with_sample_ids` gives them; None when they are not known beforehand."""
+        """Ids of all samples, as in `with_sample_ids`; None when they are unknown before the epoch is read."""
         return None
 
     def with_sample_ids(self, own: bool = False) -> Source:
-        """A source that gives sample ids in place of samples, and lists in place of batches.
+        """A source that yields sample ids in place of samples, and lists in place of batches.
 
         Args:
-            own: the data are this process's own, so a position means nothing to the others.
+            own: whether this process reads different data, so that its positions are not valid on other processes.
         """
         raise NotImplementedError
 
     @property
     def continues_from_base(self) -> bool:
-        """Whether torchdata continues an epoch itself, because the data set has a `state_dict`."""
+        """Whether torchdata resumes an epoch by itself, because the data set has a `state_dict`."""
         return False
 
     @property
@@ -174,11 +174,11 @@ class Source:
         return False
 
     def base_state(self) -> dict[str, Any] | None:
-        """torchdata's state after the batch given out last; None of a loader that is not torchdata's."""
+        """torchdata's state after the last yielded batch; None if the loader is not torchdata's."""
         return None
 
     def identity(self) -> str:
-        """The samplers, or the stream, that give the order."""
+        """Description of the samplers or the stream that determine the order, for messages."""
         raise NotImplementedError
 
     def obstacle(self) -> str | None:
@@ -186,15 +186,15 @@ class Source:
         return None
 
     def obstacle_to_counting(self) -> str | None:
-        """Why an epoch of which only a number of batches is known cannot be continued there, or None."""
+        """Why an epoch cannot be continued from a number of batches only, or None."""
         return None
 
 
 class WrappedSource(Source):
-    """A source that forwards everything to another one; subclasses override parts.
+    """A source that forwards all methods to another one; subclasses override some.
 
     Args:
-        inner: the other one.
+        inner: the other source.
     """
 
     def __init__(self, inner: Source) -> None:
@@ -203,7 +203,7 @@ class WrappedSource(Source):
         self.last_rng = inner.last_rng
 
     def over(self: W, inner: Source) -> W:
-        """The same over another source."""
+        """A copy of this source that wraps another one."""
         other = copy.copy(self)
         other.inner, other.base, other.last_rng = inner, inner.base, inner.last_rng
         return other
@@ -340,7 +340,7 @@ class MapSource(Source):
     """Batches of a map-style data set.
 
     Args:
-        base: reads them; its (batch) sampler is, or wraps, `shard`.
+        base: the loader that reads them; its (batch) sampler is, or wraps, `shard`.
         shard: this process's batches of indices.
         sample_seed: the seed of the samples, if they are seeded.
     """
@@ -353,7 +353,7 @@ class MapSource(Source):
         self._has_base_state = is_stateful(base)
         self._continues = has_state(base)
         self._epoch = 0
-        # Of the epoch that was opened last.
+        # The loader and shard of the epoch that was opened last.
         self._reading: tuple[DataLoader[Any], BatchSamplerShard] = base, shard
         self._unseen = 0
 
@@ -373,7 +373,7 @@ class MapSource(Source):
 
     @property
     def single(self) -> bool:
-        """Whether the loader gives samples without batching them."""
+        """Whether the loader yields single samples."""
         return batching_of(self.base) is None
 
     @property
@@ -435,7 +435,7 @@ class MapSource(Source):
         if not shard.has_custom_batches:
             length = length_of(shard.sampler)
             return None if length is None else len(shard.plan(length, None if at is None else at.samples))
-        # Which of the batches that are cut has nothing for a process is known when they come.
+        # Only when batches are read and split is it known whether one has no sample for a process.
         if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.pads):
             return None
         return max(shard.steps_of_custom_batches() - (shard.skipped_steps if at is None else at.steps), 0)
@@ -449,7 +449,7 @@ class MapSource(Source):
         shard, base_state = self.shard, None if at is None else at.base
         position = None if at is None else at.steps if shard.has_custom_batches else at.samples
         if at is not None and base_state is not None:
-            # The data set goes back to its own state, and torchdata passes over the indices of these batches.
+            # torchdata restores the data set's state and skips the indices of these batches.
             self._unseen = steps_in(base_state) or 0
             before = at.steps - self._unseen
             position = before if shard.has_custom_batches else before * (shard.step_size or 1)
@@ -539,10 +539,10 @@ class MapSource(Source):
 
 
 class SelfContainedSource(MapSource):
-    """Batches read through torchdata's loader as it was made: its own state holds the position and the order.
+    """Batches of an unchanged torchdata loader, whose state contains the position and the order.
 
     Args:
-        base: the loader, over a data set with indices.
+        base: the loader, over a map-style data set.
     """
 
     def __init__(self, base: DataLoader[Any]) -> None:
@@ -588,31 +588,31 @@ class SelfContainedSource(MapSource):
         return True
 
     def obstacle_to_counting(self) -> str | None:
-        """None: a state of torchdata's holds those of the samplers."""
+        """None: torchdata's state contains that of the samplers."""
         return None
 
 
 def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[list[Any], RNGState | None]:
-    """The first batches of an epoch that is about to be opened at a later position; fewer if it has fewer.
+    """The first batches of an epoch that will be opened at a later position.
 
     Args:
-        source: of the epoch.
-        count: how many.
-        replay: the random state that the epoch begins from, or None.
+        source: the epoch's source.
+        count: number of batches; fewer are returned if the epoch is shorter.
+        replay: the random state from which the epoch begins, or None.
 
     Returns:
-        The batches, and the random state to open the epoch with, so that it has the order of these batches.
+        The batches, and the random state with which to open the epoch, so that it has the order of these batches.
     """
     generators = snapshot()
     first = list(islice(source.apart().open(Position(epoch=0, steps=0, samples=0), replay), count))
     restore(generators)
     drawn = source.last_rng.state
-    # A seed that comes from the process's generator is drawn again from there.
+    # A seed drawn from the process's generator is drawn again when the epoch is opened.
     return first, replay or (None if drawn is None or drawn.kind == "seed" else drawn)
 
 
 def length_of(source: Any) -> int | None:
-    """What `len` returns, or None where there is no length."""
+    """The result of `len`, or None if there is no length."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):
@@ -622,11 +622,11 @@ def length_of(source: Any) -> int | None:
 def loader_over(
     base: DataLoader[Any], batches: BatchSampler, sample_seed: SampleSeed | None = None, **changes: Any
 ) -> DataLoader[Any]:
-    """A loader like another one that reads other batches of indices.
+    """A copy of a loader that reads other batches of indices.
 
     Args:
         base: the loader.
-        batches: of indices.
+        batches: yields batches of indices.
         sample_seed: the seed of the samples, if they are seeded.
         changes: other attributes of the loader.
     """
@@ -643,7 +643,7 @@ def loader_over(
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """A loader of the same class and with the same attributes, except for the changes.
 
-    Torch refuses to change the sampler of a loader that exists; this makes a new one whose workers are not started.
+    Torch does not allow the sampler of an existing loader to change, so this creates a new loader without workers yet.
     """
     other = copy.copy(loader)
     vars(other).update(changes, _iterator=None)

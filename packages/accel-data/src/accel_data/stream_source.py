@@ -28,13 +28,13 @@ class StreamSource(Source):
     """Batches of a stream.
 
     Args:
-        base: reads them.
+        base: the loader that reads them.
         processes: number of processes that share the stream.
         step_size: samples of all processes in one step; None when unknown.
         self_contained: whether torchdata's state describes a position completely.
 
     Attributes:
-        rereads: whether a stream without a position gives the same samples each time it is read.
+        rereads: whether a stream without a position yields the same samples each time it is read.
     """
 
     rereads = False
@@ -50,12 +50,12 @@ class StreamSource(Source):
         self._self_contained = self_contained
         self._continues = has_state(base)
         self._epoch = 0
-        # Of the epoch that was opened last.
+        # The loader of the epoch that was opened last.
         self._reading = base
 
     @property
     def stream(self) -> Any:
-        """The stream itself, below what shards it."""
+        """The user's stream, without the wrappers that shard and seed it."""
         dataset: Any = self.base.dataset
         while isinstance(dataset, (IterableDatasetShard, SeededStream)):
             dataset = dataset.dataset
@@ -134,13 +134,14 @@ class StreamSource(Source):
         self.last_rng.state = RNGState("fixed") if generator is None else restore_generator(generator, replay)
         self._reading = self.base
         if at is not None and at.base is not None:
-            # From the state of a finished epoch torchdata begins the next one, which comes after the rest of this one.
+            # With the state of a finished epoch, torchdata would begin the next epoch; this one has no batches left.
             ended = at.steps > 0 and is_finished(at.base)
             if ended and self.base.num_workers:
-                # Workers begin each epoch with the stream as it is in this process.
+                # Workers copy the stream from this process in each epoch, so no state has to be loaded.
                 return iter(())
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
-            # torchdata sets the stream to the state when it is opened; in the next epoch it would undo `set_epoch`.
+            # torchdata restores the stream's state when it is opened. If that happened in the next epoch, it would
+            # undo `set_epoch`.
             batches = opened(self.base, self._epoch)
             return iter(()) if ended else batches
         steps = self.skipped_steps if at is None else at.steps
@@ -160,7 +161,7 @@ class StreamSource(Source):
         try:
             other.base = rebuilt(self.base, dataset=copy.deepcopy(self.base.dataset))
         except (TypeError, pickle.PicklingError):
-            # It holds what cannot be copied, such as an open file.
+            # The data set contains an object that cannot be copied, such as an open file.
             return self
         return other
 
@@ -252,7 +253,7 @@ class StreamSource(Source):
         stream = self.stream
         if hasattr(stream, "set_epoch") or (self.continues_from_base and self.processes == 1):
             return None
-        # What shards a stream seeds its generator from the epoch.
+        # The sharding wrapper seeds the stream's generator from the epoch.
         if self._generator is not None and self.stream is not self.base.dataset:
             return None
         if self.rereads:

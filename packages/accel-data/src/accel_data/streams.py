@@ -29,8 +29,8 @@ def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> A
 
     Args:
         dataset: the whole stream, or one that is sharded already.
-        processes: how many share it.
-        index: which of them.
+        processes: number of processes.
+        index: index of this process.
         sharding: see `DataLoaderConfiguration`.
     """
     if callable(sharding):
@@ -41,7 +41,7 @@ def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> A
         return None
     if callable(getattr(dataset, "split_by_node", None)):
         return dataset.split_by_node(index, processes)
-    # Fewer shards, or a number that does not divide evenly, would leave some process with nothing or with more.
+    # With fewer shards, or an uneven number, some processes would have no samples or more than others.
     count = getattr(dataset, "num_shards", None)
     if callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count and count % processes == 0:
         return dataset.shard(num_shards=processes, index=index)
@@ -49,7 +49,7 @@ def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> A
 
 
 def is_sharded(dataset: Any) -> bool:
-    """Whether a stream says of itself that it is one process's shard, as those of Hugging Face datasets do."""
+    """Whether a stream is marked as one process's shard, as streams of Hugging Face datasets are."""
     return getattr(dataset, "_distributed", None) is not None
 
 
@@ -61,16 +61,16 @@ class IterableDatasetShard(IterableDataset[Any]):
     Args:
         dataset: the stream.
         batch_size: samples of one process in a step; of all processes together with `split_batches`.
-        drop_last: leave out what does not fill a step.
+        drop_last: drop samples that do not fill a step.
         num_processes: number of processes.
-        process_index: which of them.
+        process_index: index of this process.
         split_batches: see `batch_size`.
-        even_batches: complete the last step with samples from the beginning; a single process never pads.
-        marking: give the last sample of a padded step as `accel_data.padding.PaddingMarker`, for a loader that collates
-            with `PaddingCollate`; and refuse a stream that has nothing for some process.
+        even_batches: pad the last step with samples from the beginning; a single process never pads.
+        marking: yield the last sample of a padded step as `accel_data.padding.PaddingMarker`, for a loader that
+            collates with `PaddingCollate`; and raise an error if some process would have no sample.
 
     Raises:
-        SettingError: a number is out of range, or a batch cannot be cut into equal shards.
+        SettingError: a number is out of range, or a batch cannot be split into equal shards.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def pads(self) -> bool:
-        """Whether samples complete a short last step: a single process never pads."""
+        """Whether a short last step is padded; a single process never pads."""
         return self.even_batches and self.num_processes > 1
 
     def plan(self, length: int = 0) -> ShardPlan:
@@ -111,7 +111,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration as epoch number `epoch`, where the stream knows epochs."""
+        """Set the epoch of the next iteration, and pass it on if the stream has `set_epoch`."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -121,7 +121,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self._samples(None)
 
     def _samples(self, first: list[Any] | None) -> Iterator[Any]:
-        # What one of several DataLoader workers has says nothing about the stream.
+        # A DataLoader worker may read only a part of the stream, so it cannot know whether there are too few samples.
         for_all = self.marking and get_worker_info() is None
         for batch, padding in shard_samples(self.dataset, self.plan(), first, for_all):
             if padding is None or not self.marking:
@@ -137,12 +137,12 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class ResumableShard(IterableDatasetShard):
-    """The same of a stream that can save and restore its position, as `StatefulDataLoader` asks for."""
+    """The shard of a stream that can save and restore its position, as `StatefulDataLoader` requires."""
 
     _position: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the stream, which is between two steps whenever a batch was given out."""
+        """The position of the stream; after each batch it is between two steps."""
         state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -154,16 +154,16 @@ class ResumableShard(IterableDatasetShard):
         position, self._position = self._position, None
         if position is None:
             return super().__iter__()
-        # The samples that complete the last step are those at the beginning of the epoch.
+        # Samples from the beginning of the epoch are needed to pad the last step.
         first = list(islice(iter(self.dataset), self.plan().step_size))
         self.dataset.load_state_dict(position)  # type: ignore[attr-defined]
         return self._samples(first)
 
 
 def seed_stream(dataset: Any, epoch: int) -> None:
-    """Seed a stream's own `generator` with the epoch, so that every process reads it in the same order.
+    """Seed the `generator` attribute of a stream with the epoch, so that all processes read the same order.
 
-    A stream that has `set_epoch` seeds itself.
+    A stream with `set_epoch` is not changed, because it seeds itself.
     """
     generator = getattr(dataset, "generator", None)
     if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
@@ -175,7 +175,7 @@ class SkippedStream(IterableDataset[Any]):
 
     Args:
         dataset: the stream.
-        samples: how many to leave out.
+        samples: number of samples to skip.
     """
 
     def __init__(self, dataset: IterableDataset[Any], samples: int) -> None:
@@ -190,7 +190,7 @@ class SkippedStream(IterableDataset[Any]):
 
 
 class ResumableSkip(SkippedStream):
-    """The same of a stream that can restore a position, which is after the samples that are left out."""
+    """The same for a stream that can restore a position; a restored position is after the skipped samples."""
 
     _resumes = False
 

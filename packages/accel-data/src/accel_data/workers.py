@@ -1,8 +1,8 @@
-"""DataLoader workers: when an epoch needs new ones, what torch draws for them, and where their errors are raised.
+"""DataLoader workers: when an epoch needs new ones, which seeds torch draws for them, where their errors are raised.
 
-torch looks for workers that died in a handler of SIGCHLD, and raises from there, wherever the main thread is: also in
-the middle of a collective or of a save, in which the other processes would then wait for this one. Here the error waits
-for the next read of a loader.
+torch detects dead workers in a handler of SIGCHLD and raises the error there, at any point of the main thread. During a
+collective or a save, the other processes would then wait for this one. Here the error is deferred to the next read of a
+loader.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from accel_data.streams import IterableDatasetShard
 __all__ = ("WORKER_ERRORS", "keep_their_epoch", "opened_with_workers")
 
 WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
-"""How torch's message begins when a DataLoader worker died or does not answer."""
+"""Beginnings of torch's messages about a DataLoader worker that died or does not answer."""
 
 
 class _DeferringHandler:
-    """A handler of SIGCHLD that calls torch's, and keeps the error while the main thread does not read."""
+    """A SIGCHLD handler that calls torch's handler and defers its error until the main thread reads."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
@@ -48,9 +48,9 @@ class _DeferringHandler:
         try:
             self._handler(number, frame)
         except RuntimeError as error:
-            # A handler of the program, which torch's calls, may raise too.
+            # torch's handler calls the program's handler, which may also raise.
             if self._reads or not str(error).startswith(WORKER_ERRORS):
-                # The error may leave the read before it counts itself out.
+                # The error may be raised before `read` can decrement the counter.
                 self._reads = 0
                 raise
             self._error = error
@@ -65,7 +65,7 @@ class _DeferringHandler:
                 raise error
             return next(batches)
         except RuntimeError:
-            # The workers of another thread's loader are reported by torch itself.
+            # Outside the main thread torch reports dead workers itself.
             self._error = None
             raise
         finally:
@@ -76,14 +76,14 @@ _handler: Final = _DeferringHandler()
 
 
 def opened_with_workers(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
-    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
+    """Begin to iterate a loader, with the same draws from the process's generator as in an uninterrupted run.
 
-    Persistent DataLoader workers start in the first epoch of such a run, and torch draws a seed for them there. Where
-    a run that was resumed starts them later, their seed is drawn from a generator of its own. Workers that would go on
-    with the data of an earlier epoch are replaced in every epoch, with a seed drawn each time.
+    In an uninterrupted run persistent DataLoader workers start in the first epoch, and torch draws a seed for them
+    there. If a resumed run starts them later, their seed is drawn from a separate generator. Workers that would
+    continue with the data of an earlier epoch are replaced in every epoch, with a new seed each time.
 
     Args:
-        loader: has workers.
+        loader: a loader with workers.
         epoch: number of the epoch.
     """
     persist = loader.persistent_workers
@@ -99,20 +99,20 @@ def opened_with_workers(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
 
 
 def keep_their_epoch(dataset: Any) -> bool:
-    """Whether DataLoader workers that run stay in the epoch of their start, because each has a copy of the data set.
+    """Whether running DataLoader workers miss later `set_epoch` calls, because each has a copy of the data set.
 
-    A data set may share its epoch with them, as those of Hugging Face do, in a tensor or a value of `multiprocessing`.
+    A data set may share its epoch with them in a shared tensor or `multiprocessing` value, as Hugging Face datasets do.
 
     Args:
-        dataset: of the loader.
+        dataset: the loader's data set.
     """
     while isinstance(dataset, (IterableDatasetShard, SeededSamples)):
         inner = dataset.dataset
         if isinstance(dataset, IterableDatasetShard) and isinstance(getattr(inner, "generator", None), torch.Generator):
-            # The shard seeds it with the epoch.
+            # The shard seeds this generator with the epoch.
             return True
         dataset = inner
-    # A mixture finds its samples in the process that has the workers.
+    # A mixture resolves its samples in the main process, not in the workers.
     if not hasattr(dataset, "set_epoch") or hasattr(dataset, "resolved"):
         return False
     return not any(map(_is_shared, getattr(dataset, "__dict__", {}).values()))
@@ -125,14 +125,14 @@ def _is_shared(value: Any) -> bool:
 
 
 def _raised_where_read(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches of torch's iterator, whose workers were started by now."""
+    """The batches of torch's iterator, with deferred worker errors; its workers have started already."""
     if not _handler.install():
         return batches
     return _reading(batches)
 
 
 def _reading(batches: Iterator[Any]) -> Iterator[Any]:
-    # No variable keeps the batch while the loop's body runs.
+    # A local variable would keep the batch in memory while the loop's body runs.
     try:
         while True:
             yield _handler.read(batches)
@@ -141,5 +141,5 @@ def _reading(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _is_main_thread() -> bool:
-    # Python runs handlers of signals only there.
+    # Python runs signal handlers only in the main thread.
     return threading.current_thread() is threading.main_thread()
