@@ -1,7 +1,7 @@
-"""Loggers: what our packages log is heard, and its level is set, under the old names as well.
+"""Loggers: handlers and levels of the old loggers also apply to records of this project's packages.
 
-A record of `accel_bigmodel.hooks` passes that logger, then `accelerate.hooks`, `accel_bigmodel`,
-`accelerate.big_modeling`, `accelerate` and the root, in this order; it keeps the name under which it was made.
+A record of `accel_bigmodel.hooks` propagates to that logger, then `accelerate.hooks`, `accel_bigmodel`,
+`accelerate.big_modeling`, `accelerate` and the root logger, in this order. The name in the record does not change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ("join_loggers",)
 
 
 def join_loggers() -> None:
-    """Hang the loggers of our packages under those of the old modules."""
+    """Set the old modules' loggers as parents of the loggers of this project's packages."""
     for old in NAMES:
         _logger(old)
     for package, old in LOGGERS.items():
         _logger(package).parent = _logger(old)
     for old, sources in NAMES.items():
-        # Most of what an old module had has one owner; the others log under their own names.
+        # The package with most of an old module's names gets its logger; other packages use their own loggers only.
         packages = Counter(source.partition(".")[0] for source in sources if source.partition(".")[0] in LOGGERS)
         if packages and old not in LOGGERS.values():
             ((owner, _),) = packages.most_common(1)
@@ -34,7 +34,7 @@ def join_loggers() -> None:
 
 
 def _put_between(old: str, package: str, sources: list[str]) -> None:
-    """Let what some of our modules log pass an old logger on its way to the logger of their package."""
+    """Insert an old logger between the loggers of some modules and that of their package."""
     between = _logger(old)
     between.parent = _logger(package)
     for source in sources:
@@ -44,6 +44,6 @@ def _put_between(old: str, package: str, sources: list[str]) -> None:
 
 
 def _logger(name: str) -> logging.Logger:
-    """A logger and all above it: one that is made later would take the place that its children were given here."""
+    """Create a logger and all its parents; a parent created later would replace the one set here for its children."""
     *_, logger = (logging.getLogger(part) for part in accumulate(name.split("."), "{}.{}".format))
     return logger

@@ -69,7 +69,7 @@ SubcommandHelpFormatter: Final = RawDescriptionHelpFormatter
 
 
 class CustomHelpFormatter(HelpFormatter):
-    """Formats the help of a parser of the original; the sections that a command line asks for are its titles."""
+    """Formats the help of the original's parsers; `titles` are the sections that options on the command line select."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,18 +77,18 @@ class CustomHelpFormatter(HelpFormatter):
 
 
 def clean_option(option: str) -> str:
-    """An option as a heading shows it: without dashes and the prefix of its engine."""
+    """The heading for an option: its name without dashes and engine prefix."""
     name = option.lstrip("-").replace("fp8_", "").replace("fsdp_", "").replace("megatron_lm_", "")
     return name.replace("_", " ").capitalize()
 
 
 def launch_one(args: Namespace) -> None:
-    """Launch the parsed command, in the way that its arguments select."""
+    """Launch the parsed command; its arguments select the launcher."""
     launch_command(args)
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: Namespace) -> None:
-    """Submit a job to SageMaker, by the config."""
+    """Submit a job to SageMaker."""
     from accel_cli.launch.sagemaker import REQUIREMENT, SageMakerJob, hand_in
     from accelerate.legacy.launching import prepare_sagemager_args_inputs
 
@@ -104,7 +104,7 @@ def get_user_input() -> BaseConfig:
 
 
 def get_cluster_input() -> ClusterConfig:
-    """Ask for a run on the user's machines."""
+    """Ask the questions about a run on the user's machines."""
     offered = {one.name: one.settings for one in backends() if one.manifest is not None}
     answers = nested(questions(prompter(), ASKED, offered))
     known = {name: answers[name] for name in ClusterConfig.__dataclass_fields__ if name in answers}
@@ -113,11 +113,11 @@ def get_cluster_input() -> ClusterConfig:
 
 
 def get_sagemaker_input() -> SageMakerConfig:
-    """Ask for a job of Amazon SageMaker."""
+    """Ask the questions about a job on Amazon SageMaker."""
     asker = prompter()
 
     def needed(text: str) -> str | None:
-        return None if text.strip() else "An answer is needed here."
+        return None if text.strip() else "This question needs an answer."
 
     return SageMakerConfig(
         compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
@@ -126,7 +126,7 @@ def get_sagemaker_input() -> SageMakerConfig:
         use_cpu=False,
         debug=False,
         ec2_instance_type=asker.ask("Which kind of machine?", "ml.p3.2xlarge", needed),
-        iam_role_name=asker.ask("Which role has the job?", "", needed),
+        iam_role_name=asker.ask("Which IAM role does the job use?", "", needed),
         profile=asker.ask("Which profile of the AWS command line?", "default", needed),
         region=asker.ask("Which region?", "us-east-1", needed),
         num_machines=int(asker.ask("How many machines?", "1", lambda text: None if text.isdecimal() else "A number.")),
@@ -134,7 +134,7 @@ def get_sagemaker_input() -> SageMakerConfig:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> Path | bool:
-    """Write the default config file for this machine; False if a file exists already."""
+    """Write the default config file for this machine; return False if the file exists already."""
     path = Path(save_location)
     precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
     if path.exists():
@@ -144,7 +144,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 def default_command_parser(parser: Any, parents: list[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand that writes the default file."""
+    """Add the subcommand that writes the default config file."""
     added: ArgumentParser = parser.add_parser("default", parents=parents, help=default_description)
     added.add_argument(*spelled("--config_file"), default=default_path(os.environ), dest="save_location")
     choices = settings_of(RunSettings)["mixed_precision"].type.choices
@@ -154,7 +154,7 @@ def default_command_parser(parser: Any, parents: list[ArgumentParser]) -> Argume
 
 
 def default_config_command(args: Namespace) -> None:
-    """Write the usual file."""
+    """Write the default config file."""
     path = write_basic_config(args.mixed_precision, args.save_location)
     if path:
         sys.stdout.write(f"Written to {path}.\n")

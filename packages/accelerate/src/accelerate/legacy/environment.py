@@ -1,4 +1,4 @@
-"""The environment of the process: single variables, read and changed for a while, and its processors.
+"""The process's environment: reading and temporarily changing variables, and binding to processors.
 
 Importing this module never loads torch.
 
@@ -47,18 +47,18 @@ _logger: Final = logging.getLogger(__name__)
 _PREFIX: Final = "ACCELERATE_"
 _FORBIDDEN: Final = frozenset(";\n<>\t ")
 _OLDEST_KERNEL: Final = (5, 5)
-"""Older Linux kernels let processes hang in ways that torch cannot notice."""
+"""On older Linux kernels processes may hang without an error from torch."""
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 for the words that mean yes or no, such as "true", "off", "y".
+    """Convert a word for yes or no, such as "true", "off" or "y", to 1 or 0.
 
     Args:
         value: the word, in any case.
-        to_bool: return True or False.
+        to_bool: return True or False instead of 1 or 0.
 
     Raises:
-        SettingError: the word means neither.
+        SettingError: the word is not a word for yes or no.
     """
     meant = bool(Setting("str_to_bool", BOOLEAN).parse(value, "argument"))
     return meant if to_bool else int(meant)
@@ -68,19 +68,19 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Whether a variable is set to a word for yes; the default if it is not set.
 
     Raises:
-        SettingError: it says neither yes nor no.
+        SettingError: its value is not a word for yes or no.
     """
     text = os.environ.get(key, "").strip()
     return bool(Setting(key, BOOLEAN).parse(text, f"${key}")) if text else default
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Text of a variable; the default when it is not set."""
+    """The value of a variable as text; the default if it is not set."""
     return os.environ.get(key, default)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first number of at least 0 that one of the variables holds, else the default.
+    """The first non-negative number among the variables' values, else the default.
 
     Raises:
         SettingError: a variable has a value that is not a number.
@@ -95,7 +95,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Put the whole environment back afterwards."""
+    """Restore all variables after the block."""
     before = dict(os.environ)
     try:
         yield
@@ -106,7 +106,7 @@ def _kept() -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Run a block with no variables at all; afterwards all are as before."""
+    """Run a block without environment variables; all are restored afterwards."""
     with _kept():
         os.environ.clear()
         yield
@@ -114,7 +114,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Run a block with some variables set; afterwards these are as before.
+    """Run a block with some variables set; these are restored afterwards.
 
     Args:
         kwargs: values by the names of the variables, in any case.
@@ -142,9 +142,9 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorator: take back what a function did to variables that start with `ACCELERATE_`.
+    """Decorator: after a call, restore the environment variables that start with `ACCELERATE_`.
 
-    On a class it decorates the methods that start with `test_`, also those of subclasses.
+    On a class it decorates the methods with names that start with `test_`, also those of subclasses.
     """
     decorated: Any = _purged_class(func_or_cls) if isinstance(func_or_cls, type) else _purged(func_or_cls)
     return decorated  # type: ignore[no-any-return]
@@ -181,30 +181,32 @@ def _purged_class(cls: Any) -> Any:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Lines of the form `NAME=value` for a file of variables; what it cannot hold is left out with a warning."""
+    """Lines `NAME=value` for an environment file; variables that it cannot contain are skipped with a warning."""
     lines = []
     for name, value in current_env.items():
         if name and value and not _FORBIDDEN.intersection(name + value):
             lines.append(f"{name}={value}\n")
         else:
-            _logger.warning("The variable %s=%s is left out: it is empty or holds blanks or one of ; < >.", name, value)
+            _logger.warning(
+                "The variable %s=%s is skipped: it is empty or contains whitespace or one of ; < >.", name, value
+            )
     return lines
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the libraries that this process has imported."""
+    """The libraries among the names that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 @dataclass
 class CPUInformation:
-    """The place of a process among those on CPUs, as its launcher tells it.
+    """Rank and world size of a process on CPUs, as set by its launcher.
 
     Args:
         rank: index among all processes.
         world_size: number of all processes.
         local_rank: index on this node.
-        local_world_size: number of processes of this node.
+        local_world_size: number of processes on this node.
     """
 
     rank: int = 0
@@ -214,7 +216,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """The place of this process, from the variables of its launcher."""
+    """Rank and world size of this process, from the launcher's environment variables."""
     place = read_topology()
     return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
 
@@ -234,11 +236,11 @@ def check_os_kernel() -> None:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the processors nearest to its device, whatever it was bound to before.
+    """Bind this process to the processors nearest to its device, and replace an earlier binding.
 
     Args:
-        local_process_index: index of the process on its node, which is that of its device unless
-            ACCELERATE_TORCH_DEVICE names one.
+        local_process_index: index of the process on its node. It is used as the index of the device, unless
+            ACCELERATE_TORCH_DEVICE contains one.
         verbose: whether to log the processors; by default only with ACCELERATE_DEBUG_MODE.
 
     Raises:
@@ -257,11 +259,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity` once for each index; what was bound by hand since then stays.
+    """Call `override_numa_affinity` once for each index; a repeated call does not undo a later binding.
 
     Args:
-        local_process_index: index of the process on its node, which is that of its device unless
-            ACCELERATE_TORCH_DEVICE names one.
+        local_process_index: index of the process on its node. It is used as the index of the device, unless
+            ACCELERATE_TORCH_DEVICE contains one.
         verbose: whether to log the processors.
     """
     override_numa_affinity(local_process_index, verbose)

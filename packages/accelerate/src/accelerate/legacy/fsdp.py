@@ -37,7 +37,7 @@ _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
-    """Shard a model the way the run does; for a substitute of an Accelerator, the way its attributes say."""
+    """Shard a model as `prepare` does; `accelerator` may be another object with the attributes used here."""
     strategy = getattr(getattr(accelerator, "_backend", None), "strategy", None)
     if not isinstance(strategy, Strategy):
         if accelerator.mixed_precision != "no":
@@ -50,14 +50,14 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
 
 
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
-    """Make the blocks that the run shards recompute their activations in backward."""
+    """Apply activation checkpointing to the blocks that the run shards."""
     strategy = accelerator._backend.strategy
     transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
     return transform.apply(model, strategy.context)
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: Module) -> Callable[[Module], bool]:
-    """A function that says of each module of a model whether it is sharded by itself."""
+    """A function that returns whether a module of the model is sharded separately."""
     blocks = {id(block) for block in blocks_to_shard(model, fsdp2_plugin)}
     return lambda module: id(module) in blocks
 
@@ -65,31 +65,31 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: Module) -> Callable
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Give every process its shards of the weights that the first process has; called on every process.
+    """Distribute the first process's full weights to the shards of all processes; called on every process.
 
     Args:
-        accelerator: its processes.
+        accelerator: the Accelerator of the run.
         model: a sharded model.
         full_sd: full weights on the main process; ignored elsewhere.
-        cpu_offload: the model's shards are in CPU memory, and stay there.
+        cpu_offload: whether the model's shards are in CPU memory; they remain there.
     """
     weights.distribute(model, full_sd if accelerator.is_main_process else {})
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters under their names in the user's model, without what wrappers added."""
+    """Rename parameters to their names in the user's model, without the prefixes of wrappers."""
     return {canonical_name(name): parameter for name, parameter in named_params.items()}
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int, Any]) -> None:
-    """Make an optimizer work on other parameters.
+    """Replace the parameters of an optimizer.
 
     Args:
         optimizer: the optimizer.
-        mapping: from the address of a parameter's data, or what was set as its `data_ptr`, to the new parameter.
+        mapping: new parameters by the `data_ptr()` of the old ones, or by a value that was set as `data_ptr`.
 
     Raises:
-        KeyError: it lacks a parameter; the optimizer is unchanged then.
+        KeyError: the mapping lacks a parameter; the optimizer is not changed then.
     """
     groups = [[_switched(parameter, mapping) for parameter in group["params"]] for group in optimizer.param_groups]
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
@@ -105,7 +105,7 @@ def _switched(parameter: Parameter, mapping: Mapping[int, Any]) -> Any:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """The scaler of fp16 losses on the device of this process; `kwargs` are those of `GradScalerKwargs`."""
+    """Create a scaler for fp16 losses on this process's device; `kwargs` are arguments of `GradScalerKwargs`."""
     scaler: torch.amp.GradScaler = current.process_or_start().family.grad_scaler(**kwargs)
     return scaler
 
@@ -114,9 +114,9 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
     """Parameters of some modules, moved to a device.
 
     Args:
-        modules: modules, or a pattern that their whole names match; None for none.
-        model: the model they are part of.
-        device: where the parameters go, in place.
+        modules: modules, or a regular expression for their full names; None for no modules.
+        model: the model with these modules.
+        device: the device to which the parameters are moved in place.
     """
     settings: Any = _Ignoring(modules)
     found = ignored_parameters(model, settings)
@@ -126,7 +126,7 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
 
 
 class _Ignoring:
-    """Settings of which only this field is read."""
+    """FSDP settings with the only field that is read here."""
 
     def __init__(self, modules: Any) -> None:
         self.ignored_modules = modules
@@ -135,12 +135,12 @@ class _Ignoring:
 def ensure_weights_retied(
     param_init_fn: Callable[[Module], Any], model: Module, device: Any
 ) -> Callable[[Module], Any]:
-    """An initialiser of modules from the meta device that keeps tied weights tied.
+    """Wrap an initialiser of modules on the meta device, so that tied weights remain tied.
 
     Args:
-        param_init_fn: gives the parameters of one module memory on the device.
+        param_init_fn: allocates the parameters of one module on the device.
         model: the model while its weights are still tied.
-        device: where the weights are going to be.
+        device: the device of the initialised weights.
     """
     places: dict[int, list[tuple[Module, str]]] = {}
     for module in model.modules():
@@ -162,17 +162,17 @@ def ensure_weights_retied(
 
 
 def _tie(group: list[tuple[Module, str]], parameter: Any) -> None:
-    """Put one parameter, where it has memory, into all of its places."""
+    """Set a parameter that is not on the meta device in all modules that share it."""
     if not parameter.is_meta:
         for owner, name in group:
             setattr(owner, name, parameter)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let models be read by the first process of each run only; the others get their part from it."""
+    """Load models on the first process only, which sends the others their shards."""
     publish({_LOADING: "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let every process read models by itself."""
+    """Load models on every process."""
     publish({_LOADING: "False"})

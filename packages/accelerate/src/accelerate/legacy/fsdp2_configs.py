@@ -1,4 +1,4 @@
-"""The conversion of config files from FSDP version 1 to version 2, as the original's functions do it."""
+"""Functions with the original's names that convert config files from FSDP version 1 to version 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ConversionStatus(Enum):
-    """Why a key for FSDP version 1 has none in version 2."""
+    """Why a key for FSDP version 1 has no equivalent in version 2."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -61,7 +61,7 @@ ARGUMENT_VALUE_MAPPING: Final = {"fsdp_reshard_after_forward": _RESHARDS, "fsdp_
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """A config file as a dict.
+    """Read a config file as a dict.
 
     Raises:
         SettingError: it cannot be read, or is empty.
@@ -73,7 +73,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """A config for FSDP version 1 as one for version 2, in its place; one that needs no conversion as it is."""
+    """Convert a config for FSDP version 1 to version 2 in place; other configs are returned unchanged."""
     if not config.get("fsdp_config"):
         return config
     converted = CONVERSION.convert(config, current_key)
@@ -90,7 +90,7 @@ def to_fsdp2_command(args: Namespace) -> None:
 
     Raises:
         NotFound: there is no such file.
-        AlreadyExists: the file to write is there, and may not be overwritten.
+        AlreadyExists: the output file exists, and overwriting is not allowed.
     """
     target = target_of(args, CONVERSION.result)
     write_config(target, convert_config_to_fsdp2(load_config(args.config_file)))

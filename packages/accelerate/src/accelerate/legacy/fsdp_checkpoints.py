@@ -1,4 +1,4 @@
-"""The functions of `accelerate.utils.fsdp_utils` that write and read sharded models and optimizers one by one."""
+"""The functions of `accelerate.utils.fsdp_utils` that save and load single sharded models and optimizers."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of a sharded model the way the settings of the run say; called on every process.
+    """Save a sharded model's weights in the format of the run's settings; called on every process.
 
     Args:
         fsdp_plugin: the settings of the run.
-        accelerator: its processes.
+        accelerator: the Accelerator of the run.
         model: a prepared model.
-        output_dir: the checkpoint; it is made where it is missing.
-        model_index: its number among the models.
-        adapter_only: of a model of peft, only the adapter that is active, under the names that peft gives it.
-        use_dcp: False writes shards in one file per process, which only as many processes can read.
+        output_dir: the checkpoint folder; created if missing.
+        model_index: index of the model among the prepared models.
+        adapter_only: for a peft model, save only the active adapter, under peft's names.
+        use_dcp: False writes one file of shards per process, which can be loaded only by the same number of processes.
 
     Raises:
-        SettingError: these are not the settings of the run.
-        CheckpointError: they cannot be written.
+        SettingError: `fsdp_plugin` differs from the settings of the run.
+        CheckpointError: the weights cannot be written.
     """
     strategy = _strategy(accelerator, fsdp_plugin)
     model = strategy_model(model)
@@ -67,7 +67,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of an optimizer of a sharded model; called on every process. See `save_fsdp_model`."""
+    """Save the state of a sharded model's optimizer; called on every process. See `save_fsdp_model`."""
     state = _strategy(accelerator, fsdp_plugin).collect(Part.OPTIMIZER, optimizer)
     _save(accelerator, Part.OPTIMIZER, state, output_dir, optimizer_index, use_dcp)
 
@@ -81,11 +81,11 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_model` wrote, from the checkpoint or from the folder of shards itself.
+    """Load the files that `save_fsdp_model` wrote, from the checkpoint or directly from its folder of shards.
 
     Raises:
-        SettingError: these are not the settings of the run.
-        CheckpointError: something is missing, damaged, of another model or of another number of processes.
+        SettingError: `fsdp_plugin` differs from the settings of the run.
+        CheckpointError: a file is missing or damaged, or belongs to another model or number of processes.
     """
     strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
     model = strategy_model(model)
@@ -107,7 +107,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote; what an optimizer holds is the same with `adapter_only`.
+    """Load the files that `save_fsdp_optimizer` wrote; `adapter_only` does not change an optimizer's state.
 
     See `load_fsdp_model`.
     """
@@ -147,7 +147,7 @@ def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp:
 
 
 def _adapter_names(model: Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Names under which peft saves the active adapter, to those in the model; all names where peft has no part."""
+    """Names in the model by the names under which peft saves the active adapter; all names without peft."""
     if not is_peft_model(model):
         return {name: name for name in state}
     library: Any = importlib.import_module("peft")
@@ -174,6 +174,6 @@ def _whole(settings: Any) -> bool:
 
 
 def _checkpoint(folder: Folder) -> Path:
-    """The checkpoint, also where its folder of shards was named."""
+    """The checkpoint folder; `folder` may also be its folder of shards."""
     path = Path(folder)
     return path.parent if (path / ".metadata").is_file() else path

@@ -1,4 +1,4 @@
-"""Functions by which existing scripts start Megatron-LM piece by piece, which `prepare` does at once."""
+"""Functions with which existing scripts set up Megatron-LM step by step; `prepare` does all steps at once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def initialize(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Take further settings, divide the processes into groups, and seed the generators.
+    """Add settings, create the process groups, and seed the generators.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        extra_args_provider: adds arguments to a parser, whose defaults become settings.
-        args_defaults: settings under the names of Megatron-LM; those of the plugin go before them.
+        accelerator: an object with `state.megatron_lm_plugin`.
+        extra_args_provider: adds arguments to a parser; their defaults become settings.
+        args_defaults: settings under Megatron-LM's names; the plugin's settings have precedence.
 
     Raises:
         NotOffered: there is no CUDA device.
@@ -48,7 +48,7 @@ def initialize(
 
 
 def finish_mpu_init() -> None:
-    """Divide the processes of the run into groups, and seed the generators.
+    """Create the process groups of the run, and seed the generators.
 
     Raises:
         NotOffered: there is no CUDA device.
@@ -62,13 +62,13 @@ def finish_mpu_init() -> None:
 def model_provider_func(
     pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
 ) -> Any:
-    """The part of the run's model that one stage of the pipeline holds.
+    """Create the part of the model that one pipeline stage trains.
 
     Args:
-        pre_process: whether it has the embedding.
-        post_process: whether it has the head.
-        add_encoder: has no effect: encoder and decoder are in one stage.
-        add_decoder: likewise.
+        pre_process: whether the part includes the embedding.
+        post_process: whether the part includes the head.
+        add_encoder: ignored, because encoder and decoder are in one stage.
+        add_decoder: ignored, see `add_encoder`.
     """
     from accel_plugins.megatron import building
 
@@ -77,10 +77,10 @@ def model_provider_func(
 
 
 def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
-    """The parts of the model on this process, its optimizer and its schedule, all by the settings.
+    """Create this process's model parts, their optimizer and their scheduler from the settings.
 
     Args:
-        accelerator: has `device` and `state.megatron_lm_plugin`.
+        accelerator: an object with `device` and `state.megatron_lm_plugin`.
     """
     from accel_plugins.megatron import building
 
@@ -91,10 +91,10 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """A loader of this process's samples, or the three iterators of a placeholder.
+    """Prepare a loader for this process's samples; for a placeholder, create Megatron-LM's three iterators.
 
     Args:
-        accelerator: prepares the loader.
+        accelerator: the Accelerator that prepares the loader.
         dataloader: a `DataLoader`, or a `MegatronLMDummyDataLoader`.
     """
     if isinstance(dataloader, MegatronLMDummyDataLoader):
@@ -103,11 +103,11 @@ def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
 
 
 def prepare_optimizer(accelerator: Any, model: Any) -> Any:
-    """Megatron-LM's optimizer for the parts of a model.
+    """Create Megatron-LM's optimizer for the parts of a model.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        model: the parts, as `prepare_model_optimizer_scheduler` gives them.
+        accelerator: an object with `state.megatron_lm_plugin`.
+        model: the parts, as returned by `prepare_model_optimizer_scheduler`.
     """
     from accel_plugins.megatron import building
 
@@ -116,12 +116,12 @@ def prepare_optimizer(accelerator: Any, model: Any) -> Any:
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
-    """A schedule that follows Megatron-LM's optimizer.
+    """Create a scheduler for Megatron-LM's optimizer.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        optimizer: that of Megatron-LM, or what wraps it.
-        scheduler: a `MegatronLMDummyScheduler`, or a scheduler of torch.
+        accelerator: an object with `state.megatron_lm_plugin`.
+        optimizer: Megatron-LM's optimizer, or its wrapper.
+        scheduler: a `MegatronLMDummyScheduler`, or a torch scheduler.
     """
     from accel_plugins.megatron import building
 

@@ -1,4 +1,4 @@
-"""The original's menus of a terminal, as adapters over the library that draws ours."""
+"""The original's terminal menus, as adapters over the library that draws this project's menus."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = (
 T = TypeVar("T")
 
 ARROW_KEY_FLAG: Final = 1 << 8
-"""Added to the code of an arrow key, to tell it from a letter."""
+"""Added to the code of an arrow key, to distinguish it from a letter."""
 
 KEYMAP: Final = {
     "tab": 9,
@@ -76,34 +76,34 @@ class Direction(Enum):
 
 
 def forceWrite(content: object, end: str = "") -> None:  # noqa: N802 - the old name
-    """Write at once."""
+    """Write text and flush."""
     sys.stdout.write(f"{content}{end}")
     sys.stdout.flush()
 
 
 def writeColor(content: object, color: object, end: str = "") -> None:  # noqa: N802 - the old name
-    """Write in a colour, named by its number of the terminal."""
+    """Write text in a colour, given by its ANSI number."""
     forceWrite(f"\x1b[{color}m{content}\x1b[0m", end)
 
 
 def reset_cursor() -> None:
-    """Go to the beginning of the line."""
+    """Move the cursor to the beginning of the line."""
     forceWrite("\r")
 
 
 def move_cursor(num_lines: int, direction: str) -> None:
-    """Go some lines in a direction of `CURSOR_TO_CHAR`."""
+    """Move the cursor by some lines in a direction of `CURSOR_TO_CHAR`."""
     forceWrite(f"\x1b[{num_lines}{CURSOR_TO_CHAR[direction.upper()]}")
 
 
 def clear_line() -> None:
-    """Make the line empty and go to its beginning."""
+    """Clear the line and move the cursor to its beginning."""
     forceWrite(" " * TERMINAL_WIDTH)
     reset_cursor()
 
 
 def linebreak() -> None:
-    """Draw a line."""
+    """Print a line over the width of the terminal."""
     reset_cursor()
     forceWrite("-" * TERMINAL_WIDTH)
 
@@ -114,13 +114,13 @@ def hide_cursor() -> None:
 
 
 def show_cursor() -> None:
-    """Show it again."""
+    """Show the cursor of the terminal."""
     forceWrite("\x1b[?25h")
 
 
 @contextmanager
 def hide() -> Iterator[None]:
-    """Hide the cursor for a while."""
+    """A block in which the cursor is hidden."""
     hide_cursor()
     try:
         yield
@@ -129,7 +129,7 @@ def hide() -> Iterator[None]:
 
 
 def get_raw_chars() -> str:
-    """The next key as the terminal sends it, one character at a time."""
+    """Read one character from the terminal."""
     try:
         import termios
         import tty
@@ -147,7 +147,7 @@ def get_raw_chars() -> str:
 
 
 def get_character() -> str | int:
-    """The next key: a character, the code of an arrow key with its flag, or that of no known key."""
+    """Read a key: its character, an arrow key's code with the flag added, or the code for an unknown key."""
     first = get_raw_chars()
     if ord(first) != KEYMAP["esc"]:
         known = ord(first) in (KEYMAP["interrupt"], KEYMAP["newline"]) or first.isprintable()
@@ -160,12 +160,12 @@ def get_character() -> str | int:
 
 
 def mark(key: int) -> Callable[[T], T]:
-    """Mark a method as what a key does."""
+    """Mark a method as the handler of a key."""
     return mark_multiple(key)
 
 
 def mark_multiple(*keys: int) -> Callable[[T], T]:
-    """Mark a method as what several keys do."""
+    """Mark a method as the handler of several keys."""
 
     def marked(function: T) -> T:
         function.handle_key = [*getattr(function, "handle_key", []), *keys]  # type: ignore[attr-defined]
@@ -175,10 +175,10 @@ def mark_multiple(*keys: int) -> Callable[[T], T]:
 
 
 class KeyHandler(type):
-    """Metaclass of classes whose marked methods keys call."""
+    """Metaclass of classes with methods that handle keys."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> KeyHandler:
-        """The class, with its keys in `key_handler`."""
+        """Create the class, with its handlers by key in `key_handler`."""
         made: Any = super().__new__(cls, name, bases, namespace)
         inherited = dict(getattr(made, "key_handler", {}))
         own = {key: value for value in namespace.values() for key in getattr(value, "handle_key", ())}
@@ -189,7 +189,7 @@ class KeyHandler(type):
 
     @staticmethod
     def handle_input(cls: Any) -> Any:
-        """Wait for a key and call what it is marked for; None when nothing is."""
+        """Wait for a key and call its handler; None if it has no handler."""
         pressed = get_character()
         code = pressed if isinstance(pressed, int) else ord(pressed)
         handler = cls.key_handler.get(code)
@@ -200,18 +200,18 @@ class KeyHandler(type):
 
 
 def register(cls: type) -> KeyHandler:
-    """A class with the keys of its marked methods."""
+    """Recreate a class with `KeyHandler`, so that its marked methods handle keys."""
     namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return KeyHandler(cls.__name__, cls.__bases__, namespace)
 
 
 @register
 class BulletMenu:
-    """A menu in the terminal; its answer is the number of a choice.
+    """A menu in the terminal.
 
     Args:
         prompt: the question.
-        choices: what can be chosen.
+        choices: the possible answers.
     """
 
     def __init__(self, prompt: str | None = None, choices: list[str] = []) -> None:  # noqa: B006 - the old default
@@ -221,7 +221,7 @@ class BulletMenu:
         self.arrow_char = "➔ "
 
     def run(self, default_choice: int = 0) -> int:
-        """Ask, and return the number of the choice."""
+        """Show the menu and return the number of the user's choice."""
         names = [str(choice) for choice in self.choices]
         return names.index(prompter().choose(self.prompt or "", names, names[default_choice]))
 
@@ -230,13 +230,13 @@ class BulletMenu:
         forceWrite(self.choices[index], end)
 
     def print_choice(self, index: int) -> None:
-        """Write a choice with an arrow where it is the current one."""
+        """Write a choice, with an arrow if it is the current one."""
         forceWrite(self.arrow_char if index == self.position else " " * len(self.arrow_char))
         self.write_choice(index)
         reset_cursor()
 
     def move_direction(self, direction: Direction, num_spaces: int = 1) -> None:
-        """Make another choice the current one."""
+        """Move to another choice."""
         before, last = self.position, len(self.choices) - 1
         step = num_spaces if direction == Direction.DOWN else -num_spaces
         self.position = min(max(before + step, 0), last)
@@ -258,13 +258,13 @@ class BulletMenu:
 
     @mark(KEYMAP["newline"])
     def select(self) -> int:
-        """Take the current choice."""
+        """Select the current choice."""
         move_cursor(len(self.choices) - self.position, "DOWN")
         return self.position
 
     @mark(KEYMAP["interrupt"])
     def interrupt(self) -> None:
-        """Give up.
+        """Cancel the menu.
 
         Raises:
             KeyboardInterrupt: always.
@@ -273,7 +273,7 @@ class BulletMenu:
 
     @mark_multiple(*(KEYMAP[str(digit)] for digit in range(10)))
     def select_row(self) -> int | None:
-        """Take the choice whose number was pressed."""
+        """Select the choice by the number key that was pressed."""
         index = int(str(getattr(self, "current_selection", 0)))
         if index >= len(self.choices):
             return None

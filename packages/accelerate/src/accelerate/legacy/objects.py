@@ -1,4 +1,4 @@
-"""Plain objects: reached by a dotted name, named for people, dictionaries merged and shared. Never loads torch."""
+"""Plain Python objects: dotted names, readable names, merging and sharing dictionaries. Never loads torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from accel_state.errors import UnknownKind
 __all__ = ("SharedDict", "ThreadLocalSharedDict", "get_pretty_name", "merge_dicts", "recursive_getattr")
 
 SharedDict = dict
-"""The dictionary that all instances of a state class share. The states of this project share none."""
+"""The type of the dictionary that instances of an original state class share. This project's states do not use it."""
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Attribute of an attribute, by a name with dots.
+    """Get an attribute by a dotted name.
 
     Example:
         >>> import os
@@ -26,7 +26,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function; of anything else that of its class.
+    """The name of a class or function, or the name of another object's class.
 
     Example:
         >>> get_pretty_name(dict), get_pretty_name({}), get_pretty_name(len)
@@ -37,14 +37,14 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put a dictionary into another, dictionaries inside likewise; `destination` is changed and returned.
+    """Merge a dictionary and its nested dictionaries into another; `destination` is changed and returned.
 
     Args:
-        source: its values win.
-        destination: what they are put into.
+        source: the dictionary with the values to add or replace.
+        destination: the dictionary that receives them.
 
     Raises:
-        UnknownKind: one has a dictionary where the other has a value.
+        UnknownKind: for the same key, one has a dictionary and the other a value.
 
     Example:
         >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
@@ -66,12 +66,12 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 class ThreadLocalSharedDict(threading.local):
-    """Class attribute that is a dictionary shared by all instances, one for each thread.
+    """Class attribute: a dictionary that all instances share within a thread.
 
-    Runtimes that start a thread for each device need a state for each.
+    Runtimes with one thread per device need a separate state for each thread.
 
     Args:
-        thread_local: accepted as the surface names it; each thread has its own dictionary either way.
+        thread_local: accepted for compatibility and ignored; each thread always has its own dictionary.
     """
 
     def __init__(self, thread_local: bool = False) -> None:

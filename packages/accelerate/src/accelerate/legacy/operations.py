@@ -1,4 +1,4 @@
-"""Collectives with the argument names that callers of the older interface use, and what exists for that one alone."""
+"""Collectives with the argument names of the older interface, and functions that only that interface has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = (
 F = TypeVar("F", bound=Callable[..., Any])
 
 DistributedOperationException = ShapeMismatch
-"""The error for calls that differ between processes."""
+"""Raised when the calls of a collective differ between processes."""
 
 TENSOR_TYPE_TO_INT: Final = {
     torch.float: 1,
@@ -46,36 +46,36 @@ TENSOR_TYPE_TO_INT: Final = {
     torch.int64: 9,
     torch.bool: 10,
 }
-"""Numbers by which dtypes are known in messages."""
+"""Numbers that stand for dtypes when they are sent between processes."""
 
 TENSOR_INT_TO_DTYPE: Final = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """`accel_ops.broadcast`, whose `src` is `from_process` here."""
+    """`accel_ops.broadcast`, with its argument `src` named `from_process`."""
     return collectives.broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
-    """`accel_ops.broadcast_object_list`, whose `src` is `from_process` here."""
+    """`accel_ops.broadcast_object_list`, with its argument `src` named `from_process`."""
     return objects.broadcast_object_list(object_list, from_process)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """`accel_ops.reduce`, whose `op` is `reduction` here."""
+    """`accel_ops.reduce`, with its argument `op` named `reduction`."""
     return reductions.reduce(tensor, reduction, scale)
 
 
 def verify_operation(function: F) -> F:
-    """Check first, in debug mode, that all processes call a collective with the same structure, shapes and dtypes.
+    """Decorator: in debug mode, check first that structure, shapes and dtypes are the same on all processes.
 
-    Collectives of this package need no decorator: they check always.
+    Collectives of this project need no decorator, because they always check.
 
     Args:
-        function: takes nested data first, or as `tensor`.
+        function: a function with nested data as first argument, or as the keyword argument `tensor`.
 
     Raises:
-        ShapeMismatch: by the decorated function, on every process, when they differ.
+        ShapeMismatch: raised by the decorated function on every process when they differ.
     """
     name = tree.function_name(function)
 
@@ -94,7 +94,7 @@ def verify_operation(function: F) -> F:
 
 
 def chained_operation(function: F) -> F:
-    """Name the decorated function in a mismatch that arises inside of it."""
+    """Decorator: add the function's name to a `ShapeMismatch` raised inside it."""
     name = tree.function_name(function)
 
     @functools.wraps(function)
@@ -122,7 +122,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensor of the first process that has one, on every process and its device.
+    """Copy the tensor of the first process that has one to every process, on its device.
 
     Args:
         tensor: the tensor, or None on the processes that have none.
@@ -140,7 +140,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Shape, as a tensor of integers, and number of the dtype of the tensor that one process has.
+    """Shape (a tensor of integers) and dtype number of the tensor that one process has.
 
     Args:
         tensor: the tensor, or None on the processes that have none.

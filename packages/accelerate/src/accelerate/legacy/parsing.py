@@ -1,4 +1,4 @@
-"""The namespaces that parsers of the original give: every option under its name, with the original's default."""
+"""The original parsers' namespaces: every option under the original's name, with the original's default."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "tee": "0",
     }
 )
-"""What an option holds that the command line does not give; a switch not named here holds False, all others None."""
+"""Values of options that are not on the command line. Switches not listed here are False, all other options None."""
 
 
 class CustomArgumentParser(ArgumentParser):
-    """A parser that takes every option with dashes as well, and lists in `nondefault` what the command line gave."""
+    """A parser that also accepts options spelled with dashes, and sets `nondefault` to the options that were given."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
-        """Parse, with the names of the options and arguments that were given as the set `nondefault`."""
+        """Parse; the namespace's `nondefault` is the set of the names of given options and arguments."""
         for flag, action in list(self._option_string_actions.items()):
             self._option_string_actions.setdefault(flag.replace("_", "-"), action)
         parsed, unset = Namespace() if namespace is None else namespace, object()
         names = {action.dest for action in self._actions if action.dest != SUPPRESS and action.default is not SUPPRESS}
         defaults = {name: self.get_default(name) for name in names if not hasattr(parsed, name)}
-        # An option that may be repeated appends to what it finds.
+        # An option that may be repeated appends to the value in the namespace.
         vars(parsed).update({name: None if _appends(self, name) else unset for name in defaults})
         parsed, rest = super().parse_known_args(args, parsed)
         left = {name for name in defaults if getattr(parsed, name) is (None if _appends(self, name) else unset)}
@@ -97,18 +97,18 @@ def _appends(parser: ArgumentParser, name: str) -> bool:
 
 
 def name_of(flag: str) -> str:
-    """Name under which a namespace of the original has the value of a flag."""
+    """The attribute name of a flag in the original's namespace."""
     name = flag.removeprefix("--")
     return _NAMES.get(name, name)
 
 
 def default_of(known: Setting) -> Any:
-    """What a namespace of the original holds where the flag of a setting was not given."""
+    """The value of a setting's attribute in the original's namespace if the flag is not given."""
     return _DEFAULTS.get(name_of(str(known.flag)), False if is_switch(known) else None)
 
 
 def add_launch_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of `accelerate launch`, and what it starts with all that follows."""
+    """Declare the options of `accelerate launch`, and the script with its arguments."""
     parser.add_argument("--config_file", help="Config file to read instead of the default one.")
     for flag, known in settings_by_flag(launch_classes()).items():
         to: dict[str, Any] = {"dest": name_of(flag), "default": default_of(known)}
@@ -120,7 +120,7 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
         how: dict[str, Any] = {"action": "append"} if known.type is REPEATED else {"type": _reader(known)}
         parser.add_argument(*names, help=_escaped(known.help), **to, **how)
     for names, meaning in (
-        (("-q", "--quiet"), "Say nothing of what the launcher does."),
+        (("-q", "--quiet"), "Do not print the launcher's messages."),
         (("-m", "--module"), "Run a module instead of a script."),
         (("--no_python",), "Run a program that is not a Python script."),
     ):
@@ -130,7 +130,7 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
 
 
 def own_arguments(args: Namespace) -> Namespace:
-    """What was parsed by a parser of the original, as `accel launch` parses it.
+    """Convert a namespace of an original parser to one of `accel launch`.
 
     Attributes that were changed after parsing count as given.
     """
@@ -150,7 +150,7 @@ def own_arguments(args: Namespace) -> Namespace:
 
 
 def _reader(known: Setting) -> Callable[[str], Any]:
-    """The function that reads the text of an option, as the original's type for it does."""
+    """The function that converts an option's text to the original's type."""
     default = default_of(known)
 
     def read(text: str) -> Any:

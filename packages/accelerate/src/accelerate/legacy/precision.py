@@ -1,4 +1,4 @@
-"""Scalers and autocast by function, for code that does not ask an Accelerator for them."""
+"""Functions for loss scalers and autocast, for code that does not use an Accelerator for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ("get_grad_scaler", "get_mixed_precision_context_manager")
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """The scaler of fp16 losses on the device of this process.
+    """Create a scaler for fp16 losses on this process's device.
 
     Args:
-        distributed_type: kind of the run; shards need a scaler that asks all processes for overflows.
-        kwargs: those of `GradScalerKwargs`.
+        distributed_type: kind of the run; for FSDP the scaler checks the gradients of all processes for overflows.
+        kwargs: arguments of `GradScalerKwargs`.
     """
     family = current.process_or_start().family
     make: Any = _SCALERS.get(distributed_type, lambda name, **options: family.grad_scaler(**options))
@@ -40,10 +40,10 @@ _SCALERS: Final[dict[DistributedType | None, Any]] = {DistributedType.FSDP: _sha
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[None]:
-    """A block in which operations compute in the precision of the run; nothing changes without `native_amp`.
+    """A block in which operations compute in the run's precision; without `native_amp` it does nothing.
 
     Args:
-        native_amp: whether torch's autocast is to be used.
+        native_amp: whether to use torch's autocast.
         autocast_kwargs: an `AutocastKwargs`, or None.
     """
     if not native_amp:

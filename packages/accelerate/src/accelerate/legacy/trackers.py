@@ -1,4 +1,4 @@
-"""`LOGGER_TYPE_TO_CLASS`: the registry of trackers as the dict that scripts read and add to."""
+"""`LOGGER_TYPE_TO_CLASS`: the registry of trackers, as a dict that scripts can read and extend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("LOGGER_TYPE_TO_CLASS", "TrackerClasses")
 
 
 class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
-    """Tracker classes by name; assigning one registers it, and deleting one withdraws it."""
+    """Tracker classes by name. An assignment registers a class, and a deletion removes it from the registry."""
 
     def __getitem__(self, name: str) -> type[GeneralTracker]:
         try:

@@ -1,4 +1,4 @@
-"""Comparing versions of installed distributions, as scripts do; nothing is imported. Never loads torch."""
+"""Compare versions of installed distributions without importing them. Never loads torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPERATORS: Final = {
 
 
 def _compare(version: str, operation: str, required: str) -> bool:
-    """Whether `version <operation> required` holds; local labels such as `+cpu` do not count.
+    """Whether `version <operation> required` is true; local labels such as `+cpu` are ignored.
 
     Raises:
         SettingError: there is no such operator.
@@ -43,7 +43,7 @@ def _compare(version: str, operation: str, required: str) -> bool:
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether an installed library, by its name, or a version fits, for example `compare_versions("torch", ">=", "2")`.
+    """Compare a version, or that of an installed library: `compare_versions("torch", ">=", "2")`.
 
     Raises:
         SettingError: there is no such operator.
@@ -62,7 +62,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch fits, for example `is_torch_version(">=", "2.9")`."""
+    """Compare the version of the installed torch, for example `is_torch_version(">=", "2.9")`."""
     return _compare(installed_version("torch") or "0", operation, version)
 
 

@@ -1,4 +1,4 @@
-"""Questions about weights and modules that our own packages answer inside of larger steps."""
+"""Functions on weights and modules that this project's packages perform as parts of larger steps."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = (
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights as safetensors can hold them: contiguous, and each tied tensor under its first name only."""
+    """Convert weights for safetensors: contiguous, and each tied tensor under its first name only."""
     return {name: state_dict[name].contiguous() for name in stored_names(state_dict)}
 
 
 def model_has_dtensor(model: Module) -> bool:
-    """Whether a parameter of a model is divided over processes as a `DTensor`."""
+    """Whether any parameter of a model is a `DTensor`, which is sharded over processes."""
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model, also one inside of a wrapper, is one of the library peft."""
+    """Whether a model, wrapped or not, is a `PeftModel`."""
     if not is_peft_available():
         return False
     library: Any = importlib.import_module("peft")
@@ -48,17 +48,17 @@ def is_peft_model(model: Any) -> bool:
 
 
 def get_model_tp_size(model: Module) -> int | None:
-    """By how many processes the library that loaded a model divided its tensors; None where it did not."""
+    """The tensor-parallel size that the library that loaded a model set; None if it set none."""
     size: int | None = getattr(model, "tp_size", None)
     return size
 
 
 def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
-    """All modules inside of a model and the model itself, each after those inside of it.
+    """A model's modules and the model itself, each after its children.
 
     Args:
         model: the model.
-        return_fqns: give pairs of name and module.
+        return_fqns: return pairs of name and module.
     """
     found = list(_bottom_up(model, ""))
     return found if return_fqns else [module for _, module in found]
@@ -71,16 +71,16 @@ def _bottom_up(module: Module, name: str) -> Iterator[tuple[str, Module]]:
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """Nested state of an optimizer on another device."""
+    """Move an optimizer's nested state to a device."""
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
 
 def patch_optimizer_step(accelerated_optimizer: Optimizer, method: Any) -> Any:
-    """A step that takes note on a prepared optimizer that it was called.
+    """Wrap a step so that a prepared optimizer records the call.
 
     Args:
-        accelerated_optimizer: a prepared optimizer; gets the attribute `_accelerate_step_called`.
-        method: the step that is called then.
+        accelerated_optimizer: a prepared optimizer; a call sets its attribute `_accelerate_step_called`.
+        method: the step to wrap.
     """
 
     def patched_step(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def patch_optimizer_step(accelerated_optimizer: Optimizer, method: Any) -> Any:
 
 
 def safe_globals() -> list[Any]:
-    """What has to be allowed so that torch reads the generator states of old checkpoints safely; needs numpy."""
+    """Objects that torch's safe loading must allow for the generator states of old checkpoints; empty without numpy."""
     try:
         from _codecs import encode
 

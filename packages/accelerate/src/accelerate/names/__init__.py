@@ -1,7 +1,7 @@
-"""The table of the drop-in: which names each old module has, and which of our modules each comes from.
+"""The name table of the drop-in: the names of each old module, and this project's module that defines each.
 
-`accelerate.finder` finds the modules by it, `accelerate.address` serves their names, and `stubs` tells type checkers. A
-build loads this folder without the package around it, so nothing here imports from outside of the folder.
+`accelerate.finder` uses it to find modules, `accelerate.address` to serve their names, and `stubs` to write stubs for
+type checkers. A build loads this folder without the rest of the package, so it must not import from outside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = (
 )
 
 VERSION: Final = "1.15.0+accel.1"
-"""Version of the surface that is imitated; clients compare the version of the distribution."""
+"""The distribution's version: starts with that of the interface, because libraries compare it."""
 
 NOT_PROVIDED: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate.deepspeed_utils": ("It was removed before 1.0.", "Import from accelerate.utils."),
@@ -40,25 +40,25 @@ NOT_PROVIDED: Final[Mapping[str, tuple[str, str]]] = {
         "Use accel_state.testing (real processes, clean state) and accel_plugins.testing (suites for backends).",
     ),
 }
-"""Modules that cannot be imported, with obstacle and remedy of each."""
+"""Modules that cannot be imported: obstacle and remedy by module."""
 
 REMOVED: Final[Mapping[str, str]] = {
     "get_launch_prefix": "Call `accel launch`; on several machines it starts torch.distributed.run.",
-    "is_ccl_available": "torch has no need of oneCCL's bindings on CPU any more; gloo is the backend there.",
-    "is_ipex_available": "Its optimisations are part of torch; leave the call out.",
-    "is_safetensors_available": "safetensors is always installed; leave the call out.",
+    "is_ccl_available": "torch no longer needs oneCCL's bindings on CPU; its backend there is gloo.",
+    "is_ipex_available": "Its optimisations are part of torch; remove the call.",
+    "is_safetensors_available": "safetensors is always installed; remove the call.",
     "is_tpu_available": "Use is_torch_xla_available(check_is_tpu=True).",
     "shard_checkpoint": "Use accel_bigmodel.split_state_dict, or huggingface_hub.split_torch_state_dict_into_shards.",
 }
-"""Names that were removed before 1.15, and what replaces each."""
+"""Names that were removed before 1.15, with the remedy for each."""
 
 OWN_MODULES: Final = frozenset(
     f"accelerate.{name}" for name in ("address", "finder", "installation", "legacy", "loggers", "names")
 )
-"""Modules of this package that have files."""
+"""Modules of this package that exist as files."""
 
 PACKAGES: Final = frozenset(address.rpartition(".")[0] for address in NAMES) - {""}
-"""Old modules with modules below them."""
+"""Old modules that are packages."""
 
 LOGGERS: Final = {
     "accel_bigmodel": "accelerate.big_modeling",
@@ -70,7 +70,7 @@ LOGGERS: Final = {
     "accel_torch": "accelerate.accelerator",
     "accel_tracking": "accelerate.tracking",
 }
-"""The old logger that hears of what a package of ours logs outside of the modules of the table."""
+"""The old logger that receives a package's records from modules that the table does not list."""
 
 
 OWN_LOGGERS: Final = (
@@ -92,13 +92,13 @@ OWN_LOGGERS: Final = (
 """Old modules that have a `logger`."""
 
 
-# Every import of the package pays for this class; one of typing.NamedTuple takes 1 ms of CPU time.
+# This class is created at each import of the package; typing.NamedTuple would take 1 ms of CPU time.
 class Owner(namedtuple("Owner", ("module", "name"))):
-    """Where a name really lives.
+    """The module that defines a name.
 
     Args:
-        module: one of our modules; what is assigned at the old address is set there.
-        name: its name there.
+        module: a module of this project; assignments to the old module's attribute are forwarded to it.
+        name: the name in that module.
     """
 
     __slots__ = ()
@@ -109,14 +109,14 @@ class Owner(namedtuple("Owner", ("module", "name"))):
 
 @cache
 def owners(address: str) -> Mapping[str, Owner]:
-    """The names of an old module that are its own, each with its owner."""
+    """The names that an old module defines, each with its owner."""
     return dict(_resolved(NAMES[address]))
 
 
 @cache
 def borrowed(address: str) -> Mapping[str, Owner]:
-    """The names that an old module has from its neighbours."""
-    # A process that reads no name does without them.
+    """The names that an old module imports from other old modules, each with its owner."""
+    # Imported here, because most processes do not need these names.
     from .lent import BORROWED
 
     own = owners(address)
@@ -129,7 +129,7 @@ def served(address: str) -> Mapping[str, Owner]:
 
 
 def stub_path(address: str) -> str:
-    """Where the stub of an old module is, relative to the folder that holds `accelerate`."""
+    """Path of an old module's stub, relative to the parent folder of `accelerate`."""
     path = address.replace(".", "/")
     return f"{path}/__init__.pyi" if address in PACKAGES else f"{path}.pyi"
 

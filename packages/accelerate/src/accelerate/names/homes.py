@@ -1,4 +1,4 @@
-"""The home of every name: which old module has it, and which of our modules it comes from."""
+"""The home of every name: the old module that has it, and this project's module that defines it."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.versions": {"accelerate.legacy.versions": "compare_versions is_torch_version torch_version"},
 }
-"""Old module -> source -> names; `old=ours` where ours is called otherwise.
+"""Old module -> source -> names; `old=ours` when the two names differ.
 
-A source is one of our modules or, to say a thing once, another old module; `*` is everything that one has.
+A source is a module of this project or, to avoid repetition, another old module; `*` stands for all its names.
 """

@@ -1,4 +1,4 @@
-"""Names that scripts import from an old module that only imported them for itself."""
+"""Names that scripts import from an old module which does not define them but imports them for its own use."""
 
 from __future__ import annotations
 
@@ -174,4 +174,4 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils": "is_tqdm_available",
     },
 }
-"""Names that an old module merely imports, and scripts import from there although their home is another one."""
+"""Names that scripts import from an old module although another old module defines them."""

@@ -1,4 +1,4 @@
-"""Stubs: what type checkers and editors read instead of the old modules, one `.pyi` file for each.
+"""Stubs: one `.pyi` file for each old module, read by type checkers and editors.
 
     python -m accelerate.names.stubs      write them beside the modules of an editable installation
 
@@ -16,7 +16,7 @@ __all__ = ("stub", "write_stubs")
 
 
 def stub(address: str) -> str:
-    """The text of one stub."""
+    """The text of a module's stub."""
     return "\n".join([f'"""What is found at the address `{address}`."""', "", *_lines(address), ""])
 
 
@@ -25,7 +25,7 @@ def _lines(address: str) -> Iterator[str]:
     by_place = sorted(names.items(), key=lambda item: (item[1].module, item[0]))
     yield from (f"from {owner.module} import {owner.name} as {name}" for name, owner in by_place)
     below = sorted(other.rpartition(".")[2] for other in NAMES if other.rpartition(".")[0] == address)
-    # A function hides the module that is called like it.
+    # A function takes precedence over a submodule of the same name.
     yield from (f"from {address} import {name} as {name}" for name in below if name not in names)
     if address == "accelerate":
         yield "__version__: str"
@@ -33,10 +33,10 @@ def _lines(address: str) -> Iterator[str]:
 
 
 def write_stubs(source: Path) -> None:
-    """Write all stubs, and remove those of modules that are gone.
+    """Write all stubs, and remove those of modules that no longer exist.
 
     Args:
-        source: the folder that holds `accelerate`.
+        source: the parent folder of `accelerate`.
     """
     texts = {source / stub_path(address): stub(address) for address in NAMES}
     for path in set((source / "accelerate").rglob("*.pyi")).difference(texts):
