@@ -60,7 +60,7 @@ def test_divided_parameters_need_deepspeed() -> None:
 def test_get_active_deepspeed_plugin() -> None:
     Accelerator(cpu=True)
     state = AcceleratorState()
-    with pytest.raises(SettingError, match="without DeepSpeed"):
+    with pytest.raises(SettingError, match="does not use DeepSpeed"):
         old.get_active_deepspeed_plugin(state)
     first, second = DeepSpeedPlugin(zero_stage=1), DeepSpeedPlugin(zero_stage=2)
     state.deepspeed_plugin = {"first": first, "second": second}

@@ -55,7 +55,7 @@ class OldModule(ModuleType):
         if owner is None:
             super().__setattr__(name, value)
         elif not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
-            # Left out is the import system, which makes a submodule known to its package even where a name is alike.
+            # The import system also sets submodules as attributes; such an assignment must not replace a name.
             for holder in _deleted.pop(owner, None) or _holders(owner):
                 setattr(holder, owner.name, value)
             _forget(owner)
@@ -75,15 +75,15 @@ class OldModule(ModuleType):
 
 
 def serve(address: str) -> None:
-    """Give the module at an old address the names that the table has for it."""
+    """Make a module at an old address serve the names of the table."""
     sys.modules[address].__class__ = OldModule
 
 
 def why_not(address: str) -> tuple[str, str, str] | None:
-    """Why a module cannot be imported, in three parts; None if there is no more to report than that it does not exist.
+    """Why a module cannot be imported, in three parts; None if the only reason is that it does not exist.
 
     Args:
-        address: of the module, or of a name in a package from which it was imported.
+        address: address of the module, or of a name in a package from which it was imported.
     """
     package, _, name = address.rpartition(".")
     if name in served(package):
@@ -98,7 +98,7 @@ def why_not(address: str) -> tuple[str, str, str] | None:
 
 @cache
 def _join() -> None:
-    """Nothing of ours logs, or calls a collective, for a script that has not read a name."""
+    """Set up logging and reports, once, when the first name is read: before that, no package logs for the script."""
     from accel_state.settings.extension import add_library
     from accelerate.loggers import join_loggers
 
@@ -125,7 +125,7 @@ def _read(owner: Owner, address: str) -> Any:
 
 
 def _holders(owner: Owner) -> list[ModuleType]:
-    """The owner, and every other module of ours that imported the object under the same name."""
+    """The owner, and every other module of this project that imported the object under the same name."""
     home = importlib.import_module(owner.module)
     value = vars(home).get(owner.name, _deleted)
     ours = [module for name, module in list(sys.modules.items()) if name.startswith(("accel_", "accelerate.legacy."))]

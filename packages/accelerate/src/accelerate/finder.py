@@ -37,7 +37,7 @@ def install(folders: Iterable[str]) -> list[str]:
     """Register the finder, and return the search path for modules of `accelerate`.
 
     Args:
-        folders: where it looked before. What another `accelerate` left there does not hide an old module of ours.
+        folders: the search path so far. Files of another `accelerate` there do not hide this project's old modules.
     """
     if not any(getattr(hook, "__module__", None) == __name__ for hook in sys.path_hooks):
         sys.path_hooks.append(_hook)
@@ -88,13 +88,13 @@ class Finder:
 
 
 class NamesLoader:
-    """Creates a module with the names that the table has for it."""
+    """Creates a module with its names of the table."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python."""
+        """Return None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names."""
+        """Make the module serve its names."""
         serve(module.__name__)
 
     def get_code(self, name: str) -> CodeType:
@@ -120,8 +120,7 @@ class Refusal:
         self.reason = reason
 
     def create_module(self, spec: ModuleSpec) -> Any:
-        """Say why.
-
+        """Raise the error with the reason.
         Raises:
             Missing: always.
         """

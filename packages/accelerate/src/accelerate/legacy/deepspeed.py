@@ -21,12 +21,12 @@ def GatheredParameters(  # noqa: N802 - the name is given
 
     Args:
         params: a parameter or several.
-        modifier_rank: the process whose changes are given to all; None when nothing is changed.
-        fwd_module: the module that uses them in forward, where it does so unusually.
-        enabled: False makes it do nothing.
+        modifier_rank: rank of the process that changes the parameters for all; None if no process changes them.
+        fwd_module: the module that uses the parameters in forward, if it is not their owner.
+        enabled: whether to gather; False does nothing.
 
     Raises:
-        Missing: parameters are divided, and DeepSpeed is not installed.
+        Missing: parameters are sharded, and DeepSpeed is not installed.
     """
     with gathered(params, modifier_rank, fwd_module, enabled):
         yield
@@ -42,7 +42,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> Any:
     if plugin is None:
         raise SettingError(
             "Cannot read the DeepSpeed configuration of the run.",
-            "The run was made without DeepSpeed.",
+            "The run does not use DeepSpeed.",
             "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
         )
     return plugin

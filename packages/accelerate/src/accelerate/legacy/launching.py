@@ -39,16 +39,16 @@ __all__ = (
 
 _OF_PYTHON: Final = {"script": ("python",), "module": ("python", "-m"), "program": ()}
 _OF_DEEPSPEED: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
-"""What a command line says before the target, by the way in which it is run."""
+"""Words of the command line before the target, by kind of target."""
 
 
 class PrepareForLaunch:
-    """A function that a process calls with its number, and that knows its place because of that.
+    """A function that a started process calls with its index; sets the rank variables first.
 
     Args:
         launcher: the function.
-        distributed_type: kind of the run; all kinds are prepared alike.
-        debug: whether a test runs it; nothing depends on it.
+        distributed_type: kind of the run; the preparation is the same for all kinds.
+        debug: ignored.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
@@ -57,7 +57,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Take the place `index` of a run whose size the environment says, and call the function."""
+        """Set the variables of process `index`, with the world size from the environment, and call the function."""
         size = os.environ.get("WORLD_SIZE", "1")
         local = {"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}
         publish({"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", size), **local})
@@ -68,8 +68,8 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
     """Command line and variables of a launch of one process, or through mpirun.
 
     Raises:
-        SettingError: mpirun is to start the processes, and there is none.
-        Conflict: a module is to be run, and no Python.
+        SettingError: the settings select mpirun, which is not installed.
+        Conflict: the arguments contain both `--module` and `--no_python`.
     """
     launch = _launch(args)
     how, target, arguments = launch.script
@@ -104,10 +104,10 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Variables of a launch with DeepSpeed, and the command line of DeepSpeed's launcher where that one starts it.
+    """Variables of a launch with DeepSpeed, and the command line of DeepSpeed's launcher if that launcher is used.
 
     Raises:
-        SettingError: DeepSpeed's launcher cannot do what the arguments say.
+        SettingError: DeepSpeed's launcher does not support the arguments.
     """
     path = {"PYTHONPATH": env_var_path_add("PYTHONPATH", os.getcwd())}
     launch = _launch(args)
@@ -133,7 +133,7 @@ def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False)
 def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Arguments of SageMaker's estimator, and the places of its input data."""
+    """Arguments of SageMaker's estimator, and the locations of its input data."""
     from accel_cli.config.resolved import label, resolve_settings
     from accel_cli.launch.options import launch_classes
     from accel_state.settings.environ import Given
@@ -151,23 +151,23 @@ def prepare_sagemager_args_inputs(
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """The variables with those of training in 8 bits added."""
+    """Add the variables for FP8 training to `current_env` and return it."""
     return _extended(args, current_env, "ACCELERATE_FP8_")
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """The variables, with those of the `ParallelismConfig` added."""
+    """Add the variables of the `ParallelismConfig` to `current_env` and return it."""
     return _extended(args, current_env, "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """A variable that holds paths, with one more at the end."""
+    """The value of a variable that contains paths, with one path appended."""
     paths = [path for path in os.environ.get(env_var_name, "").split(os.pathsep) if path]
     return os.pathsep.join([*paths, str(path_to_add)])
 
 
 def check_place() -> None:
-    """Check that the process can find its place."""
+    """Check that this process can determine its rank."""
     from accel_state.process import PartialState
 
     PartialState()
@@ -182,7 +182,7 @@ def _launch(args: Namespace) -> LaunchRequest:
 
 
 def _sizes(launch: LaunchRequest) -> tuple[int, int]:
-    """Processes in total, and machines."""
+    """Number of processes in total, and number of machines."""
     processes = launch.settings["num_processes"].value
     return launch.machine.devices() if processes is None else processes, launch.settings["num_machines"].value
 
