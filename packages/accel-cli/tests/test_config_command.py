@@ -53,7 +53,7 @@ class Answers:
 
 
 def test_answers_make_a_file_that_can_be_read_back(tmp_path):
-    answers = questions(Answers(CPU_only="yes", in_total="4", mixed="bf16"), ASKED, {})
+    answers = questions(Answers(only_on_the_CPU="yes", in_total="4", mixed="bf16"), ASKED, {})
     path = tmp_path / "run.yaml"
     write_config(str(path), answers)
     values = {name: given.value for name, given in read_config(str(path), launch_classes()).values.items()}
@@ -68,7 +68,7 @@ def test_questions_follow_from_answers():
     assert answers["main_process_ip"] == "10.0.0.1"
     assert answers["machine_rank"] == 0
     assert any("Which devices" in question for question in asked.asked)
-    on_cpu = Answers(CPU_only="yes")
+    on_cpu = Answers(only_on_the_CPU="yes")
     questions(on_cpu, ASKED, {})
     assert not any("Which devices" in question for question in on_cpu.asked)
     assert not any("rank of this machine" in question for question in on_cpu.asked)
@@ -116,7 +116,7 @@ def test_a_file_is_shown_with_what_reads_each_entry(accel, tmp_path):
 
 
 def test_how_to_compile_is_asked_of_those_who_compile(tmp_path):
-    asked = Answers(dynamo_backend="INDUCTOR", mode_of="max-autotune", repeats="yes")
+    asked = Answers(dynamo_backend="INDUCTOR", mode_of="max-autotune", repeated_blocks="yes")
     answers = questions(asked, ASKED, {})
     path = tmp_path / "run.yaml"
     write_config(str(path), answers)
@@ -179,8 +179,8 @@ def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
     # The terminal of the test cannot tell where its cursor is.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     down = "\x1b[B"
-    keys = {"CPU only": down, "mixed precision": down * 2}
-    expected = Answers(CPU_only="yes", mixed_precision="bf16")
+    keys = {"only on the CPU": down, "mixed precision": down * 2}
+    expected = Answers(only_on_the_CPU="yes", mixed_precision="bf16")
     questions(expected, ASKED, {"ddp": None})
     opened = terminal("config", "--config_file", "run.yaml")
     for question in expected.asked:

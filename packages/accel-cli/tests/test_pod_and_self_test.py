@@ -92,7 +92,7 @@ def test_the_script_is_launched_as_the_file_says(accel, installed_script, tmp_pa
 def test_checks_that_do_not_pass(accel, installed_script):
     done = accel("test", "--", "--cpu", "--num_processes", "1", env=installed_script("raise SystemExit(5)"))
     assert done.returncode == 5
-    assert "the checks did not pass" in done.stderr
+    assert "accel test: the checks failed" in done.stderr
 
 
 def test_without_the_script_the_install_line_is_shown(monkeypatch):
