@@ -46,7 +46,12 @@ def accel(tmp_path: Path) -> Callable[..., Finished]:
     """Run `accel` with arguments and return how it ended."""
 
     def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 100.0) -> Finished:
-        return run_command([*ENTRY, *map(str, arguments)], timeout=timeout, env=env, cwd=tmp_path)
+        variables = dict(env or {})
+        if "PYTHONPATH" in variables:
+            # The sources under test may be found by this variable only.
+            searched = (variables["PYTHONPATH"], os.environ.get("PYTHONPATH"))
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, searched))
+        return run_command([*ENTRY, *map(str, arguments)], timeout=timeout, env=variables, cwd=tmp_path)
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -69,6 +70,10 @@ def test_a_backend_that_is_installed_later_is_in_it(accel, own_cache, tmp_path):
     )
     assert "--rocket_stages" not in accel("launch", "--help-all").stdout
     assert "--rocket_stages" in accel("launch", "--help-all", env={"PYTHONPATH": str(site)}).stdout
+    # Another environment has other code of the same version.
+    other = shutil.copytree(site, tmp_path / "other")
+    (other / "rocket.py").write_text((site / "rocket.py").read_text().replace("--rocket_stages", "--rocket_engines"))
+    assert "--rocket_engines" in accel("launch", "--help-all", env={"PYTHONPATH": str(other)}).stdout
     assert "--rocket_stages" not in accel("launch", "--help-all").stdout
 
 

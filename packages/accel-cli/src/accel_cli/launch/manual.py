@@ -1,8 +1,8 @@
 """The help text of `accel launch`, which is cached in a file.
 
 Its rows are generated from the settings of all launchers and backends, and loading these takes long for a help text.
-The cache file contains the rows and the state of every module that they depend on. A change of one of these modules, or
-of the list of backends, invalidates it.
+The cache file contains the rows and the state of every module that they depend on. A change of one of these modules, of
+the list of backends, or of the folders that contain them, invalidates it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from accel_cli.terminal import render
 from accel_state.settings.extension import extensions
+from accel_state.settings.installed import folder_names
 
 __all__ = ("ESSENTIAL", "OPTIONS", "cache_path", "launch_manual")
 
@@ -76,22 +77,28 @@ def cache_path(environ: Mapping[str, str]) -> str:
 
 
 def _rows() -> Rows:
-    path, offered = (
-        cache_path(os.environ),
-        [list(extension) for group in ("accel.backends", "accel.launchers") for extension in extensions(group)],
-    )
+    path = cache_path(os.environ)
+    offered = [list(extension) for group in ("accel.backends", "accel.launchers") for extension in extensions(group)]
+    folders = _folders({target.partition(":")[0].partition(".")[0] for _, _, target, _ in offered})
     try:
         with open(path, encoding="utf-8") as file:
             kept = json.load(file)
-        if kept["backends"] == offered and kept["modules"] == _states(kept["modules"]):
+        same = kept["backends"] == offered and kept["folders"] == folders
+        if same and kept["modules"] == _states(kept["modules"]):
             rows: Rows = kept["rows"]
             return rows
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # There is no cache file yet, or it has another format.
         pass
     rows = _made()
-    _keep(path, {"backends": offered, "modules": _states(_files()), "rows": rows})
+    _keep(path, {"backends": offered, "folders": folders, "modules": _states(_files()), "rows": rows})
     return rows
+
+
+def _folders(packages: Iterable[str]) -> list[str]:
+    """Folders of `sys.path` that contain the packages: two environments can have other code of the same version."""
+    files = {name for package in packages for name in (package, f"{package}.py")}
+    return [os.path.abspath(folder) for folder in sys.path if not files.isdisjoint(folder_names(folder) or ())]
 
 
 def _made() -> Rows:
