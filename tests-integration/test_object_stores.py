@@ -254,7 +254,7 @@ def test_the_commands_take_urls(url: str, tmp_path: Path, capsys: pytest.Capture
     assert verify(tmp_path / "back", hashes=True).good
     assert verify(tmp_path / "local", hashes=True).good
     assert main(["checkpoint", "copy", str(folder), f"{url}/checkpoint_2"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["checkpoint", "verify", url, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["state"]) for row in rows] == [(f"checkpoint_{index}", "good") for index in range(3)]

@@ -57,6 +57,6 @@ def test_sequences_that_cannot_be_divided_are_refused(play: Play) -> None:
     assert "attn_implementation='sdpa'" in attention
     assert "head count 1 is not divisible" in heads
     assert early.startswith("NotReady")
-    assert "for one model" in second
+    assert "for only one model" in second
     assert "sequences of 5 tokens" in tokens
     assert "It has no position_ids" in positions
