@@ -24,7 +24,7 @@ KINDS: list[Callable[[], Tensor]] = [
 ]
 
 WRITES: list[Callable[[Tensor], object]] = [
-    lambda tensor: tensor.clamp_(0, 1) if not tensor.is_complex() else tensor.mul_(2),
+    lambda tensor: tensor.add_(1),
     lambda tensor: tensor.zero_(),
     lambda tensor: tensor.neg_(),
 ]
