@@ -144,14 +144,23 @@ def _blocks(packing: DevicePacking) -> dict[str, Any]:
     reached: dict[str, Any] = {}
     split = {""}
     prefixes_of = _Prefixes()
+    checked = None
+    for name, placement in placed.items():
+        device, module = placement.device, name.rpartition(".")[0]
+        # Layers of one module often follow each other on one device.
+        for prefix in prefixes_of[name] if checked != (module, device) else (name,):
+            if device != reached.setdefault(prefix, placement.reached):
+                split.add(prefix)
+        checked = module, device
+    blocks: dict[str, Any] = {}
     for name, placement in placed.items():
         for prefix in prefixes_of[name]:
-            if placement.device != reached.setdefault(prefix, placement.reached):
-                split.add(prefix)
-    return {
-        next((prefix for prefix in prefixes_of[name] if prefix not in split), name): placement.device
-        for name, placement in placed.items()
-    }
+            if prefix not in split:
+                blocks[prefix] = placement.device
+                break
+        else:
+            blocks[name] = placement.device
+    return blocks
 
 
 def _too_large(packing: DevicePacking, misfit: Misfit) -> SettingError:

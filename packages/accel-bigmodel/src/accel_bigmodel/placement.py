@@ -168,13 +168,18 @@ def pieces_of(
     # A large model has many pieces; the garbage collector does not track tuples of numbers and texts.
     pieces = []
     for members in _tied_together(walk.layers):
-        own_sizes = tuple([sum(map(sizes.__getitem__, own)) for _, own in members])
-        keys, size = members[0][1], own_sizes[0]
-        if len(members) > 1:
-            keys = tuple(set(chain.from_iterable(own for _, own in members)))
+        if len(members) == 1:
+            ((name, keys),) = members
             size = sum(map(sizes.__getitem__, keys))
-        in_buffers = sum([sizes[key] for key in keys if key in buffers]) if buffers else 0
-        pieces.append(Piece(tuple([name for name, _ in members]), own_sizes, size, in_buffers))
+            piece = Piece((name,), (size,), size, 0)
+        else:
+            names = tuple([name for name, _ in members])
+            own_sizes = tuple([sum(map(sizes.__getitem__, own)) for _, own in members])
+            keys = tuple(set(chain.from_iterable(own for _, own in members)))
+            piece = Piece(names, own_sizes, sum(map(sizes.__getitem__, keys)), 0)
+        if buffers:
+            piece.buffers = sum([sizes[key] for key in keys if key in buffers])
+        pieces.append(piece)
     return pieces
 
 
