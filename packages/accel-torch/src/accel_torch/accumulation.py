@@ -38,20 +38,20 @@ class Accumulation:
         first: whether the current micro-batch is the first of its window.
         elastic: whether the world size may change during the run.
         can_hold_back: whether the strategy implements `no_sync`.
-        block: the context manager of all micro-batches that are only counted; None if each needs its own.
+        only_counts: whether a micro-batch is only counted; if so, this object is the context manager of all of them.
         plain: whether backward only divides the loss by the number of micro-batches.
     """
 
     __slots__ = (
         "_counted_by_strategy",
         "_plain_backward",
-        "block",
         "can_hold_back",
         "elastic",
         "factor",
         "first",
         "gradient",
         "guard",
+        "only_counts",
         "plain",
         "step",
         "strategy",
@@ -82,10 +82,21 @@ class Accumulation:
         """Decide what a micro-batch can do without; a step pays for every check, and most runs need none."""
         simple = self.guard is None and self.weighting is None and not self.elastic
         self.plain = simple and self._plain_backward
-        self.block: CountedMicroBatch | None = None
-        if simple and not self.can_hold_back:
-            self.block = CountedMicroBatch()
-            self.block.accumulation = self
+        self.only_counts = simple and not self.can_hold_back
+
+    def __enter__(self) -> None:
+        """Enter the next micro-batch and decide whether its gradients are synchronised."""
+        gradient = self.gradient
+        plugin, loaders = gradient.plugin, gradient.loaders
+        if loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
+            self.step = 0
+            gradient.sync_gradients = True
+        else:
+            self.step = step = self.step + 1
+            gradient.sync_gradients = step % (plugin.num_steps or 1) == 0
+
+    # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
+    __exit__: ClassVar[Any] = "".format
 
     def watch_by(self, guard: MisuseGuard) -> None:
         """Let a guard watch the first steps."""
@@ -200,43 +211,18 @@ class Accumulation:
             )
 
 
-class CountedMicroBatch:
-    """Context manager of a micro-batch that is only counted. It has no state, so one object serves all of them.
-
-    Attributes:
-        accumulation: the position in the window, which the block advances.
-    """
-
-    __slots__ = ("accumulation",)
-
-    accumulation: Accumulation
-
-    def __enter__(self) -> None:
-        """Enter the next micro-batch and decide whether its gradients are synchronised."""
-        accumulation = self.accumulation
-        gradient = accumulation.gradient
-        plugin, loaders = gradient.plugin, gradient.loaders
-        if loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
-            accumulation.step = 0
-            gradient.sync_gradients = True
-        else:
-            accumulation.step = step = accumulation.step + 1
-            gradient.sync_gradients = step % (plugin.num_steps or 1) == 0
-
-    # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
-    __exit__: ClassVar[Any] = "".format
-
-
-class MicroBatch(CountedMicroBatch):
+class MicroBatch:
     """Context manager of one micro-batch that is not only counted. Each has its own, so that blocks may be nested.
 
     Attributes:
+        accumulation: the position in the window, which the block advances.
         models: prepared models; their gradients are synchronised only at the last micro-batch of a window.
         weight: the weight of the micro-batch, or None.
         loss_reduction: whether a loss with a weight is the mean or the sum over its tokens.
     """
 
     # `Accelerator.accumulate` sets these attributes: a constructor would add a call to each step.
+    accumulation: Accumulation
     models: tuple[Module, ...]
     weight: float | Tensor | None = None
     loss_reduction: LossReduction = "mean"
@@ -251,7 +237,7 @@ class MicroBatch(CountedMicroBatch):
             share.accumulated = True
             gradient.sync_gradients = share.last
         else:
-            CountedMicroBatch.__enter__(self)
+            accumulation.__enter__()
         if accumulation.guard is not None:
             accumulation.let_guard_note(accumulation.guard)
         if self.weight is not None:

@@ -195,11 +195,11 @@ class TrainingMixin(AcceleratorMembers):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        shared = self._accumulation.block
-        if shared is not None and weight is None:
-            return shared
+        accumulation = self._accumulation
+        if accumulation.only_counts and weight is None:
+            return accumulation
         block = MicroBatch()
-        block.accumulation, block.models = self._accumulation, models
+        block.accumulation, block.models = accumulation, models
         if weight is not None:
             block.weight, block.loss_reduction = weight, loss_reduction
         return block
