@@ -1,8 +1,7 @@
 """The local launcher, and the supervision of the processes that any launcher starts on this machine.
 
 It forwards signals, ends the other processes when one fails (SIGTERM, a grace period, SIGKILL), and returns the exit
-code of the process that failed first. If the launcher itself is killed, the system kills the processes (on Linux; see
-`runner`).
+code of the process that failed first. If the launcher is killed, Linux kills the processes too; see `runner`.
 """
 
 from __future__ import annotations
@@ -361,8 +360,7 @@ class _Processes:
             place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             place["GROUP_RANK"] = "0"
         pipe = subprocess.PIPE if plan.prefix_output else None
-        # A single process keeps the terminal, for debuggers; each of several gets a group, which can be ended as a
-        # whole.
+        # A single process keeps the terminal, for debuggers; each of several gets a group, which can be ended whole.
         grouped = os.name == "posix" and self._count > 1
         try:
             popen = subprocess.Popen(
@@ -376,9 +374,7 @@ class _Processes:
         except OSError as error:
             asked = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
             raise LaunchError(
-                asked,
-                f"The system reports: {error}.",
-                "Check the path of the Python interpreter and the limits of this user (ulimit -a).",
+                asked, f"The system reports: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
             ) from None
         relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
         return _Process(rank, popen, error_file, grouped, relay)
