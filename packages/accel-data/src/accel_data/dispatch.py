@@ -154,10 +154,10 @@ class DataLoaderDispatcher(PreparedLoader):
             return _send(source.open(at, replay), coordinates(self.torch_device_mesh, process.world_size))
         return _receive(process.rank, source.processes)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _batches(self) -> Iterator[Any]:
         with LoaderEpoch(self) as epoch:
             progress, device, number = self.progress, self.device, 0
-            between, observer = self.between_batches, self.observer
+            between, pauses = self.between_batches, self.pauses
             received, epoch.first = epoch.first, None
             while isinstance(received, ReceivedBatch):
                 number += 1
@@ -174,10 +174,8 @@ class DataLoaderDispatcher(PreparedLoader):
                     progress.final_base = self.source.base_state()
                 if device is not None:
                     batch = send_to_device(batch, device, self._non_blocking)
-                if observer is not None:
-                    observer.batch_given(batch)
                 yield batch
-                if between is not None:
+                if between is not None and (pauses is None or pauses.used):
                     between(False)
                 received = NO_BATCH if received.last else self._next(epoch.batches)
             epoch.given = number

@@ -189,19 +189,16 @@ class ElasticLoader(DataLoaderShard):
     def _kept(self) -> dict[str, Any]:
         return {name: value for name, value in super()._kept().items() if name not in _OF_THE_RUN}
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _batches(self) -> Iterator[Any]:
         self.share = None
         if self.begin_step is None or self.trains is None or not self.trains():
-            yield from super().__iter__()
+            yield from super()._batches()
             return
-        if self.observer is not None:
-            self.observer.epoch_begins()
         self.progress.take_start()
         self.begin()
         try:
-            steps = self._steps(self.begin_step)
-            alone = self.between_batches is None and self.observer is None
-            yield from (steps if alone else accompanied(steps, self.between_batches, self.observer))
+            steps, between = self._steps(self.begin_step), self.between_batches
+            yield from (steps if between is None else accompanied(steps, between, self.pauses))
             self.progress.finish()
         finally:
             self.share = None

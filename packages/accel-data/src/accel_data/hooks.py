@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, MutableSequence
+from time import perf_counter
 from typing import Any, Protocol
 
-__all__ = ("DeviceTransfer", "LoaderObserver", "accompanied", "transferred")
+__all__ = ("DeviceTransfer", "LoaderObserver", "Pauses", "Waits", "accompanied", "observed", "transferred")
 
 
 class DeviceTransfer(Protocol):
@@ -31,17 +32,47 @@ class DeviceTransfer(Protocol):
         """
 
 
+class Waits(Protocol):
+    """Where loaders record how long their loops wait for batches, so that no function is called for each batch.
+
+    Attributes:
+        marks: when the newest request of a batch began and when it ended, by `time.perf_counter`.
+        waited: seconds from request to batch; loaders add to it.
+        due: the observer receives the first batch after this time.
+    """
+
+    marks: MutableSequence[float]
+    waited: float
+    due: float
+
+
 class LoaderObserver(Protocol):
-    """Observes the epochs and batches of a loader as the loop receives them."""
+    """Observes the epochs and batches of a loader as the loop receives them.
+
+    Attributes:
+        waits: where the loader records its waits; None calls `batch_given` with every batch.
+    """
+
+    waits: Waits | None
 
     def epoch_begins(self) -> None:
         """Called before an epoch begins, before its position is read and random numbers are drawn."""
 
     def batch_given(self, batch: Any) -> None:
-        """Called with each batch, on its device, before the loop receives it."""
+        """Called with each batch that is due, on its device, before the loop receives it."""
 
     def epoch_ends(self) -> None:
         """Called when the loop requests a batch after the last one, or when it ends early."""
+
+
+class Pauses(Protocol):
+    """Whether `between_batches` of a loader has work to do, so that most batches are given without a call.
+
+    Attributes:
+        used: whether it is called now.
+    """
+
+    used: bool
 
 
 def transferred(
@@ -66,23 +97,37 @@ def transferred(
 
 
 def accompanied(
-    steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
-) -> Generator[Any, None, int]:
-    """The same batches, with a call before each is read, and an observer that receives each."""
+    batches: Iterator[Any], between: Callable[[bool], None], pauses: Pauses | None
+) -> Generator[Any, None, None]:
+    """The same batches, with a call before each is read: with True before the first."""
+    end, first = object(), True
+    while True:
+        if pauses is None or pauses.used:
+            between(first)
+        first = False
+        if (batch := next(batches, end)) is end:
+            return
+        yield batch
+
+
+def observed(batches: Iterator[Any], observer: LoaderObserver) -> Generator[Any, None, None]:
+    """The batches of an epoch, with an observer."""
+    observer.epoch_begins()
+    waits = observer.waits
     try:
-        if between is not None:
-            between(True)
-        while True:
-            try:
-                batch = next(steps)
-            except StopIteration as end:
-                given: int = end.value
-                return given
-            if observer is not None:
+        if waits is None:
+            for batch in batches:
+                observer.batch_given(batch)
+                yield batch
+            return
+        marks = waits.marks
+        marks[0] = perf_counter()
+        for batch in batches:
+            marks[1] = now = perf_counter()
+            waits.waited += now - marks[0]
+            if now > waits.due:
                 observer.batch_given(batch)
             yield batch
-            if between is not None:
-                between(False)
+            marks[0] = perf_counter()
     finally:
-        if observer is not None:
-            observer.epoch_ends()
+        observer.epoch_ends()

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batch_codec import samples_in
-from accel_data.hooks import DeviceTransfer, LoaderObserver, transferred
+from accel_data.hooks import DeviceTransfer, LoaderObserver, Pauses, observed, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
@@ -59,7 +59,7 @@ _FLAT: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OURS: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
+_OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer", "pauses")
 """Attributes that are not pickled."""
 
 
@@ -138,6 +138,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         source: yields this process's batches.
         between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
             True before the first batch of an epoch.
+        pauses: whether `between_batches` has work to do; None calls it always.
         device_transfer: copies batches to the device, if more than a plain copy is needed; None for a plain copy.
         observer: observes epochs and batches.
     """
@@ -153,6 +154,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     observer: LoaderObserver | None = None
+    pauses: Pauses | None = None
     _non_blocking: bool
 
     @classmethod
@@ -198,9 +200,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return LoaderOptions(**own | changes)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = self._batches()
+        return batches if self.observer is None else observed(batches, self.observer)
+
+    def _batches(self) -> Iterator[Any]:
         """Yield the batches of an epoch, inside `with LoaderEpoch(self)`.
 
-        Updates `progress`, calls `between_batches` after each batch, and reports each to the observer.
+        Updates `progress`, and calls `between_batches` after each batch.
         """
         raise NotImplementedError
 
@@ -478,8 +484,6 @@ class LoaderEpoch:
 
     def __enter__(self) -> LoaderEpoch:
         loader, progress = self._loader, self._loader.progress
-        if loader.observer is not None:
-            loader.observer.epoch_begins()
         at, replay = progress.take_start()
         if loader.skips:
             # A position set by the script counts from the beginning of the epoch.
@@ -496,7 +500,7 @@ class LoaderEpoch:
             if before is not None:
                 # The saved run had drawn its random numbers for this epoch before it was saved.
                 restore(before)
-            if loader.between_batches is not None:
+            if loader.between_batches is not None and (loader.pauses is None or loader.pauses.used):
                 loader.between_batches(True)
         except BaseException:
             loader.end()
@@ -508,8 +512,6 @@ class LoaderEpoch:
     ) -> None:
         loader, progress = self._loader, self._loader.progress
         try:
-            if loader.observer is not None:
-                loader.observer.epoch_ends()
             if kind is None:
                 wrong = loader._wrong_length(self._info, self.given)
                 progress.finish()
@@ -582,13 +584,13 @@ class DataLoaderShard(PreparedLoader):
         # Prefetching in another thread must not draw from this process's generators.
         return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _batches(self) -> Iterator[Any]:
         with LoaderEpoch(self) as epoch:
             progress, source = self.progress, self.source
             padded = source.padded
             device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
             is_there = None if device is None else _on(device)
-            between, shown = self.between_batches, None if self.observer is None else self.observer.batch_given
+            between, pauses = self.between_batches, self.pauses
             batches, number = epoch.batches, 0
             current, epoch.first = epoch.first, None
             while current is not NO_BATCH:
@@ -620,10 +622,8 @@ class DataLoaderShard(PreparedLoader):
                 progress.padding = padding
                 if current is NO_BATCH:
                     self._note_end(batch, padding)
-                if shown is not None:
-                    shown(batch)
                 yield batch
-                if between is not None:
+                if between is not None and (pauses is None or pauses.used):
                     between(False)
             epoch.given = number
 

@@ -31,12 +31,9 @@ class BetweenBatches:
         accelerator: the Accelerator.
         ending: ends the run if a signal has requested it.
         saving: saves a checkpoint if one is due.
-
-    Attributes:
-        pauses: whether a call does something.
     """
 
-    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps", "pauses")
+    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps")
 
     def __init__(
         self,
@@ -46,15 +43,10 @@ class BetweenBatches:
     ) -> None:
         # A weak reference: the Accelerator has a reference to the loader, which has one to this object.
         self._accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
-        self.pauses = accelerator._pauses
-        if ending is not None or saving is not None:
-            self.pauses.used = True
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
     def __call__(self, first: bool) -> None:
-        if not self.pauses.used:
-            return
         accelerator = self._accelerator()
         saver = None if accelerator is None else accelerator._saver
         if accelerator is not None and saver is not None:
@@ -80,7 +72,9 @@ def call_between_batches(accelerator: AcceleratorMembers, loader: Any) -> None:
     saving = None
     if accelerator._options.project.save_policy is not None:
         saving = _saving(accelerator)
-    loader.between_batches = BetweenBatches(accelerator, ending, saving)
+    loader.between_batches, loader.pauses = BetweenBatches(accelerator, ending, saving), accelerator._pauses
+    if ending is not None or saving is not None:
+        loader.pauses.used = True
 
 
 def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:

@@ -1,14 +1,13 @@
 """Records how this process spends its time, in the account of `accel_state.goodput`.
 
-It observes prepared loaders. While a loader fetches a batch, the process waits for data. Between a batch and the next
-request it trains, or evaluates if no optimizer stepped.
+It observes prepared loaders. While a loader fetches a batch, the process waits for data. The rest of a loop is
+training, or evaluation if no optimizer stepped.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,10 +22,8 @@ from accel_state.goodput.account import (
     GOODPUT_FOLDER,
     RECOMPUTED,
     SAVING,
-    SECONDS_AT,
     START_UP,
     STEP,
-    WAITING,
     TimeAccount,
 )
 from accel_state.hang_report.progress import PROGRESS
@@ -35,6 +32,8 @@ from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.stopwatch import TimedTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from accel_state.gradient import GradientState
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ("GoodputRecorder", "recorder_of")
 
 _SAVES: Final = ("save", "save_model", "save_state", "wait_for_checkpoint")
+
+_REPORTED_EVERY: Final = 0.1
+"""Seconds between two updates of the account in a loop of fast steps."""
 
 
 class GoodputRecorder(RunObserver):
@@ -101,8 +103,8 @@ class GoodputRecorder(RunObserver):
     def loader_prepared(self, accelerator: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            _TimedLoader(self.account, accelerator.gradient_state, loader).follow(loader)
-            loader.observer.first = self._forget_steps
+            loader.observer = _TimedLoader(self.account, accelerator.gradient_state, self._forget_steps)
+            loader.between_batches = self.account.timed(SAVING, loader.between_batches)
 
     def _forget_steps(self) -> None:
         if self._stepped is not None:
@@ -113,74 +115,55 @@ class GoodputRecorder(RunObserver):
 class _TimedLoader:
     """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderObserver`."""
 
-    __slots__ = ("_account", "_before", "_gradient", "_pauses", "_steps", "first")
+    __slots__ = ("_first", "_gradient", "_steps", "waits")
 
-    def __init__(self, account: TimeAccount, gradient: GradientState, loader: Any) -> None:
-        self._account, self._gradient = account, gradient
-        self._before = loader.between_batches
-        self._pauses = self._before.pauses
+    def __init__(self, account: TimeAccount, gradient: GradientState, first: Callable[[], None]) -> None:
+        self.waits, self._gradient, self._first = account, gradient, first
         self._steps = 0
-        self.first: Any = None
-
-    def follow(self, loader: Any) -> None:
-        """Attach to a loader, to be called between its batches."""
-        loader.between_batches, loader.observer = self._between, self
 
     def epoch_begins(self) -> None:
         """See `LoaderObserver`."""
-        if self.first is not None:
-            self.first()
-            self.first = None
-
-    def _between(self, first: bool) -> None:
-        account = self._account
-        # Decide how the time since the last batch was spent.
-        if not first:
-            steps, begun = PROGRESS.steps, self._steps
-            if steps == begun and self._gradient.sync_gradients:
-                account.doing = EVALUATION
-            elif begun == 0:
-                account.doing = FIRST_STEP
-            else:
-                account.step = step = PROGRESS.loaded + steps
-                account.doing = STEP if step > account.before else RECOMPUTED
-        if self._pauses.used:
-            account.enter(SAVING)
-            self._before(first)
-        # The code of `account.enter(DATA)`, without the cost of a call.
-        now = perf_counter()
-        cells, seconds, doing = account.cells, account.seconds, account.doing
-        cells[SECONDS_AT + doing] = seconds[doing] = seconds[doing] + now - account.since
-        cells[1], cells[2], cells[3] = DATA, now + account.offset, account.step
-        account.doing, account.since = DATA, now
+        self._first()
+        self._steps = PROGRESS.steps
+        self.waits.enter(DATA)
+        self.waits.due = 0.0
 
     def batch_given(self, batch: Any) -> None:
         """See `LoaderObserver`."""
-        self._steps = steps = PROGRESS.steps
-        account = self._account
+        account, steps = self.waits, PROGRESS.steps
+        self._judge(steps)
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
-        expected = (STEP if PROGRESS.loaded + steps >= account.before else RECOMPUTED) if steps else FIRST_STEP
-        # The code of `account.enter(expected)`, without the cost of a call.
-        now = perf_counter()
-        cells, seconds, doing = account.cells, account.seconds, account.doing
-        cells[SECONDS_AT + doing] = seconds[doing] = seconds[doing] + now - account.since
-        cells[1], cells[2] = expected, now + account.offset
-        account.doing, account.since = expected, now
-        if now > account.due:
-            account.write("so far")
+        counts = PROGRESS.loaded + steps >= account.before
+        account.enter((STEP if counts else RECOMPUTED) if steps else FIRST_STEP)
+        # A loop whose kind can change soon reports each batch.
+        account.due = account.since + _REPORTED_EVERY if steps and counts else 0.0
 
     def epoch_ends(self) -> None:
         """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
-        account = self._account
+        account = self.waits
+        account.resume()
+        self._judge(PROGRESS.steps)
+        account.enter(STEP if PROGRESS.steps > 0 and torch.is_grad_enabled() else EVALUATION)
+
+    def _judge(self, steps: int) -> None:
+        """Decide how the loop has spent the time since the last report."""
+        account, before = self.waits, self._steps
+        self._steps = steps
         if account.doing == DATA:
-            account.enter(STEP if PROGRESS.steps > 0 and torch.is_grad_enabled() else EVALUATION)
+            return
+        if steps == before and self._gradient.sync_gradients:
+            account.doing = EVALUATION
+        elif before == 0:
+            account.doing = FIRST_STEP
+        else:
+            account.step = step = PROGRESS.loaded + steps
+            account.doing = STEP if step > account.before else RECOMPUTED
 
 
 def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
     """A backward pass that charges the time after this process's last gradient to waiting."""
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
-        doing = account.doing
         handle: Any = None
         if loss.requires_grad:
             handle = loss.register_hook(lambda _: _queue(account))  # type: ignore[no-untyped-call]
@@ -189,8 +172,7 @@ def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
         finally:
             if handle is not None:
                 handle.remove()
-            if account.doing == WAITING:
-                account.enter(doing)
+            account.resume()
 
     return backward
 
@@ -202,7 +184,7 @@ def _queue(account: TimeAccount) -> None:
 
 def _wait(account: TimeAccount) -> None:
     if account.is_mine:
-        account.enter(WAITING)
+        account.wait_for_others()
 
 
 def recorder_of(options: Options) -> GoodputRecorder | None:

@@ -9,7 +9,8 @@ lines with the seconds per category so far. Each line is written atomically, at 
 the run. The time since the last line is in a small memory-mapped file, `rank_0.live`, which survives the process. The
 next process of that rank turns it into a line before it begins.
 
-A step changes the category twice, which takes less than a microsecond.
+Steps and waits alternate thousands of times per second, so a wait only adds to a number and writes its begin and end to
+the live file; see `TimeAccount.waits`. The account itself is updated ten times per second.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ __all__ = (
     "GOODPUT_FOLDER",
     "RECOMPUTED",
     "SAVING",
-    "SECONDS_AT",
     "START_UP",
     "STEP",
     "WAITING",
@@ -71,11 +71,11 @@ _BY_SHARE: Final = {"waiting": WAITING, "saving": SAVING}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SECONDS_AT: Final = 5
-"""Numbers before the seconds: start of the process, category, start of the category, step, highest step before."""
+_BEGAN, _DOING, _SINCE, _STEP, _BEFORE, _OFFSET, _PAUSED, _RESUMED, _WAIT = range(9)
+_SECONDS: Final = 9
+"""Positions of the numbers in a live file; the seconds follow them."""
 
-_CELLS: Final = SECONDS_AT + len(CATEGORIES)
-_LIVE: Final = struct.Struct(f"{_CELLS}d")
+_LIVE: Final = struct.Struct(f"{_SECONDS + len(CATEGORIES)}d")
 _MOST_OFTEN: Final = 0.2
 _LEAST_OFTEN: Final = 60.0
 _PART: Final = 1 / 200
@@ -99,18 +99,25 @@ class LiveAccount:
     """
 
     def __init__(self, numbers: tuple[float, ...]) -> None:
-        self.began, doing, self.since, self.step, self.before = numbers[:SECONDS_AT]
+        self.began, doing, self.since, self.step, self.before, offset, paused, resumed, wait = numbers[:_SECONDS]
         self.doing = int(doing)
-        self.seconds = dict(zip(CATEGORIES, numbers[SECONDS_AT:], strict=True))
+        self.seconds = dict(zip(CATEGORIES, numbers[_SECONDS:], strict=True))
+        last = max(paused, resumed) + offset
+        if last > self.since:
+            # The waits before the last one are unknown, and count as what the process did between them.
+            self.seconds[CATEGORIES[self.doing]] += last - self.since
+            self.since = last
+            if paused > resumed:
+                self.doing = int(wait)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> LiveAccount | None:
         """Read a file; None if it does not exist, or is not a live file."""
         try:
             live = cls(_LIVE.unpack(Path(path).read_bytes()))
-        except (OSError, struct.error, ValueError):
+        except (OSError, struct.error, ValueError, OverflowError, IndexError):
             return None
-        sound = 0 <= live.doing < len(CATEGORIES) and live.began > 0
+        sound = 0 <= live.doing < len(CATEGORIES) and 0 < live.began < math.inf and 0 <= live.since < math.inf
         return live if sound and all(0 <= one < 1e12 for one in live.seconds.values()) else None
 
     def line(self) -> dict[str, Any]:
@@ -140,43 +147,85 @@ class TimeAccount:
         step: number of steps of the run so far; recorded when the category changes next.
         since: when the category last changed, by `time.perf_counter`.
         seconds: seconds of each category until then.
-        cells: the numbers of the live file; the seconds begin at `SECONDS_AT`.
-        offset: difference between `time.time` and `time.perf_counter`.
-        due: when the next line is written, by `time.perf_counter`.
+        marks: when the last short wait began and when it ended, by `time.perf_counter`; in the live file.
+        waited: seconds of short waits for data since `since`.
+        waited_for_others: seconds of short waits for other processes since `since`.
+        due: when a loader reports its next batch, by `time.perf_counter`; see `accel_data.hooks.Waits`.
     """
 
-    __slots__ = ("_lines", "_thread", "before", "began", "cells", "doing", "due", "offset", "seconds", "since", "step")
+    __slots__ = (
+        "_began",
+        "_cells",
+        "_line_due",
+        "_lines",
+        "_offset",
+        "_thread",
+        "before",
+        "doing",
+        "due",
+        "marks",
+        "seconds",
+        "since",
+        "step",
+        "waited",
+        "waited_for_others",
+    )
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, attempt: int = 0) -> None:
         os.makedirs(folder, exist_ok=True)
         self._lines = os.path.join(folder, f"rank_{rank}.jsonl")
         live = os.path.join(folder, f"rank_{rank}.live")
         self.before = _close_last(self._lines, live)
-        self.offset = time.time() - perf_counter()
-        self.began = time.time() - _age()
+        self._offset = time.time() - perf_counter()
+        self._began = time.time() - _age()
         self._thread = threading.get_ident()
-        self.cells: Any = _mapped(live)
+        self._cells = cells = _mapped(live)
+        self.marks = cells[_PAUSED : _RESUMED + 1]
         self.since = perf_counter()
         self.doing, self.step = START_UP, 0
-        cells = self.cells
-        cells[0], cells[3], cells[4] = self.began, 0.0, self.before
+        self.waited = self.waited_for_others = self.due = 0.0
+        cells[_STEP], cells[_BEFORE], cells[_OFFSET], cells[_WAIT] = 0.0, self.before, self._offset, DATA
         # A list, because reading the mapped file takes longer.
         self.seconds = [0.0] * len(CATEGORIES)
-        self.seconds[START_UP] = cells[SECONDS_AT + START_UP] = time.time() - self.began
-        cells[1], cells[2] = START_UP, self.since + self.offset
-        append_line(self._lines, {"event": "start", "time": time.time(), "began": self.began, "attempt": attempt})
-        self.due = self.since + _MOST_OFTEN
+        self.seconds[START_UP] = cells[_SECONDS + START_UP] = time.time() - self._began
+        cells[_DOING], cells[_SINCE], cells[_BEGAN] = START_UP, self.since + self._offset, self._began
+        append_line(self._lines, {"event": "start", "time": time.time(), "began": self._began, "attempt": attempt})
+        self._line_due = self.since + _MOST_OFTEN
 
     def enter(self, category: int) -> None:
         """Charge the time from now on to another category; write a line if one is due."""
         now = perf_counter()
-        cells, seconds, doing = self.cells, self.seconds, self.doing
-        cells[SECONDS_AT + doing] = seconds[doing] = seconds[doing] + now - self.since
-        cells[1] = self.doing = category
-        cells[2], cells[3] = now + self.offset, self.step
+        cells, seconds, doing = self._cells, self.seconds, self.doing
+        waits = self.waited, self.waited_for_others
+        self.waited = self.waited_for_others = 0.0
+        seconds[DATA] += waits[0]
+        seconds[WAITING] += waits[1]
+        seconds[doing] += now - self.since - waits[0] - waits[1]
+        for changed in (DATA, WAITING, doing):
+            cells[_SECONDS + changed] = seconds[changed]
+        cells[_DOING] = self.doing = category
+        cells[_SINCE], cells[_STEP] = now + self._offset, self.step
         self.since = now
-        if now > self.due:
+        if now > self._line_due:
             self.write("so far")
+
+    def wait_for_others(self) -> None:
+        """Begin a short wait for other processes, until `resume`."""
+        self._cells[_WAIT] = WAITING
+        self.marks[0] = perf_counter()
+
+    def resume(self) -> bool:
+        """End a short wait; False if there was none."""
+        marks, cells = self.marks, self._cells
+        if marks[0] <= marks[1]:
+            return False
+        now = perf_counter()
+        if cells[_WAIT] == WAITING:
+            self.waited_for_others += now - marks[0]
+        else:
+            self.waited += now - marks[0]
+        marks[1], cells[_WAIT] = now, DATA
+        return True
 
     def charge(self, category: int, then: int) -> None:
         """Charge the time since the last change to a category, and the time from now on to another one."""
@@ -185,22 +234,27 @@ class TimeAccount:
 
     def close(self) -> None:
         """Write the last line, at the end of the process."""
-        self.due = math.inf
+        self._line_due = math.inf
         self.enter(DOWN)
         self.write("end")
 
     def write(self, event: str) -> None:
         """Write a line."""
-        cells = self.cells
-        seconds = dict(zip(CATEGORIES, (round(one, 6) for one in cells[SECONDS_AT:]), strict=True))
-        step = int(cells[3])
+        cells = self._cells
+        seconds = dict(zip(CATEGORIES, (round(one, 6) for one in self.seconds), strict=True))
         with contextlib.suppress(OSError):
             append_line(
                 self._lines,
-                {"event": event, "time": cells[2], "began": self.began, "step": step, "seconds": seconds},
+                {
+                    "event": event,
+                    "time": cells[_SINCE],
+                    "began": self._began,
+                    "step": int(cells[_STEP]),
+                    "seconds": seconds,
+                },
             )
-        so_far = time.time() - self.began
-        self.due = perf_counter() + min(max(so_far * _PART, _MOST_OFTEN), _LEAST_OFTEN)
+        so_far = time.time() - self._began
+        self._line_due = perf_counter() + min(max(so_far * _PART, _MOST_OFTEN), _LEAST_OFTEN)
 
     def on(self, share: str) -> _Charged:
         """A context manager that charges the time of its block to a share of `accel_torch.stopwatch`."""
@@ -223,7 +277,7 @@ class TimeAccount:
 
 
 class _Charged:
-    __slots__ = ("_account", "_before", "_category")
+    __slots__ = ("_account", "_before", "_category", "_paused")
 
     def __init__(self, account: TimeAccount, category: int) -> None:
         self._account, self._category, self._before = account, category, -1
@@ -233,13 +287,18 @@ class _Charged:
         # Saving includes waiting for other processes, and stays charged to saving.
         if account.is_mine and account.doing not in (SAVING, WAITING):
             self._before = account.doing
+            self._paused = account.resume()
             account.enter(self._category)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before >= 0:
-            self._account.enter(self._before)
+            account = self._account
+            account.enter(self._before)
+            if self._paused:
+                # Only a loader calls code that is charged during a short wait; its wait goes on.
+                account.marks[0] = account.since
 
 
 def _age() -> float:

@@ -134,16 +134,16 @@ class ParityRecorder(RunObserver):
         """Attach to a prepared loader, to be called between its batches."""
         if not hasattr(loader, "between_batches"):
             return
-        number, before = self._facts.loaders, loader.between_batches
+        number, before, pauses = self._facts.loaders, loader.between_batches, loader.pauses
         self._facts.loaders += 1
 
         def between(first: bool) -> None:
-            if before is not None:
+            if before is not None and (pauses is None or pauses.used):
                 before(first)
             if not first:
                 self._step_ends()
 
-        loader.between_batches = between
+        loader.between_batches, loader.pauses = between, None
         follower = _LoaderFollower(self, number, loader)
         loader.observer = follower
         if self._task.is_reference:
@@ -402,6 +402,8 @@ class ParityRecorder(RunObserver):
 
 class _LoaderFollower:
     """Follows one loader; see `accel_data.hooks.LoaderObserver` and `DeviceTransfer`."""
+
+    waits = None
 
     def __init__(self, recorder: ParityRecorder, number: int, loader: Any) -> None:
         self._recorder, self._number = recorder, number

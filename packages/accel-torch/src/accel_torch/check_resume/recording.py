@@ -113,11 +113,11 @@ class RunRecorder(RunObserver):
         if not hasattr(loader, "between_batches"):
             return
         number = len(accelerator._prepared.loaders)
-        before, steps = loader.between_batches, self._steps
+        before, pauses, steps = loader.between_batches, loader.pauses, self._steps
 
         def between(first: bool) -> None:
             nonlocal steps
-            if before is not None:
+            if before is not None and (pauses is None or pauses.used):
                 before(first)
             trained = not first and self._steps > steps and accelerator.gradient_state.sync_gradients
             steps = self._steps
@@ -130,7 +130,7 @@ class RunRecorder(RunObserver):
             if trained:
                 self._after_step(accelerator)
 
-        loader.between_batches = between
+        loader.between_batches, loader.pauses = between, None
         loader.observer = _Observer(self, accelerator, number, loader.progress)
 
     def epoch_begins(self, accelerator: Accelerator) -> None:
@@ -233,6 +233,8 @@ class RunRecorder(RunObserver):
 
 class _Observer:
     """Forwards the calls of a loader; see `accel_data.hooks.LoaderObserver`."""
+
+    waits = None
 
     def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
         self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
