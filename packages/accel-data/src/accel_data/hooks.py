@@ -119,6 +119,7 @@ def observed(batches: Iterator[Any], observer: LoaderObserver) -> Generator[Any,
             for batch in batches:
                 observer.batch_given(batch)
                 yield batch
+                del batch
             return
         marks = waits.marks
         marks[0] = perf_counter()
@@ -128,6 +129,8 @@ def observed(batches: Iterator[Any], observer: LoaderObserver) -> Generator[Any,
             if now > waits.due:
                 observer.batch_given(batch)
             yield batch
+            # Its memory must be free before the next batch is copied to the device.
+            del batch
             marks[0] = perf_counter()
     finally:
         observer.epoch_ends()

@@ -1,0 +1,144 @@
+"""Observers of prepared loaders: which batches they receive, and which waits are recorded."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accel_data import prepare_data_loader
+from accel_state.testing.fresh import fresh
+
+SLEEP = 0.02
+
+
+class Slow(Dataset[torch.Tensor]):
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at = fails_at
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.fails_at:
+            raise ValueError("a damaged sample")
+        time.sleep(SLEEP)
+        return torch.tensor([float(index)])
+
+
+class SlowStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        samples = Slow()
+        return (samples[index] for index in range(len(samples)))
+
+
+class Recorded:
+    """The `Waits` of a test."""
+
+    def __init__(self, due: float) -> None:
+        self.marks, self.waited, self.due = [0.0, 0.0], 0.0, due
+
+
+class Observer:
+    def __init__(self, due: float | None) -> None:
+        self.waits = None if due is None else Recorded(due)
+        self.events: list[Any] = []
+
+    def epoch_begins(self) -> None:
+        self.events.append("begins")
+
+    def batch_given(self, batch: torch.Tensor) -> None:
+        self.events.append(batch.flatten().tolist())
+
+    def epoch_ends(self) -> None:
+        self.events.append("ends")
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def observed(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Observer]:
+    loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatched)
+    loader.observer = observer = Observer(due)
+    return loader, observer
+
+
+ALL = ["begins", [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], "ends"]
+
+
+@pytest.mark.parametrize(("data", "dispatched"), [(Slow(), False), (SlowStream(), False), (SlowStream(), True)])
+@pytest.mark.parametrize(("due", "events"), [(None, ALL), (0.0, ALL), (math.inf, ["begins", "ends"])])
+def test_an_observer_receives_the_batches_that_are_due(
+    data: Any, dispatched: bool, due: float | None, events: list[Any]
+) -> None:
+    loader, observer = observed(data, due, dispatched)
+    for _ in range(2):
+        assert len(list(loader)) == 3
+    assert observer.events == events * 2
+
+
+def test_waits_are_the_time_from_request_to_batch() -> None:
+    loader, observer = observed(Slow(), math.inf)
+    assert observer.waits is not None
+    for _ in loader:
+        began, ended = observer.waits.marks
+        assert began < ended
+        before = observer.waits.waited
+        time.sleep(5 * SLEEP)
+        assert observer.waits.waited == before
+    # All samples were read while the loop waited, and no wait is negative or counted twice.
+    assert observer.waits.waited >= 6 * SLEEP
+
+
+def test_a_failed_request_is_still_open_when_its_epoch_ends() -> None:
+    loader, observer = observed(Slow(fails_at=4), math.inf)
+    assert observer.waits is not None
+    with pytest.raises(ValueError, match="damaged"):
+        list(loader)
+    began, ended = observer.waits.marks
+    assert began > ended
+    assert observer.events == ["begins", "ends"]
+
+
+@pytest.mark.parametrize("due", [None, math.inf])
+def test_an_observed_loader_does_not_keep_a_batch_that_the_loop_dropped(due: float | None) -> None:
+    loader, _ = observed(Slow(), due)
+    given: list[weakref.ref[Any]] = []
+    read: list[bool] = []
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        read.append(bool(given) and given[-1]() is not None)
+        return torch.stack(samples)
+
+    loader.base_dataloader.collate_fn = collate
+    batches = iter(loader)
+    batch = next(batches)
+    given.append(weakref.ref(batch))
+    del batch
+    next(batches)
+    # While the third batch is read, the first one no longer exists.
+    assert read == [False, False, False]
+
+
+def test_pauses_turn_the_calls_between_batches_off() -> None:
+    class Switch:
+        used = False
+
+    loader, _ = observed(Slow(), None)
+    calls: list[bool] = []
+    loader.between_batches, loader.pauses = calls.append, Switch()
+    for number, _ in enumerate(loader):
+        loader.pauses.used = number == 1
+    assert calls == [False]
+    loader.pauses = None
+    assert len(list(loader)) == 3
+    assert calls == [False, True, False, False, False]
