@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, MutableSequence
 from time import perf_counter
 from typing import Any, Protocol
 
-__all__ = ("DeviceTransfer", "LoaderObserver", "Pauses", "Waits", "accompanied", "observed", "transferred")
+__all__ = ("BatchPauses", "DeviceTransfer", "LoaderObserver", "Waits", "accompanied", "observed", "transferred")
 
 
 class DeviceTransfer(Protocol):
@@ -65,7 +65,7 @@ class LoaderObserver(Protocol):
         """Called when the loop requests a batch after the last one, or when it ends early."""
 
 
-class Pauses(Protocol):
+class BatchPauses(Protocol):
     """Whether `between_batches` of a loader has work to do, so that most batches are given without a call.
 
     Attributes:
@@ -97,7 +97,7 @@ def transferred(
 
 
 def accompanied(
-    batches: Iterator[Any], between: Callable[[bool], None], pauses: Pauses | None
+    batches: Iterator[Any], between: Callable[[bool], None], pauses: BatchPauses | None
 ) -> Generator[Any, None, None]:
     """The same batches, with a call before each is read: with True before the first."""
     end, first = object(), True

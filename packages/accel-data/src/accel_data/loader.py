@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batch_codec import samples_in
-from accel_data.hooks import DeviceTransfer, LoaderObserver, Pauses, observed, transferred
+from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, observed, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
@@ -154,7 +154,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     observer: LoaderObserver | None = None
-    pauses: Pauses | None = None
+    pauses: BatchPauses | None = None
     _non_blocking: bool
 
     @classmethod

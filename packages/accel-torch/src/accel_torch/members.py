@@ -32,7 +32,7 @@ __all__ = ("AcceleratorMembers", "Pauses")
 
 
 class Pauses:
-    """Whether anything happens between the batches of an Accelerator; see `accel_data.hooks.Pauses`.
+    """Whether anything happens between the batches of an Accelerator; see `accel_data.hooks.BatchPauses`.
 
     Attributes:
         used: whether it saves, or ends the run if it is asked to.
