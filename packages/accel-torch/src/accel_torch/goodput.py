@@ -135,8 +135,8 @@ class _TimedLoader:
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
         counts = PROGRESS.loaded + steps >= account.before
         account.enter((STEP if counts else RECOMPUTED) if steps else FIRST_STEP)
-        # A loop whose kind can change soon reports each batch.
-        account.due = account.since + _REPORTED_EVERY if steps and counts else 0.0
+        # Each batch is reported until the first step has ended.
+        account.due = account.since + _REPORTED_EVERY if steps else 0.0
 
     def epoch_ends(self) -> None:
         """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
