@@ -103,8 +103,15 @@ class GoodputRecorder(RunObserver):
     def loader_prepared(self, accelerator: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.observer = _TimedLoader(self.account, accelerator.gradient_state, self._forget_steps)
-            loader.between_batches = self.account.timed(SAVING, loader.between_batches)
+            loader.observer = timed = _TimedLoader(self.account, accelerator.gradient_state, self._forget_steps)
+            saves = self.account.timed(SAVING, loader.between_batches)
+
+            def between(first: bool) -> None:
+                # Saving ends the time of the step or of the evaluation before it.
+                timed.judge(PROGRESS.steps)
+                saves(first)
+
+            loader.between_batches = between
 
     def _forget_steps(self) -> None:
         if self._stepped is not None:
@@ -131,7 +138,7 @@ class _TimedLoader:
     def batch_given(self, batch: Any) -> None:
         """See `LoaderObserver`."""
         account, steps = self.waits, PROGRESS.steps
-        self._judge(steps)
+        self.judge(steps)
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
         counts = PROGRESS.loaded + steps >= account.before
         account.enter((STEP if counts else RECOMPUTED) if steps else FIRST_STEP)
@@ -142,10 +149,10 @@ class _TimedLoader:
         """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
         account = self.waits
         account.resume()
-        self._judge(PROGRESS.steps)
+        self.judge(PROGRESS.steps)
         account.enter(STEP if PROGRESS.steps > 0 and torch.is_grad_enabled() else EVALUATION)
 
-    def _judge(self, steps: int) -> None:
+    def judge(self, steps: int) -> None:
         """Decide how the loop has spent the time since the last report."""
         account, before = self.waits, self._steps
         self._steps = steps
