@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 
 import torch
-from accel_torch import Accelerator
+from accel_torch import Accelerator, ProjectConfiguration
 
 FOLDER = Path(os.environ["ACCEL_PROJECT_DIR"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -59,7 +59,7 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((2,), index / 24)
 
 
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True{settings})
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
@@ -77,7 +77,7 @@ for number, batch in enumerate(loader):
 accelerator.wait_for_everyone()
 """
 
-PASS: dict[str, str] = dict.fromkeys(("item", "before", "in_step", "after_step", "after"), "pass")
+PASS: dict[str, str] = dict.fromkeys(("item", "before", "in_step", "after_step", "after"), "pass") | {"settings": ""}
 
 KILLED = "if START == 0 and number == {at} and RANK == {rank}: os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -87,6 +87,14 @@ SCRIPTS: dict[str, tuple[int, dict[str, str]]] = {
     "slow first step": (1, {"in_step": "spend('first step', 2.0) if number == 0 else None"}),
     "slow steps": (1, {"in_step": "spend('step', 0.25) if number else None"}),
     "evaluation": (1, {"after": "for batch in other: spend('evaluation', 0.7)"}),
+    "evaluation in a run that saves on a signal": (
+        1,
+        {
+            "settings": ", project_config=ProjectConfiguration("
+            "str(FOLDER), automatic_checkpoint_naming=True, save_on_signal=True)",
+            "after": "for batch in other: spend('evaluation', 0.7)",
+        },
+    ),
     "slow checkpoint": (
         1,
         {

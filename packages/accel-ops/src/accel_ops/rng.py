@@ -114,11 +114,17 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
         CollectiveError: a process ended or did not call this in time.
     """
     sources = [_source(str(kind), generator) for kind in rng_types]
+    if not sources or current.process_or_start().world_size == 1:
+        return
     states = [source.read() for source in sources]
-    if sources and current.process_or_start().world_size > 1:
-        broadcast_object_list(states)
-        for source, state in zip(sources, states, strict=True):
-            source.write(state)
+    # As bytes, because each pickled tensor costs more than the whole rest of the call.
+    broadcast_object_list(sent := [state.numpy().tobytes() if _is_host_bytes(state) else state for state in states])
+    for source, state in zip(sources, sent, strict=True):
+        source.write(torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state)
+
+
+def _is_host_bytes(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.is_cpu
 
 
 def snapshot() -> dict[str, Any]:
