@@ -31,8 +31,8 @@ def shipped_tests(library: str, where: Path) -> list[Path]:
     return list(where.glob("*/tests"))
 
 
-def outcomes(python: str, original: str, here: Path, arguments: list[str]) -> dict[tuple[str, str], bool]:
-    """Whether each test passes with one Python; only `accelerate.test_utils` is always that of the original."""
+def outcomes(python: str, original: str, here: Path, arguments: list[str]) -> dict[tuple[str, str], str]:
+    """How each test ends with one Python; only `accelerate.test_utils` is always that of the original."""
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(SERVED), "ACCEL_ORIGINAL_PYTHON": original}
     alone = ("-c", os.devnull, "--rootdir", str(here), "--continue-on-collection-errors", "--junitxml=outcomes.xml")
     done = subprocess.run(
@@ -40,10 +40,13 @@ def outcomes(python: str, original: str, here: Path, arguments: list[str]) -> di
     )
     if done.returncode not in (0, 1):
         raise SystemExit(f"pytest of {python} ended with {done.returncode}")
-    return {
-        (case.get("classname", ""), case.get("name", "")): not {"failure", "error", "skipped"} & {p.tag for p in case}
-        for case in ElementTree.parse(here / "outcomes.xml").iter("testcase")
-    }
+    cases = ElementTree.parse(here / "outcomes.xml").iter("testcase")
+    return {(case.get("classname", ""), case.get("name", "")): outcome(case) for case in cases}
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """One of "failure", "error", "skipped" and "passed"."""
+    return next((part.tag for part in case if part.tag in ("failure", "error", "skipped")), "passed")
 
 
 def main(original: str, library: str, expression: str, *patterns: str) -> int | str:
@@ -58,9 +61,12 @@ def main(original: str, library: str, expression: str, *patterns: str) -> int | 
             print(f"SKIPPED: tests of {library} itself: none shipped or fetched; {variable} names no folder of them")
             return 0
         both = [outcomes(one, original, here, [*files, "-k", expression]) for one in (original, sys.executable)]
-    there, ours = ({test for test, passed in one.items() if passed} for one in both)
+    there, ours = ({test for test, ended in one.items() if ended == "passed"} for one in both)
     counts = f"{len(there)} of {len(both[0])} pass with the original, {len(ours)} of {len(both[1])} here"
     print(f"tests of {library} itself, -k '{expression}', in {', '.join(files)}: {counts}")
+    # pytest names a file that it cannot import as a test without a class.
+    if unread := [name for (where, name), ended in both[0].items() if not where and ended == "error"]:
+        return f"these files cannot be imported with the original: {unread}"
     if not there:
         return "no test passes with the original"
     return f"these pass with the original alone: {sorted(there - ours)}" if there - ours else 0
