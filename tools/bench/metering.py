@@ -138,10 +138,11 @@ def read(call: Call, calls: int, names: Iterable[str]) -> dict[str, float]:
     return {name: total / calls for name, total in reading.totals.items()}
 
 
-def warm(call: Call) -> float:
+def warm(call: Call, agreed: Callable[[int], int]) -> float:
     """Seconds of a call that is not the first."""
     seconds = read(call, 1, ("wall",))["wall"]
-    return seconds if seconds > 3 * ROUND_SECONDS else min(read(call, 3, ("wall",))["wall"], seconds)
+    more = agreed(0 if seconds > 3 * ROUND_SECONDS else 3)
+    return min(read(call, more, ("wall",))["wall"], seconds) if more else seconds
 
 
 def measure(
@@ -162,7 +163,7 @@ def measure(
     """
     if once:
         return {side: read(call, 1, names) for side, call in calls.items()}
-    times = {side: warm(call) for side, call in calls.items()}
+    times = {side: warm(call, agreed) for side, call in calls.items()}
     number = {side: agreed(max(1, int(ROUND_SECONDS / seconds))) for side, seconds in times.items()}
     longest = max(number[side] * seconds for side, seconds in times.items())
     rounds = agreed(max(least, min(MOST_ROUNDS, int(SIDE_SECONDS / longest))))

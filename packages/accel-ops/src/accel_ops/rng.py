@@ -117,14 +117,12 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
     if not sources or current.process_or_start().world_size == 1:
         return
     states = [source.read() for source in sources]
-    # As bytes, because each pickled tensor costs more than the whole rest of the call.
-    broadcast_object_list(sent := [state.numpy().tobytes() if _is_host_bytes(state) else state for state in states])
-    for source, state in zip(sources, sent, strict=True):
-        source.write(torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state)
-
-
-def _is_host_bytes(state: Any) -> bool:
-    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.is_cpu
+    # As bytes, because a pickled tensor costs more than the rest of the call.
+    flat = [isinstance(state, torch.Tensor) and state.is_cpu and state.dtype == torch.uint8 for state in states]
+    sent = [state.numpy().tobytes() if is_flat else state for state, is_flat in zip(states, flat, strict=True)]
+    broadcast_object_list(sent)
+    for source, state, is_flat in zip(sources, sent, flat, strict=True):
+        source.write(torch.frombuffer(bytearray(state), dtype=torch.uint8) if is_flat else state)
 
 
 def snapshot() -> dict[str, Any]:
