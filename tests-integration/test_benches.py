@@ -108,6 +108,13 @@ def test_the_sides_of_an_interpreter_are_measured_apart(ticks: list[int]) -> Non
     assert found == {"ours": {"ticks": 2}, "raw": {"ticks": 1}}
 
 
+def test_all_processes_make_as_many_calls_as_the_first_one() -> None:
+    calls: list[None] = []
+    measure({"ours": lambda: calls.append(None)}, ["wall"], lambda number: 1)
+    first, warm, measured = 1, 1, 1
+    assert len(calls) == first + warm + measured
+
+
 def test_what_is_measured_once_is_called_once(ticks: list[int]) -> None:
     found = measure({"ours": ticking(ticks, 0, 2)}, ["ticks"], lambda number: number, once=True)
     assert (found, ticks) == ({"ours": {"ticks": 2}}, [2])

@@ -99,7 +99,7 @@ def prepared_training(make: Callable[[], Parts], epochs: int, scope: Scope) -> C
         for _ in range(epochs):
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
-                    # A variable as in the plain loop: the graph that it keeps makes the operations on parameters cheaper.
+                    # A variable, as in the plain loop: the graph that it keeps makes operations on parameters cheaper.
                     loss = torch.nn.functional.cross_entropy(model(inputs), targets.flatten())
                     accelerator.backward(loss)
                     optimizer.step()
