@@ -59,8 +59,8 @@ class Work:
         processes: how many take part in each side; their values are averaged.
         alone: in interpreters of its own, where others of its group would disturb it.
         once: each side a single time for each of its interpreters, without any call before.
-        rounds: how many rounds of each side an interpreter makes at least, where they vary or take long: the first side
-            has fewer pages of memory to reuse.
+        rounds: how many rounds of each side an interpreter makes at least, where they vary, or take so long that there
+            would be one: then the same side would always be first.
     """
 
     ours: Side

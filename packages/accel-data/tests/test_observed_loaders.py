@@ -109,6 +109,21 @@ def test_a_failed_request_is_still_open_when_its_epoch_ends() -> None:
     assert observer.events == ["begins", "ends"]
 
 
+def test_an_error_of_the_observer_ends_the_epoch() -> None:
+    loader, observer = observed(Slow(), 0.0)
+
+    def refuse(batch: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    observer.batch_given = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="refused") as raised:
+        list(loader)
+    # The traceback still exists.
+    assert raised.tb is not None
+    assert not loader.gradient_state.in_dataloader
+    assert observer.events == ["begins", "ends"]
+
+
 @pytest.mark.parametrize("due", [None, math.inf])
 def test_an_observed_loader_does_not_keep_a_batch_that_the_loop_dropped(due: float | None) -> None:
     loader, _ = observed(Slow(), due)

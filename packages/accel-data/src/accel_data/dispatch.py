@@ -7,7 +7,7 @@ this one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -154,7 +154,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return _send(source.open(at, replay), coordinates(self.torch_device_mesh, process.world_size))
         return _receive(process.rank, source.processes)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any, None, None]:
         with LoaderEpoch(self) as epoch:
             progress, device, number = self.progress, self.device, 0
             between, pauses = self.between_batches, self.pauses

@@ -189,7 +189,7 @@ class ElasticLoader(DataLoaderShard):
     def _kept(self) -> dict[str, Any]:
         return {name: value for name, value in super()._kept().items() if name not in _OF_THE_RUN}
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any, None, None]:
         self.share = None
         if self.begin_step is None or self.trains is None or not self.trains():
             yield from super()._batches()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, MutableSequence
+from contextlib import closing
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -110,27 +111,29 @@ def accompanied(
         yield batch
 
 
-def observed(batches: Iterator[Any], observer: LoaderObserver) -> Generator[Any, None, None]:
+def observed(batches: Generator[Any, None, None], observer: LoaderObserver) -> Generator[Any, None, None]:
     """The batches of an epoch, with an observer."""
     observer.epoch_begins()
     waits = observer.waits
-    try:
-        if waits is None:
-            for batch in batches:
-                observer.batch_given(batch)
-                yield batch
-                del batch
-            return
-        marks = waits.marks
-        marks[0] = perf_counter()
-        for batch in batches:
-            marks[1] = now = perf_counter()
-            waits.waited += now - marks[0]
-            if now > waits.due:
-                observer.batch_given(batch)
-            yield batch
-            # Its memory must be free before the next batch is copied to the device.
-            del batch
+    # Else the epoch would go on as long as the traceback of an error of the observer exists.
+    with closing(batches):
+        try:
+            if waits is None:
+                for batch in batches:
+                    observer.batch_given(batch)
+                    yield batch
+                    del batch
+                return
+            marks = waits.marks
             marks[0] = perf_counter()
-    finally:
-        observer.epoch_ends()
+            for batch in batches:
+                marks[1] = now = perf_counter()
+                waits.waited += now - marks[0]
+                if now > waits.due:
+                    observer.batch_given(batch)
+                yield batch
+                # Its memory must be free before the next batch is copied to the device.
+                del batch
+                marks[0] = perf_counter()
+        finally:
+            observer.epoch_ends()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
@@ -203,7 +203,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batches = self._batches()
         return batches if self.observer is None else observed(batches, self.observer)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any, None, None]:
         """Yield the batches of an epoch, inside `with LoaderEpoch(self)`.
 
         Updates `progress`, and calls `between_batches` after each batch.
@@ -584,7 +584,7 @@ class DataLoaderShard(PreparedLoader):
         # Prefetching in another thread must not draw from this process's generators.
         return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any, None, None]:
         with LoaderEpoch(self) as epoch:
             progress, source = self.progress, self.source
             padded = source.padded
