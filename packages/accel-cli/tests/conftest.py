@@ -22,6 +22,9 @@ from accel_state.testing.processes import Finished, run_command
 
 ENTRY = (sys.executable, "-m", "accel_cli.main")
 
+# Seconds within which anything happens, even on a busy machine.
+PATIENT = 250.0
+
 # What says something to a launch, and is not to come from whoever runs the tests.
 TELLING = ("ACCEL", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "OMP_", "TORCHELASTIC_", "SLURM_", "PET_")
 
@@ -45,7 +48,7 @@ def own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_fact
 def accel(tmp_path: Path) -> Callable[..., Finished]:
     """Run `accel` with arguments and return how it ended."""
 
-    def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 100.0) -> Finished:
+    def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = PATIENT) -> Finished:
         variables = dict(env or {})
         if "PYTHONPATH" in variables:
             # The sources under test may be found by this variable only.
@@ -75,8 +78,9 @@ class Background:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.output = b""
+        self.errors = b""
 
-    def lines(self, count: int, timeout: float = 60.0) -> list[str]:
+    def lines(self, count: int, timeout: float = PATIENT) -> list[str]:
         """The first lines of its output, as soon as they are there."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
@@ -87,10 +91,21 @@ class Background:
             self.output += chunk
         return self.output.decode().splitlines()[:count]
 
-    def end(self, timeout: float = 60.0) -> Finished:
+    def errors_until(self, text: str, timeout: float = PATIENT) -> str:
+        """Its standard error until it has this text."""
+        assert self.process.stderr is not None
+        deadline = time.monotonic() + timeout
+        while text.encode() not in self.errors:
+            ready, _, _ = select.select([self.process.stderr], [], [], max(deadline - time.monotonic(), 0))
+            chunk = os.read(self.process.stderr.fileno(), 65536) if ready else b""
+            assert chunk, f"{text!r} did not come in {timeout} s, only {self.errors!r}"
+            self.errors += chunk
+        return self.errors.decode()
+
+    def end(self, timeout: float = PATIENT) -> Finished:
         """Wait for the end."""
         stdout, stderr = self.process.communicate(timeout=timeout)
-        return Finished(self.process.returncode, (self.output + stdout).decode(), stderr.decode())
+        return Finished(self.process.returncode, (self.output + stdout).decode(), (self.errors + stderr).decode())
 
 
 @pytest.fixture
@@ -115,7 +130,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Background]]:
     for background in started:
         if background.process.poll() is None:
             os.killpg(background.process.pid, signal.SIGKILL)
-            background.process.communicate(timeout=30)
+            background.process.communicate(timeout=PATIENT)
         for pipe in (background.process.stdout, background.process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -125,7 +140,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Background]]:
 def gone() -> Callable[[int], bool]:
     """Whether a process ends within a bounded time."""
 
-    def wait(pid: int, timeout: float = 60.0) -> bool:
+    def wait(pid: int, timeout: float = PATIENT) -> bool:
         try:
             watched = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -146,12 +161,15 @@ class Terminal:
         if self.pid == 0:
             # Here and not in the parent: the program may look at the size before the parent goes on.
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
-            os.chdir(folder)
-            os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
+            try:
+                os.chdir(folder)
+                os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
+            finally:
+                os._exit(1)
         self.seen = b""
         self.read = 0
 
-    def until(self, text: str, timeout: float = 60.0) -> None:
+    def until(self, text: str, timeout: float = PATIENT) -> None:
         """Read until a text was printed, after what was read before."""
         deadline = time.monotonic() + timeout
         while text.encode() not in self.seen[self.read :]:

@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path):
 # ---------------------------------------------------------------------- launches
 
 COUNTED = """
-    import os, signal, sys
+    import os, signal, sys, time
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = int(os.environ.get("RANK", "0"))
 """
@@ -246,10 +246,47 @@ def test_a_pause_ends_with_a_signal(start, script):
     """
     )
     running = start(*AUTO, script(body))
-    # The second pause takes a second and the third two, so that the signal comes in one of them.
-    running.lines(3)
+    # The longest pause of this failure.
+    running.errors_until("Starting again in 2 s")
     running.process.send_signal(signal.SIGINT)
-    assert running.end().returncode in (130, 137)
+    finished = running.end()
+    assert finished.returncode == 130
+    assert finished.stderr.endswith("accel launch: ended by SIGINT.\n")
+
+
+@posix_only
+def test_a_signal_while_a_failed_attempt_ends_ends_the_run(start, script):
+    body = (
+        COUNTED
+        + """
+    if rank == 1:
+        # The other process cannot be ended any more.
+        open("deaf").close()
+        os._exit(3)
+
+    def end(number, frame):
+        print("ending", flush=True)
+        # Until the launcher has been asked to end.
+        open("asked").close()
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    open("deaf", "w").close()
+    while True:
+        time.sleep(0.05)
+    """
+    )
+    program = script(body)
+    for name in ("deaf", "asked"):
+        os.mkfifo(program.parent / name)
+    running = start(*AUTO, program)
+    assert running.lines(1) == ["ending"]
+    running.process.send_signal(signal.SIGINT)
+    (program.parent / "asked").write_text("")
+    finished = running.end()
+    assert finished.stdout == "ending\n", finished.stderr
+    # The launcher may read the signal only after it has seen both processes end.
+    assert finished.returncode in (3, 130)
 
 
 @pytest.mark.parametrize(

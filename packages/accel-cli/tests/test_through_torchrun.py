@@ -27,7 +27,7 @@ def test_a_failure_after_a_restart_is_shown_last_with_its_exit_code(accel, scrip
             raise ValueError("the cause") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else SystemExit(4)
         time.sleep(60)
     """
-    finished = accel("launch", "--max_restarts", "1", "--num_processes", "2", script(body), timeout=110)
+    finished = accel("launch", "--max_restarts", "1", "--num_processes", "2", script(body))
     assert sorted(finished.stdout.split()) == ["0", "0", "1", "1", *["attempt"] * 4]
     assert finished.returncode == 1
     assert "Process 1 of 2 failed first" in finished.stderr
@@ -47,9 +47,9 @@ WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 def test_asked_to_end_it_ends_its_processes(start, script, gone):
     background = start("launch", "--launcher", "torchrun", "--num_processes", "2", script(WAIT))
-    pids = list(map(int, background.lines(2, timeout=60)))
+    pids = list(map(int, background.lines(2)))
     background.process.send_signal(signal.SIGTERM)
-    finished = background.end(60)
+    finished = background.end()
     assert finished.returncode == 143
     assert "accel launch: ended by SIGTERM." in finished.stderr
     assert "Traceback" not in finished.stderr
@@ -59,6 +59,6 @@ def test_asked_to_end_it_ends_its_processes(start, script, gone):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")
 def test_no_process_outlives_a_killed_agent(start, script, gone):
     background = start("launch", "--launcher", "torchrun", "--num_processes", "2", script(WAIT))
-    pids = list(map(int, background.lines(2, timeout=60)))
+    pids = list(map(int, background.lines(2)))
     background.process.kill()
     assert all(map(gone, pids))

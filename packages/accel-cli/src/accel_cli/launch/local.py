@@ -456,6 +456,11 @@ class _Processes:
         saved = any(process.popen.poll() == RESUME for process in self._processes)
         return saved or (self._signalled is not None and self._first is None)
 
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether the launcher was asked to end the run, possibly after a process had failed."""
+        return self._signalled is not None
+
     def cause(self, oom_killed: bool) -> Cause:
         """The root cause of the failure."""
         from accel_cli.launch.restarts import find_cause

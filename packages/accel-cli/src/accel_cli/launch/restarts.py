@@ -440,6 +440,10 @@ class RunningProcesses(Protocol):
         """Whether it ended on request, or saved its state in order to be resumed."""
 
     @property
+    def asked_to_end(self) -> bool:
+        """Whether the launcher was asked to end the run, possibly after a process had failed."""
+
+    @property
     def began(self) -> float:
         """Its start time, in seconds since 1970."""
 
@@ -486,6 +490,8 @@ class Restarts:
         else:
             cause = Cause("port taken", None, Fingerprint("port taken"), " ".join(str(refused).split()))
         decision = self._policy.decide(cause)
+        if refused is None and processes.asked_to_end:
+            decision = Decision(False, "the run was asked to end")
         folder = self._plan.project_dir or ("" if refused is not None else processes.folder_of_run())
         if folder:
             record_failure(folder, cause, decision, attempt, processes.began, time.monotonic() - ended)
