@@ -17,13 +17,19 @@ from accel_state.errors import CheckpointError, CollectiveError
 from accel_state.hang_report import report
 from accel_state.testing.processes import Processes
 
-PATIENT = 60.0
+PATIENT = 200.0
 
 
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads do not publish where they are, so that reports would wait for them in vain."""
     monkeypatch.setattr(report, "_LONGEST_WAIT", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def patient_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks share the processor, so that a request of one waits for those of all others."""
+    monkeypatch.setattr(agreement, "_ANSWER", PATIENT)
 
 
 def barrier(rank: Any, topic: str = "save", deadline: float = PATIENT) -> StoreBarrier:

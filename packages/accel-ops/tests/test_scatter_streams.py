@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState, current
 from accel_state.errors import CollectiveError, ShapeMismatch
 from accel_state.testing.processes import Processes
+from accel_state.transport.torch_dist import TorchDistTransport
 
 SIZES = (64, 64, 5000, 5000, 4096, 100_000, 16, 200_000, 200_000)
 
@@ -125,7 +125,7 @@ def calls_alone(rank_that_calls: int) -> str:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_calls_something_else_in_the_loop_is_named(two: Processes, rank: int) -> None:
-    first, second = two.run(calls_alone, rank, timeout=60)
+    first, second = two.run(calls_alone, rank)
     assert first == second
     assert re.search(rf"gather\(\) at \S*test_scatter_streams.py:\d+ on rank {rank}", first), first
     assert re.search(rf"step\(\) at \S*test_scatter_streams.py:\d+ on rank {1 - rank}", first), first
@@ -211,45 +211,50 @@ def dies(rank_that_dies: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_is_killed_leaves_nobody_waiting(two: Processes, rank: int) -> None:
-    survivor = two.outcomes(dies, rank, timeout=60)[1 - rank]
+    survivor = two.outcomes(dies, rank)[1 - rank]
     assert survivor.error is not None
     assert "CollectiveError" in survivor.error
 
 
-def source_is_late() -> float:
-    """How long a handler of a signal waits while this process waits for a message."""
+def source_is_late() -> list[int]:
+    """The source sends its message only when the other process has handled a signal while it waits."""
     state = PartialState(cpu=True)
-    stream = opened()
+    stream, store = opened(), current.process().transport.store()
+    assert store is not None
     if state.process_index == 0:
-        time.sleep(1)
+        store.get("handled")
         send(stream, 64)
         stream.wait()
-        return 0.0
-    handled: list[float] = []
-    previous = signal.signal(signal.SIGALRM, lambda *_: handled.append(time.monotonic()))
+        return []
+    previous = signal.signal(signal.SIGALRM, lambda *_: store.set("handled", ""))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    receive(stream, 64)
-    arrived = time.monotonic()
+    values = receive(stream, 64)
     signal.signal(signal.SIGALRM, previous)
-    return arrived - handled[0]
+    return values
 
 
 def test_signals_are_handled_while_a_process_waits(two: Processes) -> None:
-    assert two.run(source_is_late)[1] > 0.05
+    assert two.run(source_is_late) == [[], [0]]
 
 
 def source_is_too_late() -> str:
-    state = PartialState(cpu=True, timeout=timedelta(seconds=1))
-    stream = opened()
-    if state.process_index == 0:
-        time.sleep(6)
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        receive(stream, 64)
-    return str(caught.value)
+    PartialState(cpu=True)
+    process = current.process()
+    # Only the message is awaited for so short a time, not the other process.
+    short = TorchDistTransport(process.device, timedelta(seconds=5), process.transport.store())
+    with current.replace_process(process._replace(transport=short)):
+        stream, store = opened(), process.transport.store()
+        assert store is not None
+        if process.rank == 0:
+            store.get("given up")
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            receive(stream, 64)
+        store.set("given up", "")
+        return str(caught.value)
 
 
 def test_a_message_that_does_not_come_in_time_is_an_error(two: Processes) -> None:
-    text = two.run(source_is_too_late, timeout=60)[1]
+    text = two.run(source_is_too_late)[1]
     assert re.search(r"Cannot complete step\(\) at \S*test_scatter_streams.py:\d+ \(call \d+\) on rank 1", text), text
     assert re.search(r"ank 0 is in source_is_too_late|ank 0 .*test_scatter_streams.py", text), text

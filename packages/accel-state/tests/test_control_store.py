@@ -231,11 +231,14 @@ def test_a_forked_process_is_refused() -> None:
     store.set("a", b"1", PATIENT)
     child = os.fork()
     if child == 0:
+        code = 4
         try:
             store.check(["a"], PATIENT)
         except NotReady:
-            os._exit(3)
-        os._exit(4)
+            code = 3
+        finally:
+            # Whatever happens, the child does not go on with the tests of its parent.
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 

@@ -38,8 +38,13 @@ def test_a_child_forked_while_the_thread_works_can_end() -> None:
     assert store.asked.wait(60)
     child = os.fork()
     if child == 0:
-        monitor.stop()
-        os._exit(0)
+        code = 1
+        try:
+            monitor.stop()
+            code = 0
+        finally:
+            # Whatever happens, the child does not go on with the tests of its parent.
+            os._exit(code)
     ended = threading.Event()
     status: list[int] = []
 

@@ -15,7 +15,7 @@ from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 from accel_torch.options import ProjectConfiguration
 
-DEADLINE = 30.0
+DEADLINE = 80.0
 
 
 def accelerator(**project: Any) -> Any:

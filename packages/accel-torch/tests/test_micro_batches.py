@@ -107,7 +107,7 @@ def found_by_ranks(limits: list[int], global_batch_size: int) -> Any:
     rank = PartialState(cpu=True).process_index
     step = Memory(limits[rank])
     try:
-        plan = find_micro_batch_size(step, global_batch_size, deadline=20)
+        plan = find_micro_batch_size(step, global_batch_size, deadline=100)
     except AccelError as error:
         return type(error).__name__, str(error)
     return plan.size, plan.per_process, plan.steps, step.tried
@@ -142,7 +142,7 @@ def other_error() -> str:
             raise KeyError("labels")
 
     try:
-        find_micro_batch_size(step, 64, deadline=20)
+        find_micro_batch_size(step, 64, deadline=100)
     except KeyError as error:
         return str(error)
     except CollectiveError as error:

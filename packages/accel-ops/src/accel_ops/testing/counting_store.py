@@ -26,7 +26,7 @@ from accel_state.transport.control import ControlStore
 
 __all__ = ("CountingStore", "SimulatedRank", "on_all_ranks", "simulated_ranks")
 
-_PATIENT: Final = 60.0
+_PATIENT: Final = 200.0
 
 
 class _Memory:
