@@ -35,7 +35,7 @@ def run(library: str, task: str, folder: Path, kind: str, processes: int = 1) ->
     if library == "ours":
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
-        done = run_command(command, timeout=110, env=environment)
+        done = run_command(command, timeout=250, env=environment)
     finally:
         port.release()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -98,7 +98,6 @@ def test_an_editable_install_has_the_stubs_beside_the_sources(source: Path, tmp_
     assert stubs_below(source / "src") == {stub_path(address) for address in NAMES}
 
 
-@pytest.mark.timeout(400)
 def test_mypy_follows_every_name(source: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -123,7 +122,6 @@ def test_mypy_follows_every_name(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_pyright_follows_every_name(source: Path, tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("pyright")
     if subprocess.run([program, "--version"], capture_output=True, check=False, timeout=300).returncode:

@@ -21,7 +21,6 @@ from accel_state.testing.processes import Finished, run_command
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-    pytest.mark.timeout(300),
 ]
 
 MISSES: Final[Mapping[str, str]] = {}

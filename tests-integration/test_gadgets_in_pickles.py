@@ -12,7 +12,6 @@ import reliability_gadgets as attacks
 from accel_state.testing.processes import run_command
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("reader", "every"), [("metadata", 53), ("torch", 97), ("old torch", 101)])
 def test_pickle_attacks_are_survived_by_every_reader(reader: str, every: int) -> None:
     tally = attacks.sweep(reader, every)

@@ -17,7 +17,6 @@ from accel_state.testing.processes import run_command
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.timeout(600)
 def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     assert main(["new-backend", "very-fancy", "--into", str(tmp_path)]) == 0
     package, site = tmp_path / "accel-backend-very-fancy", tmp_path / "site"

@@ -32,7 +32,7 @@ from accel_state.errors import CheckpointError
 from accel_state.network import get_free_port
 from accel_torch import Accelerator, ProjectConfiguration
 
-pytestmark = [pytest.mark.usefixtures("cpu_state"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("cpu_state")]
 
 MOST = 24 << 20
 """Bytes of a file that is sent in three parts."""
@@ -109,7 +109,7 @@ class Proxy(ThreadingHTTPServer):
 
     def request(self, method: str, path: str) -> int:
         """Ask the server behind, past all faults; returns the status."""
-        connection = HTTPConnection("127.0.0.1", self.behind, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.behind, timeout=250)
         connection.request(method, path)
         status = connection.getresponse().status
         connection.close()
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._pass_on(body, lost=fault == "lost")
 
     def _pass_on(self, body: bytes, lost: bool) -> None:
-        connection = HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.server.behind, timeout=250)
         left_out = {"connection", "transfer-encoding", "expect", "content-length"}
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         connection.request(self.command, self.path, body=body, headers={**headers, "Content-Length": str(len(body))})

@@ -55,5 +55,5 @@ def test_folders_go_both_ways(tmp_path: Path, writer: str, reader: str) -> None:
     for library, task in ((writer, "write"), (reader, "read")):
         python = sys.executable if library == "ours" else ORIGINAL
         command = [python, "-c", SCRIPT, task, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.stdout.endswith("done\n"), done.stderr

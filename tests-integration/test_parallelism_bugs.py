@@ -12,7 +12,7 @@ from catalogues.parallelism_bugs import CATALOGUE, PLANS
 
 from accel_torch.check_parity.command import ParityPlan, ParityReport, check
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("preloaded_python")]
+pytestmark = [pytest.mark.usefixtures("preloaded_python")]
 PRELOADED = ("accel_torch.accelerator", "accel_torch.check_parity.comparison")
 
 QUICK = ("ddp_averaged_twice", "tp_missing_all_reduce")

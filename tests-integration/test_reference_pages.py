@@ -144,7 +144,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tools = str(Path(write_reference.__file__).parent)
     program = SITE.format(source=str(package.parent), tools=tools, docs=str(DOCS))
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=folder, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
     pages = {path.name: path.read_text(encoding="utf-8") for path in (folder / "site/api").glob("*.html")}
     return {name: linked(text) for name, text in pages.items()}

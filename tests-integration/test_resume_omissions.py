@@ -16,7 +16,7 @@ from catalogues.resume_omissions import CATALOGUE
 
 from accel_state.testing.processes import run_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("preloaded_python")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 AT = {"gradients_of_an_open_window": 3, "scaler_of_the_script": 8}
 """The step of the checkpoint, of scripts that make fewer steps than they read batches; 15 of others."""

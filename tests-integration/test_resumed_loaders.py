@@ -93,4 +93,4 @@ def test_losses_and_weights_are_those_of_the_run_that_went_on(two: Processes, tm
     names = ("seedable", "dispatch", "workers")
     values = product((False, True), (None, True), (0, 1))
     cases = [dict(zip(names, found, strict=True)) | {"stateful": stateful} for found in values]
-    assert two.run(resumed, cases, str(tmp_path), timeout=110) == [[], []]
+    assert two.run(resumed, cases, str(tmp_path), timeout=250) == [[], []]

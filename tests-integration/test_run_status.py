@@ -171,7 +171,7 @@ class Job:
         """What the command says."""
         named = str(self.process.pid if run is None else run)
         command = [*ACCEL, "runs", "status", named, *map(str, arguments)]
-        return run_command(command, timeout=100, env=self.environment, cwd=self.folder)
+        return run_command(command, timeout=250, env=self.environment, cwd=self.folder)
 
     def look(self, *arguments: str, run: object = None) -> dict[str, Any]:
         """What the command says in JSON."""
@@ -182,7 +182,7 @@ class Job:
 
     def until(self, rank: int, **expected: object) -> dict[str, Any]:
         """What the command says of a process, as soon as it says this."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         # A launcher that has just started is not a run yet.
         until(lambda: self.status().returncode == 0)
         while True:
@@ -201,7 +201,7 @@ class Job:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 250
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -393,7 +393,7 @@ def test_watch_shows_a_run_until_it_ends_and_a_killed_process_as_dead(tmp_path: 
         os.kill(job.look()["processes"][1]["pid"], signal.SIGKILL)
         assert job.until(1, state="dead")["process"]["at"].startswith("job.py:")
         job.process.kill()
-        output, _ = watching.communicate(timeout=60)
+        output, _ = watching.communicate(timeout=250)
         assert watching.returncode == 0
         assert {json.loads(line)["launcher"] for line in [*shown, *output.splitlines()]} == {job.process.pid}
     finally:
@@ -425,7 +425,7 @@ def test_a_single_process_and_the_message_after_it_has_finished(tmp_path: Path) 
         found = job.until(0, state="in step", steps=20)["process"]
         assert found["steps_per_second"] > 0
         job.do(0, "leave")
-        job.process.wait(timeout=60)
+        job.process.wait(timeout=250)
         done = job.status()
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.count("\n") == 1

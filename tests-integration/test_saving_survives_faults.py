@@ -45,7 +45,6 @@ def forking() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
 @pytest.mark.parametrize("name", SWEEPS)
 def test_fault_sweep_loses_no_checkpoint(forking: ProcessPoolExecutor, name: str) -> None:

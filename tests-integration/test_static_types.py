@@ -16,7 +16,7 @@ STATIC = ROOT / "tests-integration" / "static"
 MISTAKES = [12, 13, 14, 15]
 """Lines of `wrong.py`."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 
 def mypy(file: str) -> list[int]:

@@ -20,7 +20,7 @@ from accel_state.settings.installed import importable
 from accel_state.testing.processes import run_command
 
 # The first test also builds and installs.
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("preloaded_python")]
+pytestmark = [pytest.mark.usefixtures("preloaded_python")]
 PRELOADED = ("accel_torch.accelerator", "accel_torch.training_memory.comparison")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,7 +43,6 @@ def accuracy_shown(run: Finished) -> str:
     return run.stdout.split("Test accuracy: ")[1].split("\n")[0]
 
 
-@pytest.mark.timeout(500)
 def test_the_tutorial_trains_and_its_resume_is_exact(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
 

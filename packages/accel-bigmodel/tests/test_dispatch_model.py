@@ -190,7 +190,7 @@ def test_the_next_blocks_are_read_by_the_thread() -> None:
         found = []
         for block in blocks:
             weights = reader.take(block)
-            assert reader.wait(30)
+            assert reader.wait(250)
             found.append(weights["w"][0].item())
             reader.release(weights)
         return found
@@ -254,7 +254,7 @@ def test_the_thread_ends_with_the_reader() -> None:
     import gc
 
     gc.collect()
-    thread.join(30)
+    thread.join(250)
     assert not thread.is_alive()
 
 
@@ -275,7 +275,7 @@ with torch.no_grad():
         for _ in range(3)
     ]
     for program in programs:
-        _, errors = program.communicate(timeout=100)
+        _, errors = program.communicate(timeout=250)
         assert (program.returncode, errors) == (0, "")
 
 
@@ -295,7 +295,7 @@ def test_several_threads_may_call_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(250)
     assert wrong == []
     assert model.head.weight.is_meta
 
@@ -440,7 +440,7 @@ def test_a_slow_disk_under_one_model_does_not_keep_another_waiting() -> None:
     class Slow(dict[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(250)
             return super().__getitem__(name)
 
     slow, quick = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -452,15 +452,15 @@ def test_a_slow_disk_under_one_model_does_not_keep_another_waiting() -> None:
     working = threading.Thread(target=lambda: found.append(quick(x)))
     waiting.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(250)
         working.start()
-        working.join(30)
+        working.join(250)
         assert found
         assert torch.equal(found[0], expected)
     finally:
         go_on.set()
-        waiting.join(60)
-        working.join(60)
+        waiting.join(250)
+        working.join(250)
 
 
 def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:
@@ -478,7 +478,7 @@ def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCap
         full[0] = number > 1
         for block in blocks:
             reader.release(reader.take(block))
-            assert reader.wait(30)
+            assert reader.wait(250)
     assert len(tried) == 1
     assert reader.budget == 0
     assert caplog.text.count("Prefetching of weights stopped") == 1

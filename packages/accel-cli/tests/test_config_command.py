@@ -144,7 +144,7 @@ def test_questions_of_a_strangers_backend():
 
 def run(*arguments, typed, cwd):
     argv = [sys.executable, "-m", "accel_cli.main", "config", *map(str, arguments)]
-    return subprocess.run(argv, input=typed, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(argv, input=typed, capture_output=True, text=True, timeout=250, cwd=cwd)
 
 
 def test_plain_lines_take_numbers_names_and_defaults(tmp_path, monkeypatch):

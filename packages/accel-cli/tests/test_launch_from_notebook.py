@@ -20,7 +20,7 @@ def notebook(tmp_path):
 
     def run(body, env=None):
         code = "from accel_cli.launch.notebook import debug_launcher, notebook_launcher\n" + textwrap.dedent(body)
-        return run_command([sys.executable, "-c", code], timeout=90, env=env, cwd=tmp_path)
+        return run_command([sys.executable, "-c", code], timeout=250, env=env, cwd=tmp_path)
 
     return run
 

@@ -130,7 +130,7 @@ def test_spawned_processes_find_the_script(script, tmp_path):
             context = mp.get_context("spawn")
             queue = context.Queue()
             process = context.Process(target=work, args=(Job(41), queue))
-            process.start(); print(queue.get(timeout=30)); process.join()
+            process.start(); print(queue.get(timeout=250)); process.join()
         """
     )
     for how, target in (("script", "job.py"), ("module", "job")):

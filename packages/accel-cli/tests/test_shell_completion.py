@@ -40,7 +40,7 @@ def press_tab(tmp_path):
         words = line.split(" ")
         program = PRESS.format(line=shlex.quote(line), words=" ".join(map(shlex.quote, words)))
         finished = subprocess.run(
-            [bash, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path, env={**os.environ, **path}
+            [bash, "-c", program], capture_output=True, text=True, timeout=250, cwd=tmp_path, env={**os.environ, **path}
         )
         return sorted(word.strip() for word in finished.stdout.split())
 
@@ -81,6 +81,6 @@ def test_without_the_library_the_install_line_is_shown():
         "import sys; sys.modules['argcomplete'] = None\nfrom accel_cli.main import main\n"
         "sys.exit(main(['completion', 'bash']))"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
     assert finished.returncode == 2
     assert 'Run: pip install "argcomplete"' in finished.stderr

@@ -324,7 +324,6 @@ def read_all(cases: list[Case]) -> list[Any]:
     return results
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair_of_options_on_real_processes(
     two: Processes, four: Processes, count: int, covering: Callable[..., list[Case]]

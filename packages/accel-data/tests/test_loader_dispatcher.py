@@ -345,7 +345,7 @@ def leaves_early(leaves: int) -> tuple[str, str]:
 @both_ways
 @pytest.mark.parametrize("leaves", [0, 1])
 def test_a_process_that_leaves_the_loop_alone_is_named(two: Processes, leaves: int, way: Any) -> None:
-    (first, again), (second, again_too) = two.run(way, leaves_early, leaves, timeout=60)
+    (first, again), (second, again_too) = two.run(way, leaves_early, leaves, timeout=250)
     assert first == second
     assert re.search(rf"gather\(\) at \S*test_loader_dispatcher.py:\d+ on rank {leaves}", first), first
     assert re.search(rf"DataLoader.__next__\(\) at \S*test_loader_dispatcher.py:\d+ on rank {1 - leaves}", first), first
@@ -365,7 +365,7 @@ def only_one_iterates() -> str:
 
 
 def test_a_process_that_iterates_alone_is_named(two: Processes) -> None:
-    (text,) = set(two.run(only_one_iterates, timeout=60))
+    (text,) = set(two.run(only_one_iterates, timeout=250))
     assert re.search(r"at \S*test_loader_dispatcher.py:\d+ on rank 0, wait_for_everyone\(\) at ", text), text
 
 

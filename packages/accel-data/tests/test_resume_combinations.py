@@ -172,7 +172,6 @@ def check_all(cases: list[dict[str, Any]]) -> int:
     return sum(check(case) for case in cases)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair_of_options_on_real_processes(
     two: Processes, four: Processes, count: int, covering: Callable[..., list[dict[str, Any]]]

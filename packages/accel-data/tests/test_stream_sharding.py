@@ -183,7 +183,7 @@ def leaves_early(calls_in_the_loop: bool) -> str:
 
 @pytest.mark.parametrize("calls_in_the_loop", [False, True])
 def test_a_process_that_leaves_the_loop_alone_is_named(two: Processes, calls_in_the_loop: bool) -> None:
-    first, second = two.run(leaves_early, calls_in_the_loop, timeout=60)
+    first, second = two.run(leaves_early, calls_in_the_loop, timeout=250)
     assert first == second
     assert re.search(r"gather\(\) at \S*test_stream_sharding.py:\d+ on rank 0", first), first
     assert re.search(r"DataLoader.__next__\(\) at \S*test_stream_sharding.py:\d+ on rank 1", first), first

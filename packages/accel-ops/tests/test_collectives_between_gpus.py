@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cuda(differs="NCCL moves tensors between GPUs, and gloo
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    with Processes(2, timeout=120) as group:
+    with Processes(2, timeout=250) as group:
         yield group
 
 

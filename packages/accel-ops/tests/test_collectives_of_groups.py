@@ -166,7 +166,7 @@ def in_two_threads() -> list[float]:
     for thread in threads if state.is_main_process else reversed(threads):
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(250)
     return totals
 
 

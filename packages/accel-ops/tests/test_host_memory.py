@@ -32,7 +32,7 @@ OPERATIONS = ("sum", "mean", "product", "max", "min")
 
 @pytest.fixture(scope="module", params=[2, 3])
 def group(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param, timeout=90) as group:
+    with Processes(request.param, timeout=250) as group:
         yield group
 
 

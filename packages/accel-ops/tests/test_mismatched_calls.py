@@ -29,13 +29,13 @@ from accel_state.testing.processes import Processes
 
 @pytest.fixture(scope="module", params=[2, 4])
 def group(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param, timeout=90) as group:
+    with Processes(request.param, timeout=250) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    with Processes(2, timeout=90) as group:
+    with Processes(2, timeout=250) as group:
         yield group
 
 

@@ -51,4 +51,4 @@ def test_the_package_loads_no_torch_its_names_no_hang_report_and_walking_data_no
         "import torch; from accel_ops import gather; gather(torch.ones(1)); "
         "assert 'torch.distributed.tensor' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

@@ -35,7 +35,7 @@ def die_between_two_renames(target: Path) -> None:
         write(target, "new")
 
     write(target, "old")
-    ended = faults.run(save, target.parent, faults.Fault(1, only=("rename",)), timeout=100)
+    ended = faults.run(save, target.parent, faults.Fault(1, only=("rename",)), timeout=250)
     assert ended.hit is not None
     assert ended.hit.other == target
     assert not target.exists()

@@ -93,4 +93,4 @@ def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one()
 
 def test_the_table_loads_without_torch() -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; import accel_plugins.mesh; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=250, check=False).returncode == 0

@@ -25,7 +25,7 @@ from accel_state.transport.control import ControlStore
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 
-PATIENT = 60.0
+PATIENT = 250.0
 
 
 def ends_after(watching: Preemption, seconds: float) -> int:

@@ -282,13 +282,13 @@ def test_folders_are_in_use_until_they_are_copied(tmp_path: Path) -> None:
     class Slow(FileStore):
         def write(self, name: str, source: Path) -> None:
             reached.set()
-            assert go.wait(30)
+            assert go.wait(250)
             super().write(name, source)
 
     uploader = Uploader(RemoteCheckpoints(Slow((tmp_path / "store").as_uri())))
     folder = checkpoint(tmp_path / "checkpoint_0")
     uploader.add(folder, IDS[0])
-    assert reached.wait(30)
+    assert reached.wait(250)
     assert uploader.in_use == {folder}
     go.set()
     assert uploader.wait() == []

@@ -25,7 +25,7 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 
-PATIENT = 60.0
+PATIENT = 250.0
 
 
 class Host:

@@ -14,7 +14,7 @@ from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.monitor import ALWAYS_READ_UP_TO, HangMonitor
 from accel_state.transport.control import ControlStore
 
-PATIENT = 60.0
+PATIENT = 250.0
 
 
 class Counting(ControlStore):

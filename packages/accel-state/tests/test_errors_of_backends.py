@@ -142,7 +142,7 @@ def test_an_error_that_nobody_catches_names_the_process_that_has_left(tmp_path: 
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=100)[1] for process in started]
+        said = [process.communicate(timeout=250)[1] for process in started]
     finally:
         for process in started:
             process.kill()

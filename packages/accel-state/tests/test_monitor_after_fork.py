@@ -35,7 +35,7 @@ class Slow(ControlStore):
 def test_a_child_forked_while_the_thread_works_can_end() -> None:
     store = Slow()
     monitor = HangMonitor(CallLog(), store, 0, 2)
-    assert store.asked.wait(60)
+    assert store.asked.wait(250)
     child = os.fork()
     if child == 0:
         code = 1
@@ -53,9 +53,9 @@ def test_a_child_forked_while_the_thread_works_can_end() -> None:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    if not ended.wait(60):
+    if not ended.wait(250):
         os.kill(child, 9)
     store.let.set()
     monitor.stop()
-    assert ended.wait(60)
+    assert ended.wait(250)
     assert status == [0]

@@ -89,7 +89,7 @@ def test_a_signal_reaches_the_script(tmp_path: Path, number: signal.Signals) -> 
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
-        assert process.wait(60) == 40
+        assert process.wait(250) == 40
 
 
 def test_nothing_of_a_script_is_left_when_its_interpreter_is_killed(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_nothing_of_a_script_is_left_when_its_interpreter_is_killed(tmp_path: Pa
 def test_open_files_are_inherited(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     command = [sys.executable, script(tmp_path, "import os, sys; os.write(int(sys.argv[1]), b'here')"), str(writing)]
-    assert subprocess.run(command, pass_fds=(writing,), timeout=60).returncode == 0
+    assert subprocess.run(command, pass_fds=(writing,), timeout=250).returncode == 0
     os.close(writing)
     assert os.read(reading, 100) == b"here"
     os.close(reading)

@@ -23,7 +23,7 @@ HERE = Path(__file__).name
 
 def until(text: str, folder: Path) -> str:
     """The sentence for the files, as soon as it contains a text."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 250
     while text not in (said := describe_ranks(read_statuses(str(folder)), 2)):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)

@@ -124,7 +124,7 @@ def test_compiled_and_recomputed_models_train_the_same(four: Processes, regional
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
     options = {"dynamo_plugin": plugin, "transforms": [ActivationCheckpoint()]}
     with fresh():
-        answers = four.run(_compiled, {"dp_replicate_size": 2, "dp_shard_size": 2}, options, timeout=180)
+        answers = four.run(_compiled, {"dp_replicate_size": 2, "dp_shard_size": 2}, options, timeout=250)
     assert answers[0]["losses"] == near(expected["losses"])
     assert answers[0]["same"]
 

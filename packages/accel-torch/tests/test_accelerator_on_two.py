@@ -248,7 +248,7 @@ def reductions_of_compiled_shards(regional: bool | None) -> tuple[list[int], lis
 
 @pytest.mark.parametrize("regional", [None, True, False])
 def test_compiled_shards_are_reduced_once_a_window(two: Processes, regional: bool | None) -> None:
-    for counts, compiled in two.run(reductions_of_compiled_shards, regional, timeout=180):
+    for counts, compiled in two.run(reductions_of_compiled_shards, regional, timeout=250):
         assert counts == [0, 0, 3, 0, 0, 3], "two blocks, and the rest of the model"
         assert compiled == [regional is not False] * 2
 

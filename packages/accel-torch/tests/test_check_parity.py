@@ -33,21 +33,18 @@ def check(*arguments: str) -> tuple[int, dict[str, Any]]:
     return finished.returncode, json.loads(finished.stdout) if finished.stdout else {}
 
 
-@pytest.mark.timeout(300)
 def test_two_processes_compute_what_one_process_computes() -> None:
     code, report = check("--steps", "3", SCRIPT)
     assert (code, report["verdict"], report["steps"]) == (0, "equal", 3), report
     assert not report["findings"]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["compiled", "sparse"])
 def test_compiled_models_and_sparse_gradients_are_compared(kind: str) -> None:
     code, report = check("--steps", "2", SCRIPT, kind)
     assert (code, report["verdict"], report["steps"]) == (0, "equal", 2), report
 
 
-@pytest.mark.timeout(300)
 def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
     code, report = check("--steps", "2", SCRIPT, "sum")
     assert code == 1, report
@@ -59,7 +56,6 @@ def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "code", "reason"),
     [
@@ -107,7 +103,6 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.timeout(300)
 def test_a_function_of_a_test_is_checked() -> None:
     report = check_parity(train, batches(8, 8), processes=2)
     assert (report.verdict, report.steps) == ("equal", 2), report

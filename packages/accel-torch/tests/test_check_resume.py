@@ -30,7 +30,6 @@ def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return finished.returncode, [json.loads(line) for line in finished.stdout.splitlines()]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_resumes_on_the_same_and_on_another_number_of_processes() -> None:
     code, (same, other) = check("--at", "4", "--steps", "3", "--processes", "2,3", SCRIPT)
     assert (code, same["verdict"], other["verdict"]) == (0, "equal", "equal"), (same, other)
@@ -40,7 +39,6 @@ def test_a_run_resumes_on_the_same_and_on_another_number_of_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "verdict", "what"),
     [
@@ -58,7 +56,6 @@ def test_a_fault_of_the_script_is_named(fault: str, verdict: str, what: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["single", "ddp", "fsdp1", "fsdp2"])
 def test_a_sharded_run_resumes(backend: str) -> None:
     count = "1" if backend == "single" else "2"
@@ -67,14 +64,12 @@ def test_a_sharded_run_resumes(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_whose_layers_are_cut_resumes() -> None:
     code, (outcome,) = check("--at", "4", "--steps", "3", "--processes", "2", SCRIPT, "tensor-parallel")
     assert code == 0, outcome
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loaders_of_each_kind_raise_no_alarm(kind: str) -> None:
     if "stateful" in kind:
@@ -84,7 +79,6 @@ def test_loaders_of_each_kind_raise_no_alarm(kind: str) -> None:
     assert (code, [outcome["verdict"] for outcome in found]) == (0, ["equal"] * 2), found
 
 
-@pytest.mark.timeout(300)
 def test_a_script_that_makes_too_few_steps_is_not_verified() -> None:
     code, (outcome,) = check("--at", "500", SCRIPT)
     assert (code, outcome["reason"]) == (

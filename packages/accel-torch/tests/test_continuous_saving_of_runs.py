@@ -54,7 +54,7 @@ def run(
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     accelerator.load_state(missing_ok=True)
-    first, weights, patience = counter.steps, 0.0, time.monotonic() + 60
+    first, weights, patience = counter.steps, 0.0, time.monotonic() + 250
     saved = Path(folder) / "checkpoints"
     for _ in range(loader.iteration, 100_000):
         for (batch,) in loader:

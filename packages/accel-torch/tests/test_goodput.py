@@ -23,7 +23,6 @@ from accel_torch import Accelerator
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-    pytest.mark.timeout(300),
 ]
 
 SCRIPT = """

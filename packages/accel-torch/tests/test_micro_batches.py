@@ -248,14 +248,13 @@ def test_a_batch_that_is_left_in_its_middle_is_named() -> None:
         list(plan.split(torch.ones(8, 3)))
 
 
-@pytest.mark.timeout(400)
 def test_a_sharded_run_ends_where_memory_runs_out_and_goes_on_with_smaller_sizes(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("micro_batch_script.py"))
     command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", script]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     codes = []
     while not codes or codes[-1]:
-        finished = run_command([*command, str(tmp_path), "2"], timeout=110, env=environment)
+        finished = run_command([*command, str(tmp_path), "2"], timeout=250, env=environment)
         codes.append(finished.returncode)
         assert finished.returncode in (0, RESUME), str(finished)
         assert len(codes) <= 3
@@ -273,5 +272,5 @@ def test_a_process_can_end_at_once_from_any_thread(tmp_path: Path) -> None:
     )
     notice = tmp_path / "resume"
     environment = {**os.environ, NOTICE_VARIABLE: str(notice), "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=50, check=False).returncode == RESUME
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=250, check=False).returncode == RESUME
     assert notice.exists()

@@ -21,12 +21,11 @@ from accel_state.testing.processes import run_command
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the sockets of Linux"),
-    pytest.mark.timeout(300),
     pytest.mark.usefixtures("preloaded_python"),
 ]
 
 SCRIPT = str(Path(__file__).with_name("watched_script.py"))
-PATIENT = 100.0
+PATIENT = 250.0
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
 

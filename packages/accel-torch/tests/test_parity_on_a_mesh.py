@@ -12,7 +12,7 @@ from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.testing.sequences import COMBINATIONS, PLAN, SequenceModel, name_of, sequences
 from accel_torch.testing import check_parity
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.usefixtures("preloaded_python")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 PRELOADED = ("accel_torch.accelerator", "accel_torch.testing.parity")
 
 SAMPLES, STEPS = 8, 3

@@ -39,7 +39,7 @@ def logged(loop: Callable[[Any], None], options: dict[str, Any]) -> list[str]:
         loop(accelerator)
         for thread in threading.enumerate():
             if thread.name == "accel-replica-comparison":
-                thread.join(60)
+                thread.join(250)
                 assert not thread.is_alive()
         # The main process reads what the others have posted: nobody may leave before.
         accelerator.wait_for_everyone()

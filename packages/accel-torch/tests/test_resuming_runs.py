@@ -25,7 +25,6 @@ from accel_torch import ProjectConfiguration
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals"),
-    pytest.mark.timeout(400),
     pytest.mark.usefixtures("preloaded_python"),
 ]
 
@@ -37,7 +36,7 @@ def launch(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> Fini
     command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", *options, SCRIPT]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     folder.mkdir(exist_ok=True)
-    return run_command([*command, str(folder), str(STEPS), *arguments], timeout=110, env=environment)
+    return run_command([*command, str(folder), str(STEPS), *arguments], timeout=250, env=environment)
 
 
 def run_script(folder: Path, *arguments: str) -> None:
@@ -110,11 +109,11 @@ def ask_to_end(folder: Path, program: list[str], number: signal.Signals) -> tupl
         text=True,
         env=environment,
     ) as process:
-        until = time.monotonic() + 110
+        until = time.monotonic() + 250
         while not all((folder / f"losses_{rank}").exists() for rank in range(2)) and time.monotonic() < until:
             time.sleep(0.05)
         process.send_signal(number)
-        _, told = process.communicate(timeout=110)
+        _, told = process.communicate(timeout=250)
     return process.returncode, told
 
 

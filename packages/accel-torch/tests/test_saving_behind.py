@@ -89,7 +89,7 @@ def test_what_is_saved_is_the_moment_of_the_call(
 
     def late(state: Any, path: Path) -> None:
         # Nothing is written before training has changed everything there is.
-        assert written.wait(30)
+        assert written.wait(250)
         real(state, path)
 
     monkeypatch.setattr(state.pickled, "write", late)
@@ -113,7 +113,7 @@ def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeyp
     real = background.Snapshot.copy
 
     def late(self: background.Snapshot) -> list[str]:
-        assert may_copy.wait(30)
+        assert may_copy.wait(250)
         seen.append("copied")
         return real(self)
 
@@ -214,7 +214,7 @@ def test_the_end_of_the_program_completes_a_save_or_says_that_it_failed(tmp_path
         [sys.executable, "-c", SCRIPT, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

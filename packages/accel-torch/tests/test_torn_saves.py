@@ -81,7 +81,7 @@ class Late:
     def _copy(self, taken: Snapshot) -> list[str]:
         self.copies += 1
         if self.copies <= self._late:
-            assert self.may_copy.wait(60)
+            assert self.may_copy.wait(250)
         return REAL_COPY(taken)
 
 
@@ -89,7 +89,7 @@ def join_background_saves() -> None:
     """Wait until the threads that write checkpoints have ended, without what `wait_for_checkpoint` does besides."""
     for thread in threading.enumerate():
         if thread.name == "accel-save":
-            thread.join(60)
+            thread.join(250)
 
 
 def clamp(session: Session) -> None:
@@ -312,7 +312,7 @@ def train(folder):
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     may_copy, real = threading.Event(), Snapshot.copy
     def late(taken):
-        may_copy.wait(60)
+        may_copy.wait(250)
         return real(taken)
     Snapshot.copy = late
     accelerator.save_state(async_save=True)
@@ -328,7 +328,7 @@ def test_a_torn_save_is_copied_again_when_the_program_ends(tmp_path: Path) -> No
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -130,7 +130,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_the_peak_is_within_5_percent_of_the_allocator(two: Processes, kind: str, name: str) -> None:
     estimate = measure_plan(TrainingCase(memory_models.MODELS[kind]), PLANS[name])
@@ -480,7 +479,6 @@ def test_a_script_whose_model_needs_values_is_named_with_its_line(tmp_path: Path
 
 
 @pytest.mark.usefixtures("preloaded_python")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("fsdp2 + recompute", marks=pytest.mark.slow)])
 def test_a_printed_command_launches(tmp_path: Path, plan: str) -> None:
     layers = "nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 64), 2, enable_nested_tensor=False)"

@@ -27,7 +27,7 @@ def refused_launch(tmp_path: Path, before: str = "pass", **variables: str) -> li
     (tmp_path / "train.py").write_text("raise SystemExit('the script was started')\n")
     argv = [sys.executable, "-c", LAUNCH.format(before=before), "launch", "--backend=torchft", "--cpu", "train.py"]
     done = subprocess.run(
-        argv, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100, check=False
+        argv, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr.splitlines()

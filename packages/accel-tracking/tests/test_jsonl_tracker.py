@@ -111,7 +111,7 @@ def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
         "for step in range(7): tracker.log({'step': step}, step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=250, check=False)
     assert done.returncode == -signal.SIGKILL
     run = read_run(tmp_path)
     assert len(run.records) == 7

@@ -173,4 +173,4 @@ def test_show_with_text_imports_neither_matplotlib_nor_torch(run_file: Path) -> 
         "sys.exit(bool({'matplotlib', 'torch', 'numpy'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=250, check=False).returncode == 0

@@ -19,7 +19,7 @@ def records(folder: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.rglob("*.wandb")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 250
     while time.monotonic() < deadline:
         found = [wandb_internal_pb2.Record.FromString(message) for message in leveldb_records(path)]
         if any(record.WhichOneof("record_type") == "exit" for record in found):

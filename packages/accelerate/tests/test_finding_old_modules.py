@@ -24,7 +24,7 @@ SOURCE = Path(str(accelerate.__file__)).parent
 def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=250, check=False
     )
 
 

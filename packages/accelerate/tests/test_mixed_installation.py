@@ -39,7 +39,7 @@ def imported(statement: str, *folders: Path) -> subprocess.CompletedProcess[str]
     """What Python says to a statement, with folders in front of everything else."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, "-c", statement]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_our_own_files_are_known(copied: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_notebook_launches_by_the_old_name(tmp_path):
         "debug_launcher(work)\n"
         "notebook_launcher(Path('alone').write_text, ('1',), num_processes=1)\n"
     )
-    done = run_command([sys.executable, "-c", code], timeout=100, env={"GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path)
+    done = run_command([sys.executable, "-c", code], timeout=250, env={"GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path)
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert written == {"rank-0": "2", "rank-1": "2", "alone": "1"}, done.stderr
 

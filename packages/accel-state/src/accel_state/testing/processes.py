@@ -123,7 +123,7 @@ class Processes:
         timeout: timeout of a call in seconds.
     """
 
-    def __init__(self, count: int, timeout: float = 100.0) -> None:
+    def __init__(self, count: int, timeout: float = 250.0) -> None:
         self.count = count
         self.timeout = timeout
         self._members: list[_Member] = []
@@ -309,7 +309,7 @@ def fork_server_of(rank: int) -> ForkServer:
 
 def run_command(
     argv: Sequence[str],
-    timeout: float = 120.0,
+    timeout: float = 250.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:

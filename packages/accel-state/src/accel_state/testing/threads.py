@@ -43,7 +43,7 @@ _WAKING: Final = 5.0
 _one_world = threading.Lock()
 
 
-def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: float = 100.0) -> list[T]:
+def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: float = 250.0) -> list[T]:
     """Call a function on `count` ranks, each a thread of this process, and return the values of all ranks.
 
     Args:
