@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import time
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -291,6 +294,56 @@ def test_a_dataloader_worker_that_dies_during_a_step_is_an_error_of_a_later_read
     assert seen == also_seen == list(range(8))
     assert "A DataLoader worker died" in first
     assert "could not read it" in second
+
+
+class Unreachable(Samples):
+    """Its worker removes the sockets over which the main process fetches tensors, as at its end, and ends later."""
+
+    def __init__(self, length: int, mark: Path) -> None:
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            # Another thread of the worker opens one for the first batch.
+            while not (sockets := list(Path(multiprocessing.util.get_temp_dir()).glob("listener-*"))):
+                time.sleep(0.01)
+            for socket in sockets:
+                socket.unlink()
+            self.mark.touch()
+            time.sleep(1)
+            os._exit(1)
+        return index
+
+
+class AwaitedMark(DataLoader[int]):
+    """Returns its iterator after its worker has become unreachable."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        mark = self.dataset.mark  # type: ignore[attr-defined]
+        while not mark.exists():
+            time.sleep(0.01)
+        return batches
+
+
+def dies_after_its_connection(mark: Path) -> tuple[str, list[int]]:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(
+        AwaitedMark(Unreachable(16, mark), num_workers=1, prefetch_factor=4), dispatch_batches=True
+    )
+    text = refused(loader)[1]
+    # Nothing is left over for another loader.
+    other: Any = prepare_data_loader(DataLoader(Samples(4), num_workers=1), dispatch_batches=True)
+    return text, [int(batch) for batch in other]
+
+
+def test_a_dataloader_worker_whose_connection_breaks_before_it_has_ended(two: Processes, tmp_path: Path) -> None:
+    (first, own), (second, others) = two.run(dies_after_its_connection, tmp_path / "mark")
+    assert "A DataLoader worker died" in first
+    assert "exited unexpectedly" in first
+    assert "could not read it" in second
+    assert (own, others) == ([0, 2], [1, 3])
 
 
 class Stuck(Samples):

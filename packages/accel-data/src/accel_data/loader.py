@@ -23,7 +23,7 @@ from accel_data.sharding import BatchSamplerShard, Padding, batching_of, innermo
 from accel_data.source import MapSource, SelfContainedSource, Source
 from accel_data.stateful import knows_its_order
 from accel_data.stream_source import StreamSource
-from accel_data.workers import WORKER_ERRORS
+from accel_data.workers import is_of_a_worker
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
@@ -278,7 +278,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
-        if isinstance(error, RuntimeError) and str(error).startswith(WORKER_ERRORS):
+        if is_of_a_worker(error):
             return self._error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",

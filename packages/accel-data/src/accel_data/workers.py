@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
@@ -20,10 +21,30 @@ from torch.utils.data import DataLoader
 from accel_data.seeding import SeededSamples
 from accel_data.streams import IterableDatasetShard
 
-__all__ = ("WORKER_ERRORS", "keep_their_epoch", "opened_with_workers")
+__all__ = ("is_of_a_worker", "keep_their_epoch", "opened_with_workers")
 
-WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
+_WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """Beginnings of torch's messages about a DataLoader worker that died or does not answer."""
+
+_ENDING: Final = 5.0
+"""Seconds to wait for the end of a worker whose connection is broken; torch looks at its workers as often."""
+
+
+def is_of_a_worker(error: BaseException) -> bool:
+    """Whether an error of reading means that a DataLoader worker died or does not answer."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith(_WORKER_ERRORS)
+    return isinstance(error, (EOFError, OSError)) and _is_of_a_connection(error)
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Whether the error was raised where processes exchange objects; an error inside a worker is raised elsewhere."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("multiprocessing."):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class _DeferringHandler:
@@ -49,7 +70,7 @@ class _DeferringHandler:
             self._handler(number, frame)
         except RuntimeError as error:
             # torch's handler calls the program's handler, which may also raise.
-            if self._reads or not str(error).startswith(WORKER_ERRORS):
+            if self._reads or not is_of_a_worker(error):
                 # The error may be raised before `read` can decrement the counter.
                 self._reads = 0
                 raise
@@ -67,6 +88,11 @@ class _DeferringHandler:
         except RuntimeError:
             # Outside the main thread torch reports dead workers itself.
             self._error = None
+            raise
+        except (EOFError, OSError) as error:
+            if counts and _is_of_a_connection(error):
+                # The connection breaks before torch can see that the worker has ended. This handler ends the wait.
+                time.sleep(_ENDING)
             raise
         finally:
             self._reads = max(self._reads - counts, 0)
