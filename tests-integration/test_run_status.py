@@ -229,7 +229,7 @@ def test_a_process_between_steps_has_its_step_pace_and_memory(job: Job) -> None:
     for one in said["processes"]:
         assert one["state"] == "in step"
         assert one["steps"] >= 20
-        assert 0.5 < one["steps_per_second"] < 11
+        assert 0 < one["steps_per_second"] < 20
         assert one["memory"] > 50 * 2**20
         assert one["device_memory"] is None
         assert one["at"] == at("time.sleep(0.02)")

@@ -23,7 +23,7 @@ IDS = [character * 32 for character in "0123456789abcdef"]
 
 @pytest.fixture
 def remote(tmp_path: Path) -> RemoteCheckpoints:
-    return RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=5.0)
+    return RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=60.0)
 
 
 def checkpoint(folder: Path, content: str = "weights") -> Path:
@@ -264,7 +264,7 @@ def test_the_end_names_what_is_not_on_the_store(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_copy_does_not_replace_that_of_another_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=5.0))
+    uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=60.0))
     folders = [checkpoint(tmp_path / parent / "state", parent) for parent in ("one", "two")]
     for index, folder in enumerate(folders):
         uploader.add(folder, IDS[index])

@@ -62,9 +62,9 @@ def test_much_output_waits_for_the_launcher(start: AttemptStart) -> None:
 
 def test_a_question_may_be_repeated(start: AttemptStart) -> None:
     process = start("import os\nos.write(1, b'once')")
-    first = process.follow(0, 30.0)
-    assert process.follow(0, 30.0).output[: len(first.output)] == first.output
-    assert process.follow(first.seen, 30.0).seen >= first.seen
+    first = process.follow(0, 250.0)
+    assert process.follow(0, 250.0).output[: len(first.output)] == first.output
+    assert process.follow(first.seen, 250.0).seen >= first.seen
     assert ended(process)[1][1] == b""
 
 
@@ -77,10 +77,10 @@ def test_an_error_is_recorded(start: AttemptStart) -> None:
 
 def test_a_signal_reaches_the_process_and_what_it_started(start: AttemptStart, tmp_path: Path) -> None:
     job = (
-        "import subprocess, sys\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\nchild.wait()"
+        "import subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()"
     )
     process = start(job)
-    child = int(process.follow(0, 30.0).output[0][1])
+    child = int(process.follow(0, 250.0).output[0][1])
     process.signal(signal.SIGKILL)
     progress, _ = ended(process)
     assert progress.code == -signal.SIGKILL
@@ -88,12 +88,12 @@ def test_a_signal_reaches_the_process_and_what_it_started(start: AttemptStart, t
 
 
 def test_the_process_dies_with_its_actor(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    (tmp_path / "job.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)")
     actor = (
         "from accel_ray.process import RankProcess\nimport time, threading\np = RankProcess()\n"
         # As Ray calls a method: in a thread that may end.
         f"t = threading.Thread(target=p.start, args=(('script', 'job.py'), {{}}, {str(tmp_path)!r}))\n"
-        "t.start(); t.join(); time.sleep(60)"
+        "t.start(); t.join(); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", actor]) as owner:
         deadline = time.monotonic() + 250

@@ -20,7 +20,7 @@ from accel_state.testing.processes import Processes, ReservedPort
 from accel_state.uncaught import explain_backend_error
 
 HERE = Path(__file__).name
-TIMEOUT = 8.0
+TIMEOUT = 20.0
 
 
 def has_met() -> None:

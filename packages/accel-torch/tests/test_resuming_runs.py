@@ -195,7 +195,7 @@ def uneven(ahead: int, signalled: int) -> int:
     """Processes that are at different boundaries, as inside accumulation windows; where they end."""
     PartialState(cpu=True)
     process = current.process()
-    watching = Preemption(process, lambda: None, deadline=30.0)
+    watching = Preemption(process, lambda: None, deadline=250.0)
     passed = 0
     try:
         for _ in range(ahead * process.rank):
