@@ -163,7 +163,7 @@ class BackendSuite:
         modules = {self.target, self.manifest.config, self.manifest.present or ""}
         imports = ", ".join(sorted(target.partition(":")[0] for target in modules if target))
         code = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; sys.exit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], timeout=250, check=False, capture_output=True, text=True)
         assert done.returncode == 0, f"importing {imports} imports torch, or fails:\n{done.stderr}"
 
     def test_settings_have_defaults_and_survive_pickling(self) -> None:

@@ -304,7 +304,7 @@ class Workload:
     check: Check
     companion: Save | None = None
     prepare: Callable[[], Any] = lambda: None
-    timeout: float = 60.0
+    timeout: float = 200.0
 
 
 def kill_everywhere(workload: Workload, *, every: int = 1) -> Tally:

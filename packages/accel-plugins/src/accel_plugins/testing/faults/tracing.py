@@ -360,7 +360,7 @@ def run(
     fault: Fault | None = None,
     *,
     companion: Callable[[], Any] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 200.0,
     log: Path | None = None,
 ) -> Ended:
     """Call a function in a forked child, and record its file operations below a folder.
