@@ -6,7 +6,8 @@ state.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -261,7 +262,12 @@ def no_sync_all(strategy: Strategy, models: tuple[Module, ...]) -> AbstractConte
     """Context manager in which gradients of these models are not synchronised between processes."""
     if len(models) == 1:
         return strategy.no_sync(strategy_model(models[0]))
-    stack = ExitStack()
-    for model in models:
-        stack.enter_context(strategy.no_sync(strategy_model(model)))
-    return stack
+    return _no_sync_each(strategy, [strategy_model(model) for model in models])
+
+
+@contextmanager
+def _no_sync_each(strategy: Strategy, models: list[Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(strategy.no_sync(model))
+        yield

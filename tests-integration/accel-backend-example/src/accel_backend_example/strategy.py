@@ -115,6 +115,8 @@ def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
     """Backward exchanges gradients, though forward ran under `no_sync` and did not prepare for it."""
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    yield
-    model.require_backward_grad_sync = before
+    try:
+        model.reducer.prepare_for_backward([])
+        yield
+    finally:
+        model.require_backward_grad_sync = before

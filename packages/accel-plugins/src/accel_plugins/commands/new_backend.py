@@ -200,9 +200,11 @@ def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
     """A context in which backward averages gradients, although forward ran under `no_sync`."""
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    yield
-    model.require_backward_grad_sync = before
+    try:
+        model.reducer.prepare_for_backward([])
+        yield
+    finally:
+        model.require_backward_grad_sync = before
 '''
 
 _TESTS: Final = '''\

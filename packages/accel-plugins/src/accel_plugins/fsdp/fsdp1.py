@@ -7,8 +7,6 @@ others raise errors.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, ClassVar, Final
 
 from torch import Tensor
@@ -188,15 +186,14 @@ class FSDP1Strategy(ShardedStrategy):
 
     # ------------------------------------------------------------------ one step
 
-    def no_sync(self, model: Module) -> AbstractContextManager[None]:
-        sharded = _sharded(model)
-        return super().no_sync(model) if sharded is None else _Syncing(self._holding, sharded, held=True)
+    def reduces_gradients(self, model: Module) -> bool:
+        sharded: Any = _sharded(model)
+        return sharded is None or bool(sharded._sync_gradients)
 
-    def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
-        sharded = _sharded(model)
-        if sharded is None:
-            return super().sync_in_next_backward(model)
-        return _Syncing(self._holding, sharded, held=False)
+    def reduce_gradients(self, model: Module, reduces: bool) -> None:
+        blocks: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+        for block in blocks:
+            block._sync_gradients = reduces
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         given = {id(parameter) for parameter in parameters}
@@ -229,31 +226,3 @@ class FSDP1Strategy(ShardedStrategy):
 def _sharded(model: Any) -> FullyShardedDataParallel | None:
     """The wrapper that `setup` added to a model, or None for a model without trainable parameters."""
     return model if isinstance(model, FullyShardedDataParallel) else None
-
-
-class _Syncing:
-    """A context in which backward reduces gradients, or accumulates full ones; may be nested."""
-
-    __slots__ = ("_held", "_holding", "_model")
-
-    def __init__(self, holding: dict[int, int], model: FullyShardedDataParallel, held: bool) -> None:
-        self._holding, self._model, self._held = holding, model, held
-
-    @property
-    def _key(self) -> int:
-        return id(self._model.module)
-
-    def _set(self, depth: int, sync: bool) -> None:
-        self._holding[self._key] = depth
-        blocks: list[Any] = FullyShardedDataParallel.fsdp_modules(self._model)
-        for block in blocks:
-            block._sync_gradients = sync
-
-    def __enter__(self) -> None:
-        self._set(self._holding.get(self._key, 0) + self._held, not self._held)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        depth = self._holding.get(self._key, 0) - self._held
-        self._set(depth, depth == 0)

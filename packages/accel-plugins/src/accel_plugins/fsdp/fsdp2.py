@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -141,13 +140,14 @@ class FSDP2Strategy(ShardedStrategy):
 
     # ------------------------------------------------------------------ one step
 
-    def no_sync(self, model: Module) -> AbstractContextManager[None]:
-        return _Syncing(self._holding, model, held=True) if isinstance(model, FSDPModule) else super().no_sync(model)
+    def reduces_gradients(self, model: Module) -> bool:
+        # torch has no public function that reads what `set_requires_gradient_sync` has set.
+        sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
+        return next((bool(group.reduce_grads) for module in sharded for group in _parameter_groups(module)), True)
 
-    def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
+    def reduce_gradients(self, model: Module, reduces: bool) -> None:
         if isinstance(model, FSDPModule):
-            return _Syncing(self._holding, model, held=False)
-        return super().sync_in_next_backward(model)
+            model.set_requires_gradient_sync(reduces)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
@@ -214,22 +214,11 @@ def _norm_over(norm: Tensor, norm_type: float, group: Any) -> Tensor:
     return torch.pow(powers, 1.0 / norm_type)
 
 
-class _Syncing:
-    """A context that switches the reduction of gradients in backward on or off; may be nested."""
-
-    __slots__ = ("_held", "_holding", "_model")
-
-    def __init__(self, holding: dict[int, int], model: FSDPModule, held: bool) -> None:
-        self._holding, self._model, self._held = holding, model, held
-
-    def __enter__(self) -> None:
-        depth = self._holding.get(id(self._model), 0)
-        self._holding[id(self._model)] = depth + self._held
-        self._model.set_requires_gradient_sync(not self._held)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        depth = self._holding.get(id(self._model), 0) - self._held
-        self._holding[id(self._model)] = depth
-        self._model.set_requires_gradient_sync(depth == 0)
+def _parameter_groups(module: FSDPModule) -> Iterable[Any]:
+    """Torch's objects that gather the parameters of one module and reduce their gradients."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    # An older torch, in which a module has one or none.
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)

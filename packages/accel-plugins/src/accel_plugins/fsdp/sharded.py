@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.weights import put_full_weights
 from accel_plugins.manifest import Axis, Part
 from accel_plugins.mesh import submesh
-from accel_plugins.parameters import find_tied_parameters
+from accel_plugins.parameters import canonical_name, find_tied_parameters
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -39,7 +40,8 @@ __all__ = ("ShardedStrategy", "owner")
 class ShardedStrategy(Strategy):
     """Shards parameters, gradients and optimizer state over the processes; subclasses implement the versions.
 
-    A subclass implements `shard`, which receives a model on its device and returns the sharded one.
+    A subclass implements `shard`, which receives a model on its device and returns the sharded one, and
+    `reduces_gradients` with `reduce_gradients`, which read and set whether its backward reduces gradients.
     """
 
     version: ClassVar[int]
@@ -61,7 +63,6 @@ class ShardedStrategy(Strategy):
         self._ties: weakref.WeakKeyDictionary[Module, list[list[str]]] = weakref.WeakKeyDictionary()
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._save_plans: dict[tuple[Part, int], SavePlans] = {}
-        self._holding: dict[int, int] = {}
 
     # ------------------------------------------------------------------ preparing
 
@@ -118,12 +119,9 @@ class ShardedStrategy(Strategy):
                 continue
             if self.context.precision.dtype is not None:
                 weights.train_in_fp32(model)
-            for parameter in self._unsharded(model):
-                hook = self._averaging_hook(model)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         # After FSDP 1 has joined parameters, ties cannot be found any more.
         ties = [find_tied_parameters(model) for model in bundle.models]
-        bundle.models[:] = [self.shard(model) for model in bundle.models]
+        bundle.models[:] = [self._shard(model) for model in bundle.models]
         self._ties.update(zip(bundle.models, ties, strict=True))
         self._sharded.update(bundle.models)
         self.follow(bundle, before)
@@ -135,6 +133,19 @@ class ShardedStrategy(Strategy):
         """Replace the optimizers' parameters by the sharded ones; `before` has the names of the old ones."""
         bundle.rebind_by_name(before)
 
+    def _shard(self, model: Module) -> Module:
+        """Shard a model; the gradients of its ignored parameters will be averaged."""
+        if self.arrives_sharded(model):
+            return self.shard(model)
+        ignored = ignored_parameters(model, self.config)
+        names = {name for name, parameter in model.named_parameters() if parameter in ignored}
+        sharded = self.shard(model)
+        # Sharding renames submodules, and replaces all parameters of a model that was built in shards.
+        for name, parameter in sharded.named_parameters():
+            if canonical_name(name) in names:
+                self._average_gradient(parameter, sharded)
+        return sharded
+
     def shard(self, model: Module) -> Module:
         """Shard a model on its device; return the model that trains."""
         raise NotImplementedError
@@ -143,20 +154,40 @@ class ShardedStrategy(Strategy):
         """Trainable parameters that are not sharded."""
         return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
 
-    def _averaging_hook(self, model: Module) -> Callable[[Tensor], None]:
-        """Averages the gradient of an unsharded parameter, when gradients are synchronised.
+    def _average_gradient(self, parameter: Parameter, model: Module) -> None:
+        """Average the gradient of an unsharded parameter in each backward of its model that reduces gradients.
 
         Gradients that were averaged after an earlier backward are equal on all processes, so averaging them again has
         no effect.
         """
-        transport, holding, key = self.context.process.transport, self._holding, id(model)
+        transport, referred = self.context.process.transport, weakref.ref(model)
 
         def average(parameter: Tensor) -> None:
-            if not holding.get(key) and parameter.grad is not None:
+            model = referred()
+            if parameter.grad is not None and model is not None and self.reduces_gradients(model):
                 transport.all_reduce(parameter.grad).wait()
                 parameter.grad /= transport.world_size
 
-        return average
+        trains = parameter.requires_grad
+        # torch refuses hooks of frozen parameters, but a script may unfreeze this one later.
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trains)
+
+    # ------------------------------------------------------------------ one step
+
+    def no_sync(self, model: Module) -> AbstractContextManager[None]:
+        return _Reducing(self, model, False)
+
+    def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
+        return _Reducing(self, model, True)
+
+    def reduces_gradients(self, model: Module) -> bool:
+        """Whether backward of a model that `shard` returned reduces gradients; torch's wrapper keeps this state."""
+        raise NotImplementedError
+
+    def reduce_gradients(self, model: Module, reduces: bool) -> None:
+        """Set whether backward of a model reduces gradients, or accumulates full ones."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -245,3 +276,21 @@ def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
         "Sharding replaces parameters, and the optimizer's parameters do not all belong to one model of this call.",
         "Prepare each optimizer together with its model, or create one for each model that prepare() returned.",
     )
+
+
+class _Reducing:
+    """A context in which backward reduces gradients, or accumulates full ones; may be nested."""
+
+    __slots__ = ("_before", "_model", "_reduces", "_strategy")
+
+    def __init__(self, strategy: ShardedStrategy, model: Module, reduces: bool) -> None:
+        self._strategy, self._model, self._reduces = strategy, model, reduces
+
+    def __enter__(self) -> None:
+        self._before = self._strategy.reduces_gradients(self._model)
+        self._strategy.reduce_gradients(self._model, self._reduces)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._strategy.reduce_gradients(self._model, self._before)
