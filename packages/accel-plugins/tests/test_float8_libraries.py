@@ -7,6 +7,7 @@ Where `ACCEL_TRANSFORMER_ENGINE_WHEELS` names wheels, as `nox -s float8` has the
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -21,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks import ModelHook, add_hook_to_module
 from accel_plugins import Bundle, Context
 from accel_plugins.manifest import Duty
 from accel_plugins.order import check_bundle, steps
@@ -300,6 +302,18 @@ def test_forward_computes_by_the_recipe(vendor: Callable[[str], Any], in_evaluat
     assert (recipe.given["margin"], recipe.given["fp8_format"].name) == (1, "E4M3")
     if not blocks:
         assert recipe.given["amax_history_len"] == 1024
+
+
+def test_a_forward_with_a_hook_computes_by_the_recipe_and_so_does_a_copy(vendor: Callable[[str], Any]) -> None:
+    engine = vendor("transformer_engine")
+    model, expected = add_hook_to_module(Model(), ModelHook()), Model()(torch.ones(2, 16))
+    prepared(model, TERecipeKwargs())
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.odd.weight.zero_()
+
+    assert torch.allclose(copied(torch.ones(2, 16)), expected, atol=0.02)
+    assert [enabled for enabled, _ in engine.entered] == [True]
 
 
 def test_older_releases_have_the_region_by_another_name(

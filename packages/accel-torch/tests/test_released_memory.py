@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import weakref
@@ -18,6 +19,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.single.strategy import SingleStrategy
 from accel_state import AcceleratorState
 from accel_state.gradient import GradientState
+from accel_state.hang_report.progress import PROGRESS
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 
@@ -160,3 +162,17 @@ def test_unpickled_optimizers_and_loaders_work_without_their_run() -> None:
     assert not torch.equal(weight, before)
     assert later.get_last_lr() == scheduler.get_last_lr()
     assert len(list(batches)) == len(list(loader)) == 4
+
+
+def copy_loaders() -> bool:
+    """Copy a loader of which the launcher reads the samples; whether it still reads those of this loader."""
+    *_, loader = prepared(Accelerator(cpu=True))
+    batches = [len(batch[0]) for batch in loader]
+    samples = PROGRESS.samples
+    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert [len(batch[0]) for batch in other] == batches
+    return PROGRESS.samples is samples is not None
+
+
+def test_loaders_of_a_launched_run_can_be_copied_and_pickled(two: Processes, tmp_path: Path) -> None:
+    assert two.run(copy_loaders, environment={"ACCEL_STATUS_FOLDER": str(tmp_path)}) == [True, True]

@@ -41,6 +41,10 @@ class DrawnBatches:
         self._batches: deque[tuple[int, Sequence[Any]]] = deque(maxlen=_KEPT)
         self._begins, self._write = begins, write
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # It belongs to one loader of this process: a deep copy and an unpickled loader have None instead.
+        return type(None), ()
+
     def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """See `Drawn`; the epoch begins when its first batch is read."""
         return chain.from_iterable(self._kept(batches))

@@ -258,6 +258,9 @@ TRANSFORMER_ENGINE: Final = Requirement(
     "transformer_engine", "transformer-engine", ">=2.2", install="transformer-engine[pytorch]>=2.2"
 )
 
+_REPLACED_FORWARD: Final = "_replaced_forward"
+"""Attribute of a model that computes in 8 bits: its forward, if that is not the method of its class."""
+
 _MULTIPLE: Final = 16
 """Sizes of matrices must be multiples of this."""
 
@@ -428,9 +431,23 @@ def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None)
         return model
     plain = model.forward
     recipe, in_evaluation = _recipe(handler), bool(handler.use_autocast_during_eval)
-    changed = contextual_fp8_autocast(getattr(plain, "__func__", plain), recipe, in_evaluation)
+    changed = contextual_fp8_autocast(_with_model(plain, model), recipe, in_evaluation)
     setattr(model, "forward", MethodType(changed, model))  # noqa: B010 - a type checker refuses the assignment
     return model
+
+
+def _with_model(forward: Callable[..., Any], model: Module) -> Callable[..., Any]:
+    """The forward of a model as a function that takes the model first."""
+    if isinstance(forward, MethodType) and forward.__self__ is model:
+        return forward.__func__
+    # A hook has replaced it. As an attribute it is copied together with the model.
+    vars(model)[_REPLACED_FORWARD] = forward
+
+    @functools.wraps(forward)
+    def with_model(self: Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_REPLACED_FORWARD](*args, **kwargs)
+
+    return with_model
 
 
 def _check_recipe(handler: TERecipeKwargs) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import platform
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,7 +63,7 @@ class Compile(Transform):
         regional = given_value(self._config, "use_regional_compilation")
         if regional and _blocks_compiled(model, arguments):
             return model
-        if regional is None and any(COMPILED_IN_PLACE in vars(part) for part in model.modules()):
+        if regional is None and any(_compiled_by_prepare(part) for part in model.modules()):
             return model
         return _compiled(model, arguments)
 
@@ -100,22 +102,42 @@ def _blocks_compiled(model: Module, arguments: dict[str, Any]) -> bool:
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
     """A compiled copy of a module: repeated blocks are compiled one by one, other submodules as wholes.
 
-    It shares all parameters and buffers with `module`, which does not change and is its attribute `_orig_mod`.
+    It shares all parameters and buffers with `module`, which does not change and is its attribute `_orig_mod`. A module
+    whose forward was replaced by a function that may belong to this one module is compiled as a whole.
 
     Args:
         module: any module.
         compile_kwargs: arguments of `torch.compile`.
     """
     if is_repeated_blocks(module):
-        return ModuleList([_compiled(block, compile_kwargs) for block in module.children()])
+        blocks = ModuleList([_compiled(block, compile_kwargs) for block in module.children()])
+        blocks.training = module.training
+        return blocks
     if not has_repeated_blocks(module):
         return _compiled(module, compile_kwargs)
     shell = type(module).__new__(type(module))
-    vars(shell).update(vars(module))
+    attributes = {name: _bound_to(shell, module, value) for name, value in vars(module).items()}
+    if any("forward" in name and callable(value) and value is vars(module)[name] for name, value in attributes.items()):
+        return _compiled(module, compile_kwargs)
+    vars(shell).update(attributes)
+    # The function of `module.compile()` calls that module.
+    vars(shell).pop("_compiled_call_impl", None)
     parts = {name: compile_regions(child, **compile_kwargs) for name, child in module.named_children()}
     vars(shell)["_modules"] = {**module._modules, **parts}
     vars(shell)["_orig_mod"] = module
     return shell
+
+
+def _bound_to(copied: Module, module: Module, value: Any) -> Any:
+    """An attribute of a module for a copy of it: a method, or a partial function, of the copy instead of the module."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, copied)
+    if isinstance(value, functools.partial) and any(argument is module for argument in value.args):
+        arguments = [copied if argument is module else argument for argument in value.args]
+        partial = functools.partial(value.func, *arguments, **value.keywords)
+        vars(partial).update(vars(value))
+        return partial
+    return value
 
 
 def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
@@ -145,9 +167,16 @@ def _compile_in_place(module: Module, arguments: dict[str, Any]) -> None:
 
 
 def _compiled(module: Module, arguments: dict[str, Any]) -> Module:
+    if is_compiled_module(module):
+        return module
     compiled: Any = torch.compile(module, **arguments)
     made: Module = compiled
     return made
+
+
+def _compiled_by_prepare(module: Module) -> bool:
+    """Whether `prepare` compiled a block; a deep copy of one has the mark, and is not compiled."""
+    return COMPILED_IN_PLACE in vars(module) and module._compiled_call_impl is not None
 
 
 def has_compiled_regions(module: Module) -> bool:
