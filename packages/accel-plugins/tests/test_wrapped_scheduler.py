@@ -16,14 +16,14 @@ SYNCS = (True, False, True, True, False)
 
 # (adjust_scheduler, processes, total_steps, split_batches, step_with_optimizer) -> (last_epoch, _step_count) per step
 SEEN: dict[tuple[bool, int, int | None, bool, bool], list[tuple[int, int]]] = {
-    (True, 1, None, False, True): [(1, 2), (1, 3), (2, 4), (3, 5), (3, 6)],
-    (True, 1, None, True, True): [(1, 2), (1, 3), (2, 4), (3, 5), (3, 6)],
+    (True, 1, None, False, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],
+    (True, 1, None, True, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],
     (True, 1, None, False, False): [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)],
-    (True, 1, 8, False, True): [(1, 2), (1, 3), (2, 4), (3, 5), (3, 6)],
-    (True, 3, None, False, True): [(3, 4), (3, 5), (6, 8), (9, 11), (9, 12)],
-    (True, 3, None, True, True): [(1, 2), (1, 3), (2, 4), (3, 5), (3, 6)],
+    (True, 1, 8, False, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],
+    (True, 3, None, False, True): [(3, 4), (3, 4), (6, 7), (9, 10), (9, 10)],
+    (True, 3, None, True, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],
     (True, 3, None, False, False): [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)],
-    (True, 3, 8, False, True): [(3, 4), (3, 5), (6, 8), (7, 9), (7, 10)],
+    (True, 3, 8, False, True): [(3, 4), (3, 4), (6, 7), (8, 9), (8, 9)],
     (False, 1, None, False, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],
     (False, 3, None, False, True): [(3, 4), (3, 4), (6, 7), (9, 10), (9, 10)],
     (False, 3, None, True, True): [(1, 2), (1, 2), (2, 3), (3, 4), (3, 4)],

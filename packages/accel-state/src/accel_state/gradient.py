@@ -24,7 +24,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches per optimizer step; None uses `gradient_accumulation_steps` and its variable.
-        adjust_scheduler: step the scheduler at every micro-batch, for a schedule written without accumulation in mind.
+        adjust_scheduler: has no effect, and has none in the original: a prepared scheduler steps with its optimizers.
         sync_with_dataloader: step at the end of the loader, even after fewer micro-batches.
         sync_each_batch: reduce gradients between processes at every micro-batch, which takes less memory.
 
@@ -136,8 +136,8 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """See `GradientAccumulationPlugin`."""
-        return self.plugin.adjust_scheduler
+        """False: no scheduler moves within a window of micro-batches."""
+        return False
 
     @property
     def sync_with_dataloader(self) -> bool:

@@ -29,15 +29,33 @@ _FEW: Final = 2
 
 
 def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-    """Call `scheduler.step(*args, **kwargs)` `steps` times, but not beyond `total_steps`."""
+    """Call `scheduler.step(*args, **kwargs)` `steps` times, but not beyond the end of the schedule (`total_steps`)."""
     if kwargs is None:
         kwargs = {}
-    if hasattr(scheduler, "total_steps"):
-        steps = min(steps, scheduler.total_steps - scheduler._step_count + 1)
+    left = _steps_left(scheduler)
+    if left is not None:
+        steps = min(steps, left)
     if steps > _FEW and not args and not kwargs:
         steps -= _try_jump(scheduler, steps)
     for _ in range(steps):
         scheduler.step(*args, **kwargs)
+
+
+def _steps_left(scheduler: Any) -> int | None:
+    """Steps until the end of a schedule, or of the first schedule inside it to end; None: it has no end."""
+    total = getattr(scheduler, "total_steps", None)
+    if total is not None:
+        # `_step_count` counts from where the scheduler was constructed, which may be later in the schedule.
+        return int(total - scheduler.last_epoch)
+    inside = getattr(scheduler, "_schedulers", None)
+    if not inside:
+        return None
+    milestones = getattr(scheduler, "_milestones", None)
+    if not milestones:
+        return min((left for left in map(_steps_left, inside) if left is not None), default=None)
+    last = _steps_left(inside[-1])
+    # Before the last milestone, the last schedule is one step before its start.
+    return None if last is None else last + max(milestones[-1] - scheduler.last_epoch - 1, 0)
 
 
 def _try_jump(scheduler: Any, steps: int) -> int:
@@ -248,8 +266,6 @@ class AcceleratedScheduler:
             scheduler.step(*args, **kwargs)
             return
         if not gradient.sync_gradients:
-            if gradient.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
-                scheduler._step_count += 1
             return
         for optimizer in own["optimizers"]:
             if getattr(optimizer, "step_was_skipped", False):
