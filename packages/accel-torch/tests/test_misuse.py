@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_state import PartialState
 from accel_state.errors import Conflict
 from accel_state.testing.processes import Processes
-from accel_torch import Accelerator, LocalSGD, MisuseWarning
+from accel_torch import Accelerator, LocalSGD, MisuseWarning, ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -381,3 +381,214 @@ def local_sgd(accelerator: Any) -> None:
 
 def test_local_sgd_is_not_warned_about(two: Processes) -> None:
     assert two.run(on_two, local_sgd, {}) == [[], []]
+
+
+# ------------------------------------------------------------------- what is trained, but not synchronised
+
+
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(accelerator: Any, loader: Any, loss_of: Callable[[Any], Any], *optimizers: Any) -> None:
+    for (inputs,) in loader:
+        accelerator.backward(loss_of(inputs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def model_not_prepared(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def nothing_prepared(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def only_a_loader_prepared(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    loader = accelerator.prepare(loader)
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def part_of_a_model_prepared(accelerator: Any) -> None:
+    body, head = nn.Linear(2, 3), nn.Linear(3, 1)
+    model = nn.Sequential(body, head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    body, optimizer, loader = accelerator.prepare(body, optimizer, parts()[2])
+    train(accelerator, loader, lambda inputs: head(body(inputs)).square().mean(), optimizer)
+
+
+def one_of_two_models_prepared(accelerator: Any) -> None:
+    (first, one), (second, other) = pair(), pair()
+    first, one, other, loader = accelerator.prepare(first, one, other, parts()[2])
+    train(accelerator, loader, lambda inputs: (first(inputs) + second(inputs)).square().mean(), one, other)
+
+
+def one_of_two_models_prepared_and_its_optimizer_only(accelerator: Any) -> None:
+    (first, one), (second, other) = pair(), pair()
+    first, one, loader = accelerator.prepare(first, one, parts()[2])
+    train(accelerator, loader, lambda inputs: (first(inputs) + second(inputs)).square().mean(), one, other)
+
+
+def optimizer_of_another_model(accelerator: Any) -> None:
+    (first, _), (second, other) = pair(), pair()
+    first, other, loader = accelerator.prepare(first, other, parts()[2])
+    train(accelerator, loader, lambda inputs: (first(inputs) + second(inputs)).square().mean(), other)
+
+
+def model_prepared_for_evaluation(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def parameters_added_to_the_optimizer(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    head = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": head.parameters()})
+    train(accelerator, loader, lambda inputs: head(model(inputs)).square().mean(), optimizer)
+
+
+def in_windows(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+UNSYNCHRONISED: dict[Callable[..., None], str] = {
+    model_not_prepared: "2 of 2",
+    nothing_prepared: "2 of 2",
+    only_a_loader_prepared: "2 of 2",
+    part_of_a_model_prepared: "2 of 4",
+    one_of_two_models_prepared: "2 of 2",
+    one_of_two_models_prepared_and_its_optimizer_only: "2 of 2",
+    optimizer_of_another_model: "2 of 2",
+    model_prepared_for_evaluation: "2 of 2",
+    parameters_added_to_the_optimizer: "2 of 4",
+    in_windows: "2 of 2",
+}
+
+
+def on_two_with(loops: list[Callable[..., None]], options: dict[str, Any]) -> list[list[str]]:
+    assert PartialState(cpu=True).num_processes == 2
+    return [warned(loop, **options) for loop in loops]
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "fp16"}, {"backend": "fsdp2"}], ids=str)
+def test_a_model_that_is_trained_but_not_prepared_is_warned_about(two: Processes, options: dict[str, Any]) -> None:
+    # FSDP refuses an optimizer whose model it does not know.
+    loops = [nothing_prepared, only_a_loader_prepared] if "backend" in options else list(UNSYNCHRONISED)
+    for found in two.run(on_two_with, loops, options):
+        for loop, messages in zip(loops, found, strict=True):
+            assert len(messages) == 1, loop
+            assert messages[0].startswith("An optimizer steps with gradients of a model that was not prepared")
+            assert UNSYNCHRONISED[loop] in messages[0], loop
+            assert "Pass the model to prepare()" in messages[0]
+
+
+@pytest.mark.parametrize("loop", UNSYNCHRONISED)
+def test_one_process_may_train_a_model_that_is_not_prepared(loop: Callable[..., None]) -> None:
+    assert warned(loop) == []
+
+
+def frozen_part(accelerator: Any) -> None:
+    """An unprepared model with parameters that need no gradients."""
+    model, optimizer, loader = parts()
+    teacher = nn.Linear(2, 1).requires_grad_(requires_grad=False)
+    optimizer.add_param_group({"params": teacher.parameters()})
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    train(accelerator, loader, lambda inputs: (model(inputs) - teacher(inputs)).square().mean(), optimizer)
+
+
+def model_of_another_accelerator(accelerator: Any) -> None:
+    (first, one), (second, other) = pair(), pair()
+    further = Accelerator()
+    first = accelerator.prepare(first)
+    one, loader = further.prepare(one, parts()[2])
+    second, other = further.prepare(second, other)
+    train(accelerator, loader, lambda inputs: first(inputs).square().mean(), one)
+    train(further, loader, lambda inputs: second(inputs).square().mean(), other)
+
+
+def averaged_by_local_sgd(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as averaging:
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            averaging.step()
+
+
+def own_training_beside_the_accelerator(accelerator: Any) -> None:
+    """The script uses the Accelerator for its collectives only."""
+    model, optimizer, loader = parts()
+    for (inputs,) in loader:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.gather(inputs)
+
+
+def trained_in_evaluation_mode(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    model.eval()
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def prepared_after_its_optimizer(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    model = accelerator.prepare(model)
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
+def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> None:
+    loops = [
+        frozen_part,
+        model_of_another_accelerator,
+        averaged_by_local_sgd,
+        own_training_beside_the_accelerator,
+        trained_in_evaluation_mode,
+        prepared_after_its_optimizer,
+    ]
+    for found in two.run(on_two_with, loops, {"check_replicas_every": 0}):
+        assert dict(zip(loops, found, strict=True)) == {loop: [] for loop in loops}
+
+
+def tensor_parallel() -> list[str]:
+    return warned(nothing_prepared, parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def test_processes_with_the_same_data_may_train_a_model_that_is_not_prepared(two: Processes) -> None:
+    assert two.run(tensor_parallel) == [[], []]
+
+
+def hooks_left_after_many_steps() -> tuple[int, int]:
+    before = step_hooks()
+    accelerator = Accelerator(cpu=True)
+    mine = step_hooks() - before
+    model, optimizer, _ = parts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(100):
+            accelerator.backward(model(torch.ones(1, 2)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    Accelerator()
+    return len(mine), len(mine & step_hooks())
+
+
+def test_the_guard_ends_where_nothing_is_prepared(two: Processes) -> None:
+    assert two.run(hooks_left_after_many_steps) == [(2, 0), (2, 0)]

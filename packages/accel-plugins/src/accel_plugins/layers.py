@@ -23,6 +23,7 @@ __all__ = (
     "maker_of",
     "note_layer",
     "note_made",
+    "prepared_models",
     "strategy_model",
 )
 
@@ -85,6 +86,11 @@ def maker_of(model: Module) -> str | None:
     """Name of the backend that returned a model, whatever layers are around it; None without one."""
     layer = _layers.get(strategy_model(model))
     return None if layer is None else layer.maker
+
+
+def prepared_models() -> list[Module]:
+    """The strategy's models of all Accelerators of this process that are still in use."""
+    return [model for model, layer in _layers.items() if layer.maker is not None]
 
 
 def is_compiled_module(module: Module) -> bool:

@@ -52,6 +52,7 @@ def load_state(
                 accelerator._saver.wait()
             found = _chosen(accelerator, barrier, input_dir, missing_ok, stack)
             if found is not None:
+                _demand_prepared(accelerator, found.folder)
                 manifest = read_manifest(found.folder)
                 facts = {} if manifest is None else manifest.facts
                 _demand_same_window(accelerator, found.folder, facts)
@@ -81,6 +82,34 @@ def _load(accelerator: AcceleratorMembers, folder: Path, options: dict[str, Any]
         folder,
         accelerator.state.process_index,
     )
+
+
+_WEIGHTS: Final = ("model", "pytorch_model")
+_STATES: Final = (*_WEIGHTS, "optimizer", "scheduler", "dl_state_dict")
+"""How the names of files with the states of prepared objects begin."""
+
+
+def _demand_prepared(accelerator: AcceleratorMembers, folder: Path) -> None:
+    """Refuse to load nothing, after which a model prepared later would train from the beginning.
+
+    Raises:
+        CheckpointError: the checkpoint has weights and no model was prepared, or it has states and nothing was.
+    """
+    prepared = accelerator._prepared
+    # A hook may load the weights itself.
+    if prepared.models or prepared.load_hooks:
+        return
+    others = prepared.optimizers or prepared.schedulers or prepared.loaders or prepared.custom
+    searched = _WEIGHTS if others else _STATES
+    unread = [path.name for path in folder.iterdir() if path.name.startswith(searched)]
+    if unread:
+        unread.sort(key=lambda name: (not name.startswith(_WEIGHTS), name))
+        raise CheckpointError(
+            f"Cannot load the checkpoint {folder}.",
+            f"This Accelerator has prepared no {'model' if others else 'objects'}, so it would not read "
+            f"{', '.join(unread[:3])}.",
+            "Call load_state() after prepare().",
+        )
 
 
 def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from accel_plugins.prepared import PreparedObjects
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble, transforms_of
-from accel_torch.observers import RUN_OBSERVERS, reporting, watching
+from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,10 +91,19 @@ class AcceleratorMembers:
         self._pauses = Pauses()
         self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
+        if self.state.num_processes > 1:
+            self._guard_first_steps()
         if self._report is not None:
             self._report.watch_methods(self)
         for observer in RUN_OBSERVERS:
             observer.begins(self)
+
+    def _guard_first_steps(self) -> None:
+        """Check the first steps for mistakes. One process has none before `prepare`, which spares it the import."""
+        if self._guards_first_steps:
+            self._guards_first_steps = False
+            guard = guarding(self._options, self.gradient_state, self._backend, self._prepared)
+            self._accumulation.watch_by(guard)
 
     def __copy__(self) -> AcceleratorMembers:
         other = type(self).__new__(type(self))

@@ -17,8 +17,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Duty
+from accel_plugins.layers import prepared_models, strategy_model
+from accel_plugins.manifest import Axis, Duty
+from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.precision.base import Closure
     from accel_plugins.prepared import PreparedObjects
+    from accel_plugins.strategy import Strategy
     from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.gradient import GradientState
     from accel_torch.assemble import ActiveBackend
@@ -86,6 +88,9 @@ class MisuseGuard:
         self._schedulers: list[tuple[weakref.ref[Any], Any]] | None = None
         self._between = False
         self._watches_steps = False
+        self._independent = not (
+            self._several and self._counts_backward and _trains_on_different_data(backend.strategy)
+        )
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._step_hooks: list[Any] = []
@@ -102,7 +107,7 @@ class MisuseGuard:
             before: their parameters before the call.
             made: the models that the call returns, in the same order.
         """
-        if not self.active or not made:
+        if not self.active:
             return
         now = {id(parameter) for model in made for parameter in model.parameters()}
         self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
@@ -112,6 +117,11 @@ class MisuseGuard:
             self._models.append(known)
             if self._several:
                 self._handles.append(own.register_forward_pre_hook(_NoteForward(self, known), with_kwargs=True))
+        if made:
+            self.watch_steps()
+
+    def watch_steps(self) -> None:
+        """Watch the steps of all optimizers; several processes may train models that were never prepared."""
         if not self._watches_steps:
             self._watches_steps = True
             mine = weakref.ref(self)
@@ -158,8 +168,9 @@ class MisuseGuard:
         self._scaler = scaler
 
     def expect_different_replicas(self) -> None:
-        """Do not compare replicas: they are trained independently on purpose."""
+        """Do not compare replicas, nor search for unsynchronised ones: they are trained independently on purpose."""
         self._comparison = None
+        self._independent = True
 
     # ------------------------------------------------------------------ around a step
 
@@ -167,6 +178,8 @@ class MisuseGuard:
         parameters = _parameters(optimizer)
         self._refuse_replaced(parameters)
         prepared = self._is_prepared(optimizer)
+        if prepared or self.backward_ran:
+            self._check_membership(parameters)
         if not (prepared or self._knows(parameters)):
             return
         if not any(one is optimizer for one in _layers(self._stepping)):
@@ -193,11 +206,9 @@ class MisuseGuard:
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        parameters = _parameters(optimizer)
-        if not (self._is_prepared(optimizer) or self._knows(parameters)):
-            return
         self._all_steps += 1
-        if self._gradient.sync_gradients:
+        counts = self._is_prepared(optimizer) or self._knows(_parameters(optimizer))
+        if counts and self._gradient.sync_gradients:
             steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
             if steps == _STEPS and self._comparison is not None:
                 inputs = [digest for model in self._models for digest in model.inputs]
@@ -272,6 +283,29 @@ class MisuseGuard:
                     "Gradients are averaged over processes only after a forward of that model.",
                     "Write `model = accelerator.prepare(model)` and call this model.",
                 )
+
+    def _check_membership(self, parameters: Sequence[Parameter]) -> None:
+        """Detect gradients of parameters in no prepared model, which no process averages with the others."""
+        if self._independent or "membership" in self._warned:
+            return
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        if all(any(known.has_any([parameter]) for known in self._models) for parameter in trained):
+            return
+        # Those of other Accelerators, and parameters that were added later.
+        synchronised = {id(parameter) for model in prepared_models() for parameter in model.parameters()}
+        # Whoever shards a parameter synchronises its gradient.
+        outside = [one for one in trained if id(one) not in synchronised and not hasattr(one, "placements")]
+        if outside:
+            self._comparison = None
+            shape = tuple(outside[0].shape)
+            self._warn(
+                "membership",
+                f"An optimizer steps with gradients of a model that was not prepared: {len(outside)} of {len(trained)} "
+                f"parameters with gradients, the first of shape {shape}, belong to no model that prepare() returned.",
+                "Their gradients are not averaged over the processes, so each process trains different weights.",
+                "Pass the model to prepare() (evaluation_mode=True is not for training), and call the one that it "
+                "returns.",
+            )
 
     def _lacks_backward(self) -> bool:
         """Whether `Accelerator.backward`, which divides the loss, was not called in this window."""
@@ -354,10 +388,11 @@ class _NoteForward:
 
     def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
         guard = self._guard()
-        if torch.compiler.is_compiling() or guard is None or not (torch.is_grad_enabled() and module.training):
+        if torch.compiler.is_compiling() or guard is None or not torch.is_grad_enabled():
             return
+        # A model in evaluation mode can be trained too.
         self._known.forwards += 1
-        if len(self._known.inputs) < _STEPS and not guard.reads_prepared_loader():
+        if module.training and len(self._known.inputs) < _STEPS and not guard.reads_prepared_loader():
             from accel_torch.replicas import digest_of
 
             self._known.inputs.append(digest_of((args, kwargs)))
@@ -402,6 +437,13 @@ def _calling(reference: weakref.ref[MisuseGuard], method: Callable[[MisuseGuard,
             method(guard, optimizer)
 
     return hook
+
+
+def _trains_on_different_data(strategy: Strategy) -> bool:
+    """Whether any two processes compute different gradients: without a mesh, or along an axis other than `tp`."""
+    mesh = strategy.context.mesh
+    neighbours = submesh(mesh, Axis.TENSOR)
+    return mesh is None or mesh.size() > (1 if neighbours is None else neighbours.size())
 
 
 def _parameters(optimizer: Optimizer) -> list[Parameter]:

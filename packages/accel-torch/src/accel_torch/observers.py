@@ -65,9 +65,12 @@ def guarding(
     from accel_torch.misuse import MisuseGuard
 
     alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1
-    once = options.check_replicas_every is None and alike
-    if not once:
-        return MisuseGuard(gradient, backend, prepared)
-    from accel_torch.replicas import ReplicaComparison
+    comparison = None
+    if options.check_replicas_every is None and alike:
+        from accel_torch.replicas import ReplicaComparison
 
-    return MisuseGuard(gradient, backend, prepared, ReplicaComparison(backend.strategy, prepared))
+        comparison = ReplicaComparison(backend.strategy, prepared)
+    guard = MisuseGuard(gradient, backend, prepared, comparison)
+    if backend.strategy.context.process.world_size > 1:
+        guard.watch_steps()
+    return guard

@@ -14,7 +14,7 @@ from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
-from accel_torch.observers import RUN_OBSERVERS, guarding
+from accel_torch.observers import RUN_OBSERVERS
 from accel_torch.step import OptimizerStepper
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def prepare(
     placed = _placement(accelerator, objects, device_placement)
     bundle = Bundle.of(objects)
     backend = accelerator._backend
-    if accelerator._guards_first_steps:
-        accelerator._guards_first_steps = False
-        guard = guarding(accelerator._options, accelerator.gradient_state, backend, accelerator._prepared)
-        accelerator._accumulation.watch_by(guard)
+    accelerator._guard_first_steps()
     _check_together(accelerator, bundle)
     order.check_bundle(backend.manifest, backend.strategy, accelerator._transforms, bundle)
     bundle.loaders[:] = [
