@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -220,6 +221,116 @@ def test_misuse_of_accumulation_is_warned_about_once(loop: Callable[..., None], 
     (message,) = warned(loop, gradient_accumulation_steps=2)
     assert message.startswith(sentence)
     assert "prepare()" in message or "accelerator.backward" in message
+
+
+def step_at_each_micro_batch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> None:
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+class Trainer:
+    """Holds the scheduler as trainers do, beside many other objects."""
+
+    def __init__(self, accelerator: Any, objects: int) -> None:
+        model, optimizer, loader = parts()
+        self.accelerator = accelerator
+        self.samples = [{"sample": [index]} for index in range(objects)]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+        self.schedules = {"main": [scheduler]}
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
+
+    def train(self) -> None:
+        for (inputs,) in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(inputs).square().mean())
+                self.optimizer.step()
+                self.schedules["main"][0].step()
+                self.optimizer.zero_grad()
+
+
+def scheduler_of_a_trainer(accelerator: Any) -> None:
+    Trainer(accelerator, 3).train()
+
+
+def scheduler_of_a_calling_function(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    prepared = accelerator.prepare(model, optimizer, loader)
+    stepping = [scheduler.step]
+
+    def train_with(model: Any, optimizer: Any, loader: Any) -> None:
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                stepping[0]()
+                optimizer.zero_grad()
+
+    train_with(*prepared)
+
+
+def second_scheduler_outside_of_prepare(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    first = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    second = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    model, optimizer, loader, first = accelerator.prepare(model, optimizer, loader, first)
+    step_at_each_micro_batch(accelerator, model, optimizer, loader, second)
+    first.step()
+
+
+def scheduler_of_the_prepared_optimizer(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    step_at_each_micro_batch(accelerator, model, optimizer, loader, scheduler)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        scheduler_of_a_trainer,
+        scheduler_of_a_calling_function,
+        second_scheduler_outside_of_prepare,
+        scheduler_of_the_prepared_optimizer,
+    ],
+)
+def test_a_scheduler_is_found_wherever_the_script_has_it(loop: Callable[..., None]) -> None:
+    (message,) = warned(loop, gradient_accumulation_steps=2)
+    assert message.startswith("A learning-rate scheduler steps within an accumulation window.")
+
+
+@pytest.mark.parametrize("loop", [right, right_with_scheduler_of_optimizer_steps, scheduler_of_a_trainer])
+def test_no_search_of_the_heap(loop: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("This takes seconds with millions of objects.")
+
+    for name in ("get_objects", "get_referrers", "get_referents"):
+        monkeypatch.setattr(gc, name, refuse)
+    warned(loop, gradient_accumulation_steps=2)
+
+
+def calls_of_the_first_micro_batch(objects: int) -> int:
+    trainer = Trainer(Accelerator(cpu=True, gradient_accumulation_steps=2), objects)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    block = trainer.accelerator.accumulate(trainer.model)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    block.__enter__()
+    sys.setprofile(before)
+    block.__exit__(None, None, None)
+    return calls
+
+
+def test_the_first_micro_batch_looks_at_few_of_many_objects() -> None:
+    assert calls_of_the_first_micro_batch(200_000) < 100_000
 
 
 @pytest.mark.parametrize("loop", [optimizer_outside_of_prepare, plain_backward, scheduler_outside_of_prepare])

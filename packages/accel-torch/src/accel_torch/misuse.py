@@ -7,10 +7,12 @@ optimizer, so later steps cost nothing.
 
 from __future__ import annotations
 
-import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,6 +23,7 @@ from accel_plugins.layers import prepared_models, strategy_model
 from accel_plugins.manifest import Axis, Duty
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
+from accel_state.settings.extension import is_library
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -41,6 +44,12 @@ _STEPS: Final = 2
 
 _MOST_STEPS: Final = 100
 """Steps of all optimizers after which the guard removes itself in any case."""
+
+
+_LEVELS: Final = 4
+_MOST_ITEMS: Final = 100
+_MOST_OBJECTS: Final = 20_000
+"""Limits of a search for schedulers: its depth, the items of one list or dict, and all objects."""
 
 
 class MisuseWarning(UserWarning):
@@ -316,11 +325,13 @@ class MisuseGuard:
         if prepared is None:
             return []
         known = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in prepared.schedulers}
-        followed = {id(one) for wrapped in prepared.optimizers for one in _layers(wrapped)}
-        # A scheduler refers to its optimizer but not vice versa; this search happens once in a run.
+        followed = {id(one): one for wrapped in prepared.optimizers for one in _layers(wrapped)}
+        # torch marks the optimizer of a scheduler, but it has no reference to the scheduler.
+        if not any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in followed.values()):
+            return []
         return [
-            (weakref.ref(found), found.last_epoch)
-            for found in gc.get_objects()
+            (weakref.ref(found), getattr(found, "last_epoch", None))
+            for found in _in_the_script()
             if issubclass(type(found), LRScheduler)
             and id(getattr(found, "optimizer", None)) in followed
             and id(found) not in known
@@ -457,12 +468,54 @@ def _layers(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
+def _in_the_script() -> Iterator[object]:
+    """The variables of the functions that are running, and what is in them, a few levels deep.
+
+    A search of the heap would take seconds; this one ends after a fixed number of objects.
+    """
+    seen: dict[int, object] = {}
+    level: Iterable[object] = _variables()
+    for _ in range(_LEVELS):
+        entered = list(islice((one for one in level if id(one) not in seen), _MOST_OBJECTS - len(seen)))
+        new = {id(one): one for one in entered}
+        yield from new.values()
+        seen |= new
+        level = chain.from_iterable(map(_contents, new.values()))
+
+
+def _variables() -> Iterator[object]:
+    frame = sys._getframe(1)
+    modules: set[int] = set()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if is_library(frame.f_globals.get("__name__", "")):
+            continue
+        yield from list(frame.f_locals.values())
+        if id(frame.f_globals) not in modules:
+            modules.add(id(frame.f_globals))
+            yield from list(frame.f_globals.values())
+
+
+def _contents(one: Any) -> list[object]:
+    """The items of a list, tuple or dict, or the attributes of an object, but of no module or class.
+
+    It runs no code of these objects, and copies before another thread can change them.
+    """
+    kind = type(one)
+    if issubclass(kind, list):
+        return list(islice(list.__iter__(one), _MOST_ITEMS))
+    if issubclass(kind, tuple):
+        return list(islice(tuple.__iter__(one), _MOST_ITEMS))
+    if not issubclass(kind, dict):
+        try:
+            one = {} if issubclass(kind, (ModuleType, type)) else object.__getattribute__(one, "__dict__")
+        except AttributeError:
+            return []
+    return list(islice(dict.values(one), _MOST_ITEMS))
+
+
 def _outside() -> int:
     """The stack level of the first frame outside of this library and torch."""
-    import sys
-
-    from accel_state.settings.extension import is_library
-
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
