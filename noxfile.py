@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +229,26 @@ def matrix(session: nox.Session, torch: str) -> None:
     """Run the tests of the packages with one supported Python and one supported torch (a set takes 5 GB)."""
     if session.python not in SUPPORTED["torch"][torch]:
         session.skip(f"torch {torch} is not supported with Python {session.python}")
+    test_with(session, {"torch": torch})
+
+
+@nox.session(python="3.11", venv_backend="uv")
+@nox.parametrize("turn", range(max(map(len, SUPPORTED["majors"].values()))))
+def majors(session: nox.Session, turn: int) -> None:
+    """Run the tests of the packages with the newest release below a major version of each dependency."""
+    test_with(session, {name: found[turn] for name, found in SUPPORTED["majors"].items() if turn < len(found)})
+
+
+def test_with(session: nox.Session, versions: Mapping[str, str]) -> None:
+    """Runs the tests of the packages with these versions instead of those of the constraints."""
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if line.partition("==")[0] not in versions]
+    exact = [f"{name}=={version}" for name, version in versions.items()]
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    kept = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
-    constraints.write_text("\n".join([*kept, f"torch=={torch}"]), encoding="utf-8")
+    constraints.write_text("\n".join([*kept, *exact]), encoding="utf-8")
     own = editable(f"{name}[testing]" if "testing" in extras_of(name) else name for name in PACKAGES)
     tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
-    session.install("-q", "-c", str(constraints), *tools, *own)
+    session.install("-q", "-c", str(constraints), *tools, *own, *exact)
     tests = session.posargs or ["-m", "not slow", *(f"packages/{name}/tests" for name in PACKAGES)]
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ENVIRONMENT)
 

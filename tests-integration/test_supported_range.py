@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import bootstrap
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PYTHONS: list[str] = PROJECT["tool"]["accel"]["supported"]["python"]
 TORCHES: dict[str, list[str]] = PROJECT["tool"]["accel"]["supported"]["torch"]
+MAJORS: dict[str, list[str]] = PROJECT["tool"]["accel"]["supported"]["majors"]
+CONSTRAINTS = (ROOT / "tools/constraints.txt").read_text(encoding="utf-8")
 PACKAGES = lowest_versions.projects(ROOT / "packages")
 
 OLDEST_TORCH, NEWEST_TORCH = min(TORCHES, key=Version), max(TORCHES, key=Version)
@@ -55,6 +58,25 @@ def test_every_torch_is_tried_with_supported_pythons_only() -> None:
     assert {python for pythons in TORCHES.values() for python in pythons} == set(PYTHONS)
 
 
+def test_each_earlier_major_version_of_a_dependency_is_tried() -> None:
+    declared = [
+        requirement
+        for package in PACKAGES
+        for requirement in lowest_versions.requirements(
+            PACKAGES, package, PACKAGES[package].get("optional-dependencies", ())
+        )
+    ]
+    pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS, re.MULTILINE))
+    for name, lowest in lowest_versions.lowest(declared).items():
+        if name in pinned:
+            tried = [Version(version) for version in MAJORS.get(name, [])]
+            assert tried == sorted(tried), name
+            assert all(lowest <= version < Version(pinned[name]) for version in tried), name
+            earlier = set(range(lowest.major, Version(pinned[name]).major))
+            assert earlier <= {version.major for version in tried}, f"{name} from {lowest} to {pinned[name]}"
+    assert set(MAJORS) <= {canonicalize_name(requirement.name) for requirement in declared}
+
+
 def test_the_tools_read_the_code_for_the_oldest_python() -> None:
     oldest = PYTHONS[0]
     assert tuple(map(int, oldest.split("."))) == bootstrap.OLDEST_PYTHON
@@ -70,7 +92,7 @@ def test_support_table_equals_pyproject() -> None:
 
 
 def test_the_constraints_hold_a_supported_torch() -> None:
-    pinned = re.search(r"^torch==(\S+)$", (ROOT / "tools/constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS, re.MULTILINE)
     assert pinned
     assert Version(OLDEST_TORCH) <= Version(pinned[1]) <= Version(NEWEST_TORCH)
 

@@ -204,6 +204,23 @@ def test_a_broken_machine(accel, tmp_path):
     assert "-> Set another port" in finished.stdout
 
 
+def test_a_backend_whose_strategy_cannot_be_imported(accel, tmp_path):
+    (tmp_path / "torn_manifest.py").write_text(
+        "from accel_plugins.manifest import Manifest\n"
+        "MANIFEST = Manifest(name='torn', strategy='torn_strategy:Torn', tier=3)\n"
+    )
+    (tmp_path / "torn_strategy.py").write_text("import numpy._no_such_module\nclass Torn: ...\n")
+    (tmp_path / "torn_package-1.0.dist-info").mkdir()
+    (tmp_path / "torn_package-1.0.dist-info" / "entry_points.txt").write_text(
+        "[accel.backends]\ntorn = torn_manifest:MANIFEST\n"
+    )
+    finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
+    told = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "backends"]
+    assert [finding["verdict"] for finding in told] == [WARNING]
+    assert told[0]["told"].startswith("torn of torn-package 1.0 could not be loaded: ModuleNotFoundError: No module")
+    assert told[0]["remedy"] == "Repair or remove torn-package."
+
+
 def test_installed_packages_add_examinations(accel, tmp_path):
     (tmp_path / "looks.py").write_text(
         "from accel_cli.doctor.examine import WARNING, Finding\n"

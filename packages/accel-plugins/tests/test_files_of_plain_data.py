@@ -6,6 +6,7 @@ import collections
 import io
 import pickle
 import random
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_state.errors import CheckpointError
+from accel_state.testing.processes import run_command
 
 PLAIN: dict[str, Any] = {
     "numbers": [1, -5, 2**70, 1.5, 1j, None, True],
@@ -57,6 +59,22 @@ def test_tensors_are_read(tmp_path: Path, name: str) -> None:
     (found,) = pickled.read(tmp_path / "a")
     assert type(found) is type(TENSORS[name])
     assert torch.equal(found.to_dense(), TENSORS[name].to_dense())
+
+
+EMPTY_CORE = """
+import pathlib, types, numpy, torch
+numpy._core = types.ModuleType("numpy._core")
+from accel_plugins.checkpoint import pickled
+import accel_plugins.fsdp.fsdp1, accel_plugins.fsdp.fsdp2
+torch.save([numpy.ones(2), numpy.float32(1.5)], "a")
+print(pickled.read(pathlib.Path("a"))[0].tolist())
+"""
+
+
+def test_private_modules_of_numpy_are_not_needed(tmp_path: Path) -> None:
+    # numpy 1.26.1 to 1.26.4 have the package `numpy._core`, without attributes.
+    done = run_command([sys.executable, "-c", EMPTY_CORE], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0]\n"), done.stderr
 
 
 SCALAR: Any = numpy.float64(1).__reduce__()[0]  # type: ignore[call-arg, unused-ignore]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from accel_cli.launch.backends import failures
 from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import ask_torch
 from accel_cli.launch.rendezvous import Port
@@ -90,11 +89,16 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
 
 
 def _backends(request: Request) -> Iterator[Finding]:
-    broken = failures()
-    for backend in broken:
-        told = f"{backend.name} of {backend.origin} could not be loaded: {backend.reason}"
-        yield Finding("backends", WARNING, told, f"Repair or remove {backend.origin.split()[0]}.")
-    if not broken:
+    from accel_cli.commands.backends import ask, rows
+
+    answers, unanswered = ask(os.environ)
+    broken = [row for row in rows(answers) if row.failure]
+    for row in broken:
+        told = f"{row.name} of {row.package} {row.version} could not be loaded: {row.obstacle}"
+        yield Finding("backends", WARNING, told, f"Repair or remove {row.package}.")
+    if unanswered:
+        yield Finding("backends", WARNING, f"Whether they can be loaded is not known: {unanswered}", "Repair torch.")
+    elif not broken:
         yield Finding("backends", OK, "all can be loaded")
 
 

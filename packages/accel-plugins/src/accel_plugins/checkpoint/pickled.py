@@ -31,13 +31,17 @@ __all__ = (
     "write",
 )
 
-_MULTIARRAY: Any = getattr(numpy, "_core", None) or numpy.core  # numpy 1 has it under the second name
+# As pickles contain them: the private module that defines them has two names, and in numpy 1.26 under one it is empty.
+_CONSTRUCTORS: Final[dict[str, Any]] = {
+    "_reconstruct": numpy.zeros(0).__reduce__()[0],
+    "scalar": numpy.float64().__reduce__()[0],
+}
 
 _SAFE_GLOBALS: Final[list[Any]] = [
     *(
-        (getattr(_MULTIARRAY.multiarray, name), f"numpy.{core}.multiarray.{name}")
+        (constructor, f"numpy.{core}.multiarray.{name}")
         for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
+        for name, constructor in _CONSTRUCTORS.items()
     ),
     numpy.ndarray,
     numpy.dtype,
