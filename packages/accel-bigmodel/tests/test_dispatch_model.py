@@ -106,6 +106,56 @@ def test_an_offloaded_model_computes_the_same_and_keeps_its_weights_away(
     assert not has_offloaded_params(model.head)
 
 
+REST = {"embed": "cpu", "blocks": "cpu", "scale": "cpu", "head": "cpu"}
+UNKNOWN: list[dict[str, Any]] = [
+    {"": "cpu", "lm_head": "cpu"},
+    {"": "cpu", "lm_head": "disk"},
+    {**REST, "lm_head": "cpu"},
+    {**REST, "embed.bias": "cpu"},
+    {**REST, "embed.weight.data": "cpu"},
+    {**REST, "blocks.7": "cpu", "scales": "cpu"},
+    {**REST, "lm_head": "disk"},
+    # An index of an accelerator, and what is no device.
+    {"lm_head": 7, **REST},
+    {"lm_head": "meta", **REST},
+    {"lm_head": None, **REST},
+]
+
+
+@pytest.mark.parametrize("device_map", UNKNOWN)
+@pytest.mark.parametrize("force_hooks", [False, True])
+def test_names_that_the_model_lacks_are_ignored(device_map: dict[str, Any], force_hooks: bool) -> None:
+    model, expected = made()
+    unknown = [name for name in device_map if name not in {"", *REST}]
+    with pytest.warns(UserWarning, match=f"do not match any .* of Net: {', '.join(unknown)}. They are ignored") as told:
+        dispatch_model(model, device_map, force_hooks=force_hooks)
+    assert len(told) == 1
+    assert torch.equal(model(IDS), expected)
+    assert model.hf_device_map == {name: "cpu" for name in device_map if name not in unknown}
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_names_that_an_offloaded_model_lacks_are_ignored(tmp_path: Path, tie: bool) -> None:
+    model, expected = made(tie=tie)
+    offload_state_dict(tmp_path, {**model.state_dict(), "lm_head.weight": torch.ones(1)})
+    with pytest.warns(UserWarning, match=r"of Net: lm_head\. They are ignored"):
+        dispatch_model(model, {"lm_head": "cpu", "": "disk"}, "cpu", offload_dir=tmp_path)
+    assert model.head.weight.is_meta
+    assert torch.equal(model(IDS), expected)
+
+
+def test_hooks_of_names_that_the_model_lacks_are_not_attached() -> None:
+    model, expected = made()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"of Net: lm_head, tail\. They are ignored") as told:
+        attach_align_device_hook_on_blocks(
+            model, {"": "cpu", "lm_head": "cpu"}, {"": True, "tail": True}, weights_map=weights
+        )
+    assert told[0].filename == __file__
+    assert model.head.weight.is_meta
+    assert torch.equal(model(IDS), expected)
+
+
 def test_everything_on_one_device_needs_no_hooks() -> None:
     model, expected = made()
     assert dispatch_model(model, {"": "cpu"}) is model

@@ -213,6 +213,25 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(Net(), tmp_path, {"": "cpu"}, broadcast_from_rank0=True)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("unknown", ["cpu", "disk"])
+def test_names_of_a_device_map_that_the_model_lacks_are_ignored(tmp_path: Path, safe: bool, unknown: str) -> None:
+    _, expected = saved(tmp_path / "a", safe=safe)
+    rest = {"embed": "cpu", "middle": "cpu", "norm": "cpu", "head": "cpu"}
+    # No folder is needed: no weight of the model is for the disk.
+    with pytest.warns(UserWarning, match=r"of Net: lm_head\. They are ignored"):
+        model = load_checkpoint_and_dispatch(empty(), tmp_path / "a", {**rest, "lm_head": unknown}, force_hooks=True)
+    assert torch.equal(output(model), expected)
+    with pytest.warns(UserWarning, match=r"of Net: lm_head\. They are ignored"):
+        load_checkpoint_in_model(plain := empty(), tmp_path / "a", {**rest, "lm_head": unknown})
+    assert torch.equal(output(plain), expected)
+    with pytest.warns(UserWarning, match=r"of Net: lm_head\. They are ignored"):
+        model = load_checkpoint_and_dispatch(
+            empty(), tmp_path / "a", {**rest, "head": "disk", "lm_head": unknown}, offload_folder=tmp_path / "off"
+        )
+    assert torch.equal(output(model), expected)
+
+
 @pytest.mark.parametrize("device", ["cpu", "disk"])
 def test_a_model_that_would_lack_weights_is_not_dispatched(tmp_path: Path, device: str) -> None:
     model, _ = saved(tmp_path)

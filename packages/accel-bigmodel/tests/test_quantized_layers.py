@@ -136,13 +136,23 @@ def test_sizes_of_a_map_count_as_they_will_be(tmp_path: Path) -> None:
     config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype=torch.float32)
     needed = 2 * (128 * 128 + 4 * 128 * 3) + 4 * 2 * 16 * 128
     assert get_quantized_model_device_map(empty(), config, "auto", {"cpu": needed}) == {"": "cpu"}
-    with pytest.raises(SettingError, match="left for the CPU or the disk"):
+    with pytest.raises(SettingError, match="Parts for the CPU or the disk"):
         get_quantized_model_device_map(empty(), config, "sequential", {"cpu": needed - 2000, "disk": 10**6})
     allowed = BnbQuantizationConfig(**{**EIGHT, "llm_int8_enable_fp32_cpu_offload": True})
     found = get_quantized_model_device_map(empty(), allowed, "sequential", {"cpu": needed - 2000, "disk": 10**6})
     assert "disk" in found.values()
     with pytest.warns(UserWarning, match="do not match any .*: nowhere"):
         get_quantized_model_device_map(empty(), config, {"": "cpu", "nowhere": 0})
+
+
+def test_names_of_a_map_that_the_model_lacks_place_nothing(tmp_path: Path) -> None:
+    save_weights(built().state_dict(), tmp_path)
+    with pytest.warns(UserWarning, match="do not match any .*: nowhere"):
+        model = load_and_quantize_model(
+            empty(), BnbQuantizationConfig(**EIGHT), tmp_path, device_map={"nowhere": 7, "": "cpu"}
+        )
+    assert model.blocks[0][0].weight.dtype == torch.int8
+    assert close(model, 0.02)
 
 
 def test_an_empty_model_needs_a_checkpoint_with_all_its_weights(tmp_path: Path) -> None:
@@ -152,7 +162,7 @@ def test_an_empty_model_needs_a_checkpoint_with_all_its_weights(tmp_path: Path) 
     state = built().state_dict()
     del state["blocks.1.0.weight"]
     save_weights(state, tmp_path)
-    with pytest.raises(CheckpointError, match=r"stayed empty: blocks\.1\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"stay on the meta device: blocks\.1\.0\.weight"):
         load_and_quantize_model(empty(), config, tmp_path)
 
 

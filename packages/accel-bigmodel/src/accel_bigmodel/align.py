@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.device_map import Device, resolve_device
+from accel_bigmodel.device_map import Device, matching_entries, resolve_device, warn_of_unknown_names
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module
 from accel_bigmodel.offload import PrefixedDataset
 from accel_bigmodel.place import (
@@ -451,7 +451,8 @@ def attach_align_device_hook_on_blocks(
     """Attach align hooks to the blocks that `execution_device` and `offload` name.
 
     Args:
-        execution_device: a device for all, or name of a module or tensor (relative to `module`) to its device.
+        execution_device: a device for all, or name of a module or tensor (relative to `module`) to its device; names
+            that `module` lacks are ignored, with a warning.
         offload: for all, or by name; a block that is not named is not offloaded.
         module_name: full name of `module`.
 
@@ -460,6 +461,8 @@ def attach_align_device_hook_on_blocks(
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    warn_of_unknown_names(module, {**devices, **offloads}, stacklevel=2)
+    devices = matching_entries(module, devices)
     modules = dict(module.named_modules(remove_duplicate=False))
     blocks = _Blocks(
         module=module,

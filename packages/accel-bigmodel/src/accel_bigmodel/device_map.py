@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -38,7 +38,9 @@ __all__ = (
     "clean_device_map",
     "explain_device_map",
     "infer_auto_device_map",
+    "matching_entries",
     "resolve_device",
+    "warn_of_unknown_names",
 )
 
 _log = logging.getLogger(__name__)
@@ -296,7 +298,7 @@ class _Prefixes(dict[str, tuple[str, ...]]):
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Check that a device map covers the model, and warn about entries that match nothing in it.
+    """Check that a device map covers the model, and warn about entries that match nothing in it, which are ignored.
 
     Args:
         model: the model.
@@ -306,18 +308,10 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         SettingError: it names a device that does not exist, or leaves tensors without a device.
     """
     failure = f"Cannot place {type(model).__name__} by a device map with {len(device_map)} entries."
-    names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    warn_of_unknown_names(model, device_map, stacklevel=2)
+    device_map = matching_entries(model, device_map)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
-    names.update(tensors)
-    unknown = [name for name in device_map if name not in names]
-    if unknown:
-        warnings.warn(
-            f"These device_map keys do not match any submodules or tensors of {type(model).__name__}: "
-            f"{', '.join(unknown)}. Correct or remove them.",
-            UserWarning,
-            stacklevel=2,
-        )
     for device in set(device_map.values()):
         _check_form(failure, device)
     persistent = {*model.state_dict(keep_vars=True), *parameters}
@@ -326,6 +320,29 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         more = f", and {len(left) - 10} more" if len(left) > 10 else ""
         raise SettingError(
             failure, f"It has no device for: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
+        )
+
+
+V = TypeVar("V")
+
+
+def matching_entries(model: nn.Module, entries: Mapping[str, V]) -> dict[str, V]:
+    """The entries whose keys are names of modules or tensors of a model."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names.update(name for name, _ in model.named_parameters(remove_duplicate=False))
+    names.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    return {name: entry for name, entry in entries.items() if name in names}
+
+
+def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any], stacklevel: int) -> None:
+    """Warn about keys that are not names of modules or tensors of a model."""
+    unknown = entries.keys() - matching_entries(model, entries).keys()
+    if unknown:
+        warnings.warn(
+            f"These device_map keys do not match any submodules or tensors of {type(model).__name__}: "
+            f"{', '.join(name for name in entries if name in unknown)}. They are ignored; correct or remove them.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -67,7 +67,8 @@ def dispatch_model(
     ahead in the order of the first forward.
 
     Args:
-        device_map: name of a module or tensor to device, as from `infer_auto_device_map`.
+        device_map: name of a module or tensor to device, as from `infer_auto_device_map`; names that the model lacks
+            are ignored, with a warning.
         main_device: device on which offloaded parts compute; the first accelerator in the map, else the CPU.
         state_dict: weights of the parts on the CPU; the model's own when None.
         offload_dir: folder of the parts on the disk; written unless it already contains an index.
@@ -79,7 +80,7 @@ def dispatch_model(
         max_prefetch_bytes: most that is read ahead; twice the largest part when None, 0 for none.
 
     Returns:
-        The model, with the map in its attribute `hf_device_map`.
+        The model, with the entries of the map that it has in its attribute `hf_device_map`.
 
     Raises:
         SettingError: the map does not fit the model, or names the disk without an offload folder; or a device has too
@@ -90,7 +91,8 @@ def dispatch_model(
         dispatch_model(model, {"embed": 0, "blocks": 0, "head": "cpu"})
     """
     layout = layout_of(model, device_map)
-    check_room(model, device_map, _moved(model, device_map, own_host=state_dict is None))
+    placed = layout.device_map or {}
+    check_room(model, placed, _moved(model, placed, own_host=state_dict is None))
     return dispatch_layout(
         model,
         layout,

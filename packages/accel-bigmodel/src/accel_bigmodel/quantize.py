@@ -358,7 +358,7 @@ def load_and_quantize_model(
         )
     chosen = _chosen_map(model, config, device_map, max_memory, no_split_module_classes)
     layout = layout_of(model, chosen)
-    quantising = _Quantising(model, config, chosen)
+    quantising = _Quantising(model, config, layout.device_map or {})
     if weights_location is None:
         quantising.convert(layout.tied)
     else:

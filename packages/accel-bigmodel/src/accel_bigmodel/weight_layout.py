@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel.device_map import check_device_map
+from accel_bigmodel.device_map import check_device_map, matching_entries
 from accel_bigmodel.tied import device_of_name, find_tied_parameters
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class WeightLayout:
         weights: full name to weight, in the order of the model: parameters, then persistent buffers, with every name of
             a tied weight.
         tied: groups of names of the same parameter.
-        device_map: the device map of the devices, or None.
+        device_map: the device map of the devices, without entries that match nothing in the model; or None.
     """
 
     weights: Mapping[str, WeightSpec]
@@ -117,6 +117,7 @@ def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLa
     """
     if device_map is not None:
         check_device_map(model, device_map)
+        device_map = matching_entries(model, device_map)
     skipped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
