@@ -156,11 +156,15 @@ def gone() -> Callable[[int], bool]:
 class Terminal:
     """`accel` with a terminal of its own."""
 
-    def __init__(self, arguments: tuple[object, ...], folder: Path) -> None:
+    def __init__(self, arguments: tuple[object, ...], folder: Path, stdin: str) -> None:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
+            if stdin == "file":
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            elif stdin == "pipe":
+                os.dup2(os.pipe()[0], 0)
             # Here and not in the parent: the program may look at the size before the parent goes on.
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
             try:
                 os.chdir(folder)
                 os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
@@ -202,8 +206,8 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     """Start `accel` in a terminal of its own."""
     opened: list[Terminal] = []
 
-    def open_terminal(*arguments: object) -> Terminal:
-        opened.append(Terminal(arguments, tmp_path))
+    def open_terminal(*arguments: object, stdin: str = "terminal") -> Terminal:
+        opened.append(Terminal(arguments, tmp_path, stdin))
         return opened[-1]
 
     yield open_terminal

@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from accel_cli.launch.check import check_own_launcher
+from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
 from accel_cli.launch.rendezvous import Port
@@ -295,7 +297,7 @@ class _Processes:
     """Supervises the processes of one plan, from start to end."""
 
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
-        self.plan = self._plan = plan
+        self.plan = plan
         self.began = time.time()
         self._count = plan.processes if plan.starts_ranks else 1
         self._environment = environment
@@ -304,6 +306,7 @@ class _Processes:
         self._processes: list[_Process] = []
         self._deadline: float | None = None
         self._signalled: int | None = None
+        self._witness: GroupWitness | None = None
         self._first: Failure | None = None
         self._hung = False
         self._held_up_by: list[int] = []
@@ -311,23 +314,24 @@ class _Processes:
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
         """Start the processes, and wait until the last one has ended."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._kill)
+            if self._count == 1:
+                self._witness = stack.enter_context(GroupWitness(FORWARDED))
             for rank in range(self._count):
                 self._processes.append(self._start(rank, store))
             # Further imports and preparations run after the start, so that they do not delay the processes.
             self._watch_hangs = self._hang_watch()
             remove_abandoned_folders(self._folder)
             self._watch(inbox)
-        finally:
-            self._kill()
-        if not self._plan.starts_ranks and self._failures():
+        if not self.plan.starts_ranks and self._failures():
             self._end_left_behind(inbox)
         self._finish_output()
         return self._result()
 
     def _end_left_behind(self, inbox: Inbox) -> None:
         """End the remaining processes of a program that ended before them, such as an engine's launcher."""
-        deadline = time.monotonic() + self._plan.grace_period
+        deadline = time.monotonic() + self.plan.grace_period
         asked: set[int] = set()
         while left := with_variable(STATUS_FOLDER_VARIABLE, self._status_folder):
             late = time.monotonic() - deadline
@@ -344,13 +348,13 @@ class _Processes:
     def _hang_watch(self) -> HangWatch:
         from accel_cli.launch.hangs import HangWatch
 
-        plan = self._plan
+        plan = self.plan
         # Another program starts the processes itself, possibly on several machines.
         known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
         return HangWatch(self._folder, plan.hang_report_after, plan.hang_timeout, *known)
 
     def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
-        plan = self._plan
+        plan = self.plan
         error_file = os.path.join(self._folder, f"{rank}.json")
         place = {"TORCHELASTIC_ERROR_FILE": error_file, STATUS_FOLDER_VARIABLE: self._status_folder, **store}
         if plan.starts_ranks:
@@ -393,8 +397,10 @@ class _Processes:
                 self._deadline = None
 
     def _forward(self, number: int) -> None:
+        reached = self._witness is not None and self._witness.saw(number)
         if number not in ENDING:
-            self._signal_all(number)
+            if not reached:
+                self._signal_all(number)
             return
         if self._signalled is not None:
             # A second signal ends the processes at once.
@@ -404,18 +410,9 @@ class _Processes:
             self._watch_hangs.look()
             self._watch_hangs.tell()
         self._signalled = number
-        self._deadline = time.monotonic() + self._plan.grace_period
-        if self._first is None and not self._reaches_processes_itself(number):
+        self._deadline = time.monotonic() + self.plan.grace_period
+        if self._first is None and not reached:
             self._signal_all(number)
-
-    def _reaches_processes_itself(self, number: int) -> bool:
-        """Whether the terminal also sent the interrupt to the process, because it shares the launcher's group."""
-        if number != signal.SIGINT or self._count > 1:
-            return False
-        try:
-            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-        except (OSError, ValueError, AttributeError):
-            return False
 
     def _signal_all(self, number: int) -> None:
         for process in self._processes:
@@ -428,7 +425,7 @@ class _Processes:
         if not failures:
             return
         self._first = first_failure(failures)
-        self._deadline = time.monotonic() + self._plan.grace_period
+        self._deadline = time.monotonic() + self.plan.grace_period
         failed = {failure.rank for failure in failures}
         for process in self._processes:
             # A process that is ending with an error may run its exit handlers.
@@ -441,7 +438,7 @@ class _Processes:
         if self._first is None and self._watch_hangs.look():
             self._hung = True
             self._held_up_by = self._watch_hangs.held_up_by
-            self._deadline = time.monotonic() + self._plan.grace_period
+            self._deadline = time.monotonic() + self.plan.grace_period
             for process in self._processes:
                 process.told_to_end = process.alive
             self._signal_all(signal.SIGTERM)
@@ -464,11 +461,10 @@ class _Processes:
     def cause(self, oom_killed: bool) -> Cause:
         """The root cause of the failure."""
         from accel_cli.launch.restarts import find_cause
+        from accel_state.hang_report.progress import read_run_step, read_samples
 
         ranks = range(len(self._processes))
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
-        from accel_state.hang_report.progress import read_run_step, read_samples
-
         folder = self._status_folder
         steps = {rank: read_run_step(folder, rank) for rank in ranks}
         samples = {rank: read_samples(folder, rank) for rank in ranks}
