@@ -14,6 +14,7 @@ import pytest
 
 from accel_cli.launch.rendezvous import Port, owner_of
 from accel_state.errors import SettingError
+from accel_state.testing.processes import ReservedPort
 
 PLACE = """
     import json, os
@@ -74,12 +75,10 @@ def test_the_port_can_be_listened_on_as_torchs_store_does(accel, script):
 
 
 def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, script):
-    # Bound meanwhile: nobody else is dealt the port, and the launcher may bind it as well.
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("0.0.0.0", 0))
-        free = str(bound.getsockname()[1])
-        finished = accel("launch", "--num_processes", "2", "--main_process_port", free, script(PLACE))
+    reserved = ReservedPort()
+    free = str(reserved.reserve())
+    finished = accel("launch", "--num_processes", "2", "--main_process_port", free, script(PLACE))
+    reserved.release()
     assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {free}, finished.stderr
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -100,7 +99,7 @@ def test_a_second_launch_with_the_port_of_a_first_is_refused_before_anybody_list
     first.lines(2)
     second = accel("launch", "--cpu", "--num_processes", "2", "--main_process_port", port, script(PLACE))
     assert (second.returncode, second.stdout) == (2, "")
-    assert f"The port is in use by python (pid {first.process.pid})." in second.stderr
+    assert "The port is in use; another launch may have reserved it." in second.stderr
     first.process.send_signal(signal.SIGKILL)
     first.end()
     third = accel("launch", "--cpu", "--num_processes", "2", "--main_process_port", port, script(PLACE))

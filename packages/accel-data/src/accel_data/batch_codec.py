@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from accel_ops.objects import dumps, loads
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import honor_type, leaves_with_paths, map_children, recursively_apply
 from accel_state.errors import DataError
@@ -267,7 +267,7 @@ def pack(batch: Any) -> PackedBatch:
 
     spec = BatchSpec(walk(batch), ())
     spec.tensors = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    return PackedBatch(spec, tensors, pickle.dumps(objects) if objects else b"")
+    return PackedBatch(spec, tensors, dumps(objects) if objects else b"")
 
 
 class Message:
@@ -308,7 +308,7 @@ class Message:
         """
         tensors = iter(spec.packing.split(self._tensors_of(spec)))
         at = ANNOUNCED + spec.packing.nbytes
-        others = iter(pickle.loads(self._data[at : at + objects].cpu().numpy().tobytes()) if objects else ())
+        others = iter(loads(self._data[at : at + objects].cpu().numpy().tobytes()) if objects else ())
         return recursively_apply(
             lambda leaf: next(tensors) if leaf.tensor else next(others),
             spec.tree,

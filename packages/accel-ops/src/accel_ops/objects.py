@@ -1,6 +1,7 @@
 """gather_object and broadcast_object_list: send picklable objects between processes that trust each other.
 
-They pickle with `dumps` and `loads`, which also support tensors of the dtypes that torch itself cannot pickle.
+They pickle with `dumps` and `loads`, which sign the pickles with the secret of the run, and also support tensors of the
+dtypes that torch itself cannot pickle.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from accel_ops.checked_call import CheckedCall, index_of, transport_of
 from accel_ops.groups import Group
 from accel_state.errors import UnknownKind
+from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_content
 
 __all__ = ("broadcast_object_list", "dumps", "gather_object", "loads")
 
@@ -151,15 +153,22 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle an object."""
+    """Pickle an object, for `loads` on another process of the run."""
     buffer = io.BytesIO()
+    buffer.seek(SIGNATURE_BYTES)
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    with buffer.getbuffer() as message:
+        sign(message)
     return buffer.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """Unpickle the bytes from `dumps`; only for bytes from processes of the same run."""
-    return pickle.loads(data)
+    """Unpickle the bytes from `dumps` of a process of this run.
+
+    Raises:
+        CollectiveError: they are not signed with the secret of this run.
+    """
+    return pickle.loads(signed_content(data))
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -22,9 +22,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from accel_cli.launch.hangs import HangWatch
+    from accel_cli.launch.rendezvous import Port
     from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
-    arguments, claim = _seated(arguments)
+    arguments, port = _seated(arguments)
     # The processes inherit this variable, and end when this process is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
@@ -79,13 +78,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"accel launch: ended by {error.sigval.name}.", file=sys.stderr, flush=True)
         return shell_code(-int(error.sigval))
     finally:
-        if claim is not None:
-            claim.close()
+        if port is not None:
+            port.close()
     return 0
 
 
-def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
-    """Arguments for what torch would derive from the host name, and the claim of the port, which must stay open."""
+def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
+    """Arguments for what torch would derive from the host name, and the port, reserved until it is closed."""
     own = list(arguments)
     given = _values(own)
     _choose_interface(given)
@@ -103,7 +102,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
         more.append(f"--local-addr={seat.address}")
     # If an option occurs twice, the last one is used; the program follows the options.
     end = next(index for index, argument in enumerate(own) if not argument.startswith("--"))
-    return [*own[:end], *more, *own[end:]], seat.claim
+    return [*own[:end], *more, *own[end:]], seat.port
 
 
 def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:

@@ -12,7 +12,7 @@ from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, one_process
 from accel_cli.launch.local import Supervisor
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, NotFound, SettingError
-from accel_state.network import DEFAULT_PORT
+from accel_state.network import DEFAULT_PORT, SECRET_VARIABLE, new_secret
 from accel_state.untrusted import read_limited
 
 __all__ = (
@@ -97,7 +97,9 @@ class Mpi(Supervisor):
         processes = hosts[0].slots or 1 if total is None else max(total // len(hosts), 1)
         program = (request.machine.python, *request.program)
         argv = mpi_argv(settings, processes, request.environment(processes), program, self._family())
-        return one_process(request, argv, "mpi", processes)._replace(world_size=processes * len(hosts))
+        plan = one_process(request, argv, "mpi", processes)
+        inherited = {SECRET_VARIABLE: new_secret(), **plan.inherited}
+        return plan._replace(world_size=processes * len(hosts), inherited=inherited)
 
 
 def find_mpi() -> str:
@@ -192,3 +194,6 @@ _HYDRA: Final = ("-f", "{file}", "-ppn", "{each}")
 def _exported(environment: Mapping[str, str], family: str) -> Iterator[str]:
     for name, value in sorted(environment.items()):
         yield from ("-x", f"{name}={value}") if family == _OPEN else ("-genv", name, value)
+    if family == _OPEN:
+        # Without a value, which every user of the machine could read; Hydra passes all variables on by itself.
+        yield from ("-x", SECRET_VARIABLE)

@@ -256,8 +256,8 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
         remedy = "Correct the function, and launch it again."
         raise LaunchError(_ASKED, f"Process {rank} failed: {failure.message}", remedy) from error
     finally:
-        if seat.claim is not None:
-            seat.claim.close()
+        if seat.port is not None:
+            seat.port.close()
 
 
 def _called(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -1,9 +1,12 @@
 """The rendezvous of processes: a port on one machine, reserved without a race, and the address for several machines.
 
 The launcher binds the port and does not listen on it. While it is bound, the system does not assign it to other
-programs. The store of torch, which sets SO_REUSEADDR as the launcher does, can still listen on it, even a second time
-after a process group was destroyed. A second launcher could bind it for the same reason, so each launcher also claims
-the number. (On Linux; on other systems the port is released right before the processes start.)
+programs, and a second launcher cannot reserve it, because a launcher sets SO_REUSEADDR only after it has bound the
+port. From then on, the store of torch, which sets this option too, can listen on it, even a second time after a process
+group was destroyed. (On Linux; on other systems the port is released right before the processes start.)
+
+Any program that sets the option can do so first, also that of another user. Therefore the processes prove to each other
+that they know the secret of the run before they use the store; see `accel_state.transport.rendezvous`.
 
 torch.distributed.run compares the host name of this machine with the rendezvous address. If the name resolves to a
 loopback address, as on Debian, no machine recognises itself as the host of the store, or the others receive the address
@@ -15,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -26,7 +28,6 @@ from accel_state.errors import LaunchError, SettingError
 __all__ = (
     "Port",
     "Seat",
-    "claim",
     "interface_towards",
     "is_own_address",
     "owner_of",
@@ -34,12 +35,13 @@ __all__ = (
 )
 
 _CAN_BE_KEPT: Final = sys.platform.startswith("linux")
+
+_ADDRESS: Final = 1
+_STATE: Final = 3
+_INODE: Final = 9
+"""Columns of the system's tables of sockets."""
+
 _LISTENING: Final = "0A"
-
-_CLAIM: Final = "\0accel-port-{}"
-"""Name of the Unix socket with which a launcher claims a port; the kernel releases it when the launcher ends."""
-
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Port:
@@ -55,21 +57,16 @@ class Port:
     """
 
     def __init__(self, wanted: int | None = None, origin: str = "") -> None:
-        self._sockets = list(_bound(wanted or 0, origin))
-        self.number = int(self._sockets[0].getsockname()[1])
+        self._socket: socket.socket | None = _reserved(wanted or 0, origin)
+        self.number = int(self._socket.getsockname()[1])
         if not _CAN_BE_KEPT:
             self.close()
-            return
-        try:
-            self._sockets.append(claim(self.number))
-        except OSError as error:
-            self.close()
-            raise _refused(self.number, origin, error) from None
 
     def close(self) -> None:
         """Release the port."""
-        while self._sockets:
-            self._sockets.pop().close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def __enter__(self) -> Port:
         return self
@@ -80,13 +77,17 @@ class Port:
         self.close()
 
 
-def _bound(number: int, origin: str) -> Iterator[socket.socket]:
-    """A socket that is bound to the port on all addresses, as the store's socket is."""
+def _reserved(number: int, origin: str = "") -> socket.socket:
+    """A socket that is bound to the port on all addresses, as the store's socket is.
+
+    Raises:
+        SettingError: the port is in use or not allowed.
+        LaunchError: no port could be bound at all.
+    """
     refusal: OSError | None = None
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
-            yield _bind(family, address, number)
-            return
+            return _bind(family, address, number)
         except OSError as error:
             refusal = error
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
@@ -97,48 +98,34 @@ def _bound(number: int, origin: str) -> Iterator[socket.socket]:
 def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind((address, number))
+        if _CAN_BE_KEPT:
+            _bind_alone(bound, address, number)
+        if os.name == "posix":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not _CAN_BE_KEPT:
+            bound.bind((address, number))
     except OSError:
         bound.close()
         raise
     return bound
 
 
-def claim(number: int) -> socket.socket:
-    """Claim a port of this machine while the returned socket is open.
+def _bind_alone(bound: socket.socket, address: str, number: int) -> None:
+    """Bind a socket to a port that no other socket is bound to, except for connections of a run that has ended.
 
     Raises:
-        OSError: another process claims it.
-        NotImplementedError: this system does not support such sockets.
+        OSError: another program has bound the port.
     """
-    if not _CAN_BE_KEPT:
-        raise NotImplementedError("Only Linux has Unix sockets without a file.")
-    claimed = socket.socket(socket.AF_UNIX)
     try:
-        claimed.bind(_CLAIM.format(number))
-        claimed.listen()
-    except OSError:
-        claimed.close()
-        raise
-    return claimed
-
-
-def _claimant(number: int) -> str | None:
-    """The launcher that claims a port, as "name (pid 123)", or an empty text."""
-    if not _CAN_BE_KEPT:
-        return None
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)
-        try:
-            asking.connect(_CLAIM.format(number))
-            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        except OSError:
-            return None
-    return _described(str(_CREDENTIALS.unpack(credentials)[0]))
+        bound.bind((address, number))
+    except OSError as error:
+        states = [row[_STATE] for row in _sockets_at(number)]
+        if error.errno != errno.EADDRINUSE or not states or _LISTENING in states:
+            raise
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, number))
 
 
 def _refused(number: int, origin: str, error: OSError | None) -> Exception:
@@ -150,36 +137,32 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
         )
     asked = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
-        owner = owner_of(number) or _claimant(number)
-        by = f" by {owner}" if owner else ""
+        owner = owner_of(number)
+        listening = any(row[_STATE] == _LISTENING for row in _sockets_at(number))
+        by = f" by {owner}" if owner else "" if listening else "; another launch may have reserved it"
         return SettingError(asked, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
     return SettingError(asked, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
 
 
 def owner_of(number: int) -> str | None:
     """The process that listens on a port, as "name (pid 123)", if the system reports it."""
-    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, number)}
+    inodes = {f"socket:[{row[_INODE]}]" for row in _sockets_at(number) if row[_STATE] == _LISTENING}
     for process in filter(str.isdigit, _names("/proc") if inodes else ()):
         for descriptor in _names(f"/proc/{process}/fd"):
             if _target(f"/proc/{process}/fd/{descriptor}") in inodes:
-                return _described(process)
+                return f"{_first_line(f'/proc/{process}/comm')} (pid {process})"
     return None
 
 
-def _described(process: str) -> str:
-    return f"{_first_line(f'/proc/{process}/comm')} (pid {process})"
-
-
-def _listening(table: str, number: int) -> Iterator[str]:
-    """Inodes of the sockets that listen on a port."""
-    try:
-        with open(f"/proc/net/{table}", encoding="ascii") as file:
-            rows = [line.split() for line in file.readlines()[1:]]
-    except OSError:
-        return
-    for row in rows:
-        if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == number:
-            yield row[9]
+def _sockets_at(number: int) -> Iterator[list[str]]:
+    """The system's rows about the sockets of this machine that listen on a port or are connected to it."""
+    for table in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{table}", encoding="ascii") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue
+        yield from (row for row in rows if int(row[_ADDRESS].rpartition(":")[2], 16) == number)
 
 
 def _names(folder: str) -> list[str]:
@@ -216,12 +199,12 @@ class Seat(NamedTuple):
     Args:
         serves: whether it serves the store; None lets torch decide.
         address: address at which the other machines reach this one; None lets torch decide.
-        claim: claim of the port while the store is served, so that a second agent on this machine joins as a client.
+        port: the port, reserved while the store is served, so that a second agent on this machine joins as a client.
     """
 
     serves: bool | None
     address: str | None
-    claim: socket.socket | None = None
+    port: Port | None = None
 
 
 def seat_at(host: str, port: int) -> Seat:
@@ -236,13 +219,13 @@ def seat_at(host: str, port: int) -> Seat:
     if not port:
         # A free port is selected, which no other process can have.
         return Seat(True, host)
+    if not _CAN_BE_KEPT:
+        return Seat(None, host)
     try:
         # The other machines use the given name for this machine, even if it resolves to another address here.
-        return Seat(True, host, claim(port))
-    except OSError:
+        return Seat(True, host, Port(port))
+    except SettingError:
         return Seat(False, host)
-    except NotImplementedError:
-        return Seat(None, host)
 
 
 def interface_towards(host: str) -> str | None:

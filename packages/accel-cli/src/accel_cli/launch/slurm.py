@@ -29,7 +29,9 @@ from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.torchrun import Torchrun
 from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
 from accel_state.exit_codes import RESUME
+from accel_state.network import SECRET_VARIABLE, new_secret
 from accel_state.topology import in_batch_script
+from accel_state.untrusted import printable
 
 __all__ = ("TASK", "Slurm", "SlurmStep", "Submission", "batch_script", "step_argv")
 
@@ -301,6 +303,8 @@ class _Running:
     def __init__(self, plan: LaunchPlan, step: SlurmStep) -> None:
         self._plan, self._step = plan, step
         environment = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
+        # srun passes its environment on to the tasks of all nodes.
+        environment.setdefault(SECRET_VARIABLE, new_secret())
         try:
             self._srun = subprocess.Popen(
                 plan.argv, env={**environment, **plan.environment}, stderr=subprocess.PIPE, start_new_session=True
@@ -469,4 +473,4 @@ def _absent(program: str, error: OSError) -> NotFound:
 
 
 def _tell(text: str) -> None:
-    print(f"accel launch: {text}", file=sys.stderr, flush=True)
+    print(printable(f"accel launch: {text}"), file=sys.stderr, flush=True)

@@ -17,12 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from accel_ops.objects import dumps, loads
 from accel_plugins.checkpoint.files import FlushedWhileWritten
 from accel_state.errors import CheckpointError
 
@@ -226,6 +228,12 @@ def neighbours(rank: int, size: int) -> tuple[int | None, list[int]]:
     return (rank - reach if rank else None), below
 
 
+def _device_of(group: Any) -> str:
+    """The type of the devices whose tensors a group sends; the CPU if it sends several."""
+    types = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in types else types[0]
+
+
 class _FailedError(Exception):
     """The error of a process, as it is sent to all.
 
@@ -253,6 +261,7 @@ class _Processes:
         alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         self._group = group
+        self._device = torch.device("cpu" if alone else _device_of(group))
         self._above, self._below = neighbours(self.rank, self.size)
 
     def exchange(self, work: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
@@ -289,21 +298,32 @@ class _Processes:
         """The objects of all processes, in the order of ranks, on the first one; None on others."""
         held = [own]
         for rank in self._below:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group=self._group, group_src=rank)
-            held += received[0]
+            held += self._receive(rank)
         if self._above is None:
             return held
-        dist.send_object_list([held], group=self._group, group_dst=self._above)
+        self._send(held, self._above)
         return None
 
     def _scatter(self, parts: Sequence[Any] | None) -> Any:
         """This process's part of the objects that the first one sends."""
         if parts is None:
-            received: list[list[Any]] = [[]]
-            dist.recv_object_list(received, group=self._group, group_src=self._above)
-            parts = received[0]
+            assert self._above is not None
+            received: Sequence[Any] = self._receive(self._above)
+            parts = received
         # The child with the largest subtree comes first.
         for begin, end in reversed([*pairwise([*(rank - self.rank for rank in self._below), len(parts)])]):
-            dist.send_object_list([parts[begin:end]], group=self._group, group_dst=self.rank + begin)
+            self._send(parts[begin:end], self.rank + begin)
         return parts[0]
+
+    # torch's send_object_list does not sign its pickles.
+    def _send(self, value: Any, rank: int) -> None:
+        data = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(self._device)
+        dist.send(torch.tensor([data.numel()], device=self._device), group=self._group, group_dst=rank)
+        dist.send(data, group=self._group, group_dst=rank)
+
+    def _receive(self, rank: int) -> Any:
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(length, group=self._group, group_src=rank)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        dist.recv(data, group=self._group, group_src=rank)
+        return loads(data.cpu().numpy().tobytes())

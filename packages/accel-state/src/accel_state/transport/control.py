@@ -30,7 +30,7 @@ import torch.distributed as dist
 from accel_state.errors import NotReady, StoreUnreachable
 from accel_state.network import SECRET_VARIABLE
 
-__all__ = ("ControlStore", "find_absent")
+__all__ = ("ControlStore", "Signer", "find_absent")
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class ControlStore:
     def __init__(self, store: Any, rank: int, scope: str = "", secret: str | None = None) -> None:
         self._dialer = _Dialer(store)
         self._rank = rank
-        self._signer = _Signer(scope, os.environ.get(SECRET_VARIABLE, "") if secret is None else secret)
+        self._signer = Signer(scope, secret)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._line: _Line | None = None
@@ -444,23 +444,24 @@ class _Read(NamedTuple):
     payload: bytes
 
 
-class _Signer:
+class Signer:
     """Signs messages, and accepts those that are authentic and new.
 
     Args:
         scope: prefix of all keys.
-        secret: secret of the run, or empty.
+        secret: secret of the run, by default that of the environment. If empty, messages are not authenticated.
     """
 
-    def __init__(self, scope: str, secret: str) -> None:
+    def __init__(self, scope: str, secret: str | None = None) -> None:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         # The attempt is included only if attempts share a store: else a replacement machine counts only its own.
         names = ("TORCHELASTIC_RUN_ID", *(("TORCHELASTIC_RESTART_COUNT",) if shared else ()))
         self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
-        self._secret = secret.encode()
+        self._secret = (os.environ.get(SECRET_VARIABLE, "") if secret is None else secret).encode()
         self._newest: dict[tuple[str, int], int] = {}
 
     def sign(self, key: str, rank: int, payload: bytes) -> bytes:
+        """The message of a rank under a key, signed."""
         sequence = _next_sequence()
         return b"%s %s %d %d %s" % (_FORM, self._mac(key, rank, sequence, payload), rank, sequence, payload)
 
@@ -479,6 +480,7 @@ class _Signer:
         return message.payload
 
     def forget(self, keys: Iterable[str]) -> None:
+        """Forget the messages that were read under some keys."""
         gone = set(keys)
         self._newest = {writer: number for writer, number in self._newest.items() if writer[0] not in gone}
 

@@ -1,7 +1,9 @@
 """Creates the transport of a process: a local one, or one after a rendezvous with the other processes of the run.
 
-The processes connect to a shared store, and check that each rank connected exactly once. Then torch.distributed creates
-a process group over that store. A process group that the script itself initialised is used unchanged.
+The processes connect to a shared store. They check that each rank connected exactly once, and that the others know the
+secret of the run (`accel_state.network.SECRET_VARIABLE`), because any program of the machine can listen at the port
+before rank 0 does. Then torch.distributed creates a process group over that store. A process group that the script
+itself initialised is used unchanged.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ import torch.distributed as dist
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import AccelError, CollectiveError, SettingError
+from accel_state.network import SECRET_VARIABLE
 from accel_state.topology import Topology
 from accel_state.transport.base import Transport
+from accel_state.transport.control import Signer, find_absent
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
@@ -149,8 +153,7 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta)
     """
     if init_method is None or init_method == "env://":
         _check_address(topology)
-        host = f"[{topology.master_addr}]" if ":" in str(topology.master_addr) else topology.master_addr
-        url = f"tcp://{host}:{topology.master_port}"
+        url = f"tcp://{_url_host(str(topology.master_addr))}:{topology.master_port}"
     else:
         url = init_method
     try:
@@ -158,13 +161,26 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta)
         store.set_timeout(timeout)
         again = _rendezvous_counts[url, topology.attempt]
         _rendezvous_counts[url, topology.attempt] += 1
-        named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
-        _in_time(lambda: check_ranks(named, topology, url, timeout), timeout + _LAST_WORDS)
+        prefix = f"attempt{topology.attempt}" + (f".{again}" if again else "")
+        named = dist.distributed_c10d.PrefixStore(prefix, store)
+        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix), timeout + _LAST_WORDS)
     except AccelError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise _failed_rendezvous(topology, url, error) from error
     return named
+
+
+def _url_host(address: str) -> str:
+    if address == "localhost" and not _agent_hosts():
+        # The only address at which rank 0 listens; a name may have others, where another program can listen.
+        return "127.0.0.1"
+    return f"[{address}]" if ":" in address else address
+
+
+def _agent_hosts() -> bool:
+    """Whether torchrun hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _check_address(topology: Topology) -> None:
@@ -219,8 +235,7 @@ def _host_on_loopback(url: str, topology: Topology, timeout: timedelta) -> Any |
     torch listens on every interface of the machine, even for a rendezvous at a loopback address.
     """
     address = urlsplit(url)
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if topology.rank != 0 or agent_hosts or os.name != "posix" or address.scheme != "tcp" or address.query:
+    if topology.rank != 0 or _agent_hosts() or os.name != "posix" or address.scheme != "tcp" or address.query:
         return None
     host = "127.0.0.1" if address.hostname == "localhost" else str(address.hostname)
     if not _is_loopback(host) or not address.port:
@@ -300,50 +315,103 @@ def _cannot_meet(topology: Topology, url: str) -> str:
 # ---------------------------------------------------------------------- the check of ranks
 
 
-def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
+def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta, scope: str = "") -> None:
     """Wait until every process of the run has connected, and check that no two have the same rank.
 
     Otherwise, two processes with the same rank would overwrite each other's connections, and all would wait. The keys
-    are not removed, so that a second process of a rank is noticed even if it connects late. Takes 4 requests per rank.
+    are not removed, so that a second process of a rank is noticed even if it connects late. With a secret of the run,
+    each process proves to rank 0 that it knows the secret, and rank 0 to each. Takes 4 requests per rank, 8 on rank 0.
 
     Args:
         store: store of the run, with a prefix for this attempt.
         topology: the topology of this process.
         url: address of the rendezvous, for errors.
         timeout: how long to wait for the others.
+        scope: the prefix that `store` adds to keys.
 
     Raises:
-        CollectiveError: not every rank connected in time.
+        CollectiveError: not every rank connected in time, or one does not know the secret of the run.
         SettingError: two processes have the same rank.
     """
     if topology.world_size == 1:
         return
-    if store.add(f"came/{topology.rank}", 1) > 1:
-        store.set("twice", str(topology.rank))
-    if store.add("came", 1) == topology.world_size:
-        store.set("all came", "")
+    signer = Signer(scope)
+    fault = _come(store, signer, topology)
     try:
-        store.wait(["all came"], timeout)
+        if topology.rank == 0:
+            store.wait(["all came"], timeout)
+            fault = _fault_of_others(store, signer, topology)
+            store.set(_CHECKED, signer.sign(_CHECKED, 0, fault.encode()))
+        else:
+            store.wait([_CHECKED], timeout)
+            said = signer.read(_CHECKED, bytes(store.get(_CHECKED)))
+            fault = f"{_UNSIGNED} 0" if said is None else said.decode() or fault
     except RuntimeError as error:
         raise CollectiveError(
             _cannot_meet(topology, url),
             _missing(store, topology, timeout),
             "Check the output of those processes, and that every process was started.",
         ) from error
-    if store.check(["twice"]):
-        twice = store.get("twice").decode()
+    if fault:
         _wait_for_readers(store, topology)
-        raise SettingError(
-            _cannot_meet(topology, url),
-            f"Two processes were started as rank {twice}.",
+        raise _error_of(fault, _cannot_meet(topology, url))
+
+
+_TWICE: Final = "twice"
+_UNSIGNED: Final = "unsigned"
+"""Faults, each followed by ranks; the first is also the key with the rank of two processes."""
+
+_CHECKED: Final = "checked"
+"""Key of the fault that rank 0 has found, or of an empty text."""
+
+
+def _come(store: Any, signer: Signer, topology: Topology) -> str:
+    """Tell the others that this process has connected; return the fault if another process did so with its rank."""
+    key, fault = f"came/{topology.rank}", ""
+    own = signer.sign(key, topology.rank, os.urandom(8).hex().encode())
+    first = bytes(store.compare_set(key, "", own))
+    if first != own:
+        if signer.read(key, first) is None:
+            # A process without the secret of the run has written it.
+            store.set(key, own)
+        else:
+            fault = f"{_TWICE} {topology.rank}"
+            store.set(_TWICE, str(topology.rank))
+    if store.add("came", 1) == topology.world_size:
+        store.set("all came", "")
+    return fault
+
+
+def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
+    """What rank 0 finds after all have connected; empty if there is no fault."""
+    if store.check([_TWICE]):
+        return f"{_TWICE} {store.get(_TWICE).decode()}"
+    keys = [f"came/{rank}" for rank in range(topology.world_size)]
+    messages = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    pairs = zip(keys, messages, strict=True)
+    unsigned = [rank for rank, (key, text) in enumerate(pairs) if signer.read(key, bytes(text)) is None]
+    return f"{_UNSIGNED} {', '.join(map(str, unsigned[:_MOST_NAMED]))}" if unsigned else ""
+
+
+def _error_of(fault: str, cannot_meet: str) -> AccelError:
+    kind, _, ranks = fault.partition(" ")
+    if kind == _TWICE:
+        return SettingError(
+            cannot_meet,
+            f"Two processes were started as rank {ranks}.",
             "Start every process with a different rank, or start the script with `accel launch`.",
         )
+    return CollectiveError(
+        cannot_meet,
+        f"What connected as rank {ranks} does not know the secret of this run (${SECRET_VARIABLE}). It is a process "
+        "with another value or none, or a program outside the run.",
+        f"Set the same {SECRET_VARIABLE} for every process. If it is the same, another program uses the port: set "
+        "another one.",
+    )
 
 
 def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
     try:
-        from accel_state.transport.control import find_absent
-
         missing = find_absent(store.check, [f"came/{rank}" for rank in range(topology.world_size)], _MOST_NAMED)
     except RuntimeError as error:
         return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
