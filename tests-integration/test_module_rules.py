@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from accel_state.settings.extension import OWN_PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = [*sorted(ROOT.glob("packages/*/src/**/*.py")), *sorted(ROOT.glob("tools/**/*.py")), ROOT / "noxfile.py"]
 
@@ -27,6 +29,10 @@ def test_no_module_has_a_vague_name() -> None:
     named = (path for path in MODULES if GIVEN_NAMES not in path.parents)
     parts = {(path, part) for path in named for part in path.relative_to(ROOT).with_suffix("").parts}
     assert sorted(str(path) for path, part in parts if part in VAGUE) == []
+
+
+def test_the_packages_of_this_project_are_listed() -> None:
+    assert {path.name for path in ROOT.glob("packages/*/src/accel_*")} == OWN_PACKAGES
 
 
 def test_nothing_points_outside_the_repository() -> None:

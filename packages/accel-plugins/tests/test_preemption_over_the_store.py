@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,22 @@ def ends_after(watching: Preemption, seconds: float) -> int:
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0
+
+
+def watch_alone() -> tuple[bool, int, list[str], int]:
+    PartialState(cpu=True)
+    process = current.process()
+    registered = atexit._ncallbacks()
+    watching = Preemption(process, lambda: None)
+    signal.raise_signal(signal.SIGTERM)
+    code = ends_after(watching, PATIENT)
+    watching.leave()
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "accel-preemption"]
+    return process.transport.store() is not None, code, threads, atexit._ncallbacks() - registered
+
+
+def test_one_process_with_a_store_leaves_neither_a_thread_nor_an_exit_handler(one: Processes) -> None:
+    assert one.run(watch_alone) == [(True, RESUME, [], 0)]
 
 
 def hear_a_forged_request() -> tuple[int, list[str], int]:

@@ -65,6 +65,17 @@ def test_the_report_describes_each_process_state(status: RankStatus, words: str)
     assert told.startswith(words.replace("{pid}", str(os.getpid())))
 
 
+def test_names_for_a_terminal_are_escaped() -> None:
+    place = "a\x1b[2Jb.py:1"
+    statuses = {
+        0: replace(IN_GATHER, called_at=place, operation="x\x07", group="g\r"),
+        1: replace(IN_TORCH, main_thread_at=place, main_thread_in="f\x9b"),
+        2: replace(IN_GATHER, left="with \x1b]0;title\x07"),
+    }
+    assert described_now(statuses, 3).isprintable()
+    assert r"a\x1b[2Jb.py:1" in described_now(statuses, 3)
+
+
 def test_a_process_that_never_published_is_unknown() -> None:
     assert described_now({0: IN_GATHER}, 3) == "rank 0 is in gather() at eval.py:88 (call 17); ranks 1-2 are unknown"
 

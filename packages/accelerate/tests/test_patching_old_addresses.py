@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -51,6 +53,14 @@ def test_a_patch_reaches_modules_that_imported_the_name() -> None:
     with mock.patch("accelerate.utils.send_to_device") as stand_in:
         assert accel_data.loader.send_to_device is accel_ops.conversion.send_to_device is stand_in
     assert accel_data.loader.send_to_device is accel_ops.conversion.send_to_device is original
+
+
+def test_a_patch_stays_out_of_a_package_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = ModuleType("accel_mine")
+    vars(mine)["send_to_device"] = original = accel_ops.conversion.send_to_device
+    monkeypatch.setitem(sys.modules, "accel_mine", mine)
+    with mock.patch("accelerate.utils.send_to_device"):
+        assert vars(mine)["send_to_device"] is original
 
 
 def test_the_object_to_patch_can_be_the_module() -> None:

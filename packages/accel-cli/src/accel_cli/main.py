@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
             f"The disk is full: {error}.",
             "Free disk space, or write to another folder; TMPDIR selects the folder for temporary files.",
         )
-        print(f"{prog}: {full}", file=sys.stderr)
+        from accel_state.untrusted import printable
+
+        print(printable(f"{prog}: {full}", keep="\n\t"), file=sys.stderr)
         # Otherwise the interpreter would write the rest of the buffer at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
@@ -118,8 +120,9 @@ def _run(arguments: list[str], prog: str) -> int:
 
 def _call(command: Command, prog: str, manual: Callable[[str], str] | None, arguments: list[str]) -> int:
     from accel_cli.parser import Parser
+    from accel_state.untrusted import printable
 
-    parser = Parser(prog, command.help[:1].upper() + command.help[1:] + ".", manual)
+    parser = Parser(prog, printable(command.help[:1].upper() + command.help[1:] + "."), manual)
     command.add_arguments(parser)
     try:
         parsed = parser.parse_args(arguments)

@@ -29,12 +29,15 @@ def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, st
     """
     from textwrap import wrap
 
+    from accel_state.untrusted import printable
+
     columns = width()
     lines = [*wrap(f"usage: {usage}", columns, subsequent_indent="       "), "", *wrap(about, columns)]
     for heading, rows in sections.items():
         lines += ["", f"{heading}:"]
         for name, meaning in rows:
-            lines += _row(name, meaning, columns)
+            # Plugins have both.
+            lines += _row(printable(name), printable(meaning, keep="\n\t"), columns)
     return "\n".join((*lines, *(("", *wrap(end, columns)) if end else ()), ""))
 
 

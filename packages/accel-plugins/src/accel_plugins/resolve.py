@@ -8,7 +8,6 @@ one. Importing this module imports neither torch nor any backend.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
-from accel_state.settings.extension import extensions
+from accel_state.settings.extension import Extension, contained, extensions
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import closest
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from accel_plugins.context import Context
@@ -78,7 +78,7 @@ def _look_at(extension: Any) -> Found:
     except Exception:
         import traceback
 
-        return Found(extension.name, extension.origin, failure=traceback.format_exc())
+        return Found(extension.name, extension.origin, failure=printable(traceback.format_exc(), keep="\n\t"))
     failure = ""
     if not isinstance(manifest, Manifest):
         failure = f"{extension.target} is a {type(manifest).__name__}, not an accel_plugins.Manifest."
@@ -364,7 +364,8 @@ def _is_present(found: Found, process: Process) -> bool:
     if found.manifest.present is None:
         return False
     try:
-        return bool(_imported(found.manifest, found.manifest.present)(process))
+        with contained():
+            return bool(_imported(found.manifest, found.manifest.present)(process))
     except SettingError:
         raise
     except Exception as error:
@@ -386,9 +387,8 @@ def _refuse_tie(asked: str, equal: Sequence[Found]) -> NoReturn:
 
 
 def _imported(manifest: Manifest, target: str) -> Any:
-    module, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return Extension(_GROUP, manifest.name, target, "").load()
     except Exception as error:
         raise PluginError(
             f"Cannot start the backend {manifest.name!r}.",

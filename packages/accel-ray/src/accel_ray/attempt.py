@@ -18,6 +18,7 @@ from accel_ray.process import ProcessUpdate
 from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
+from accel_state.untrusted import printable
 
 __all__ = ("Attempt", "AttemptResult", "AttemptStart")
 
@@ -307,4 +308,4 @@ def _environments(placed: Sequence[Placed], start: AttemptStart) -> list[Mapping
 
 
 def _tell(text: str) -> None:
-    print(f"accel launch: {text}", file=sys.stderr, flush=True)
+    print(printable(f"accel launch: {text}"), file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from accel_ray.cluster import Cluster, Layout, connected
 from accel_ray.manifest import RaySettings
 from accel_state.errors import SettingError
 from accel_state.exit_codes import RESUME
+from accel_state.untrusted import printable
 
 __all__ = ("Ray", "RayRun")
 
@@ -107,7 +108,7 @@ class Ray:
             else:
                 return outcome.code
             if not plan.quiet:
-                print(f"accel launch: The run on Ray: {reason}.", file=sys.stderr, flush=True)
+                print(printable(f"accel launch: The run on Ray: {reason}."), file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""

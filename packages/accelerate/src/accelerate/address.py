@@ -128,8 +128,14 @@ def _holders(owner: Owner) -> list[ModuleType]:
     """The owner, and every other module of this project that imported the object under the same name."""
     home = importlib.import_module(owner.module)
     value = vars(home).get(owner.name, _deleted)
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith(("accel_", "accelerate.legacy."))]
+    ours = [module for name, module in list(sys.modules.items()) if _is_ours(name)]
     return [home, *(module for module in ours if module is not home and vars(module).get(owner.name) is value)]
+
+
+def _is_ours(module: str) -> bool:
+    from accel_state.settings.extension import OWN_PACKAGES
+
+    return module.partition(".")[0] in OWN_PACKAGES or module.startswith("accelerate.legacy.")
 
 
 def _forget(owner: Owner) -> None:

@@ -6,10 +6,12 @@ entry-point group `accel.memory`.
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, Final
 
 from accel_state.settings.extension import extensions
+from accel_state.untrusted import printable
 
 __all__ = ("COMMAND", "EstimateMemory")
 
@@ -57,7 +59,12 @@ class EstimateMemory:
             help="Estimate one training step on several processes, by plan (needs accel-torch).",
         )
         for extension in extensions(_TRAINING):
-            extension.load().add_arguments(parser)
+            try:
+                extension.load().add_arguments(parser)
+            except Exception as error:
+                # Other estimates work without it.
+                broken = f"{extension.name} of {extension.origin} could not be loaded: {type(error).__name__}: {error}"
+                print(printable(f"accel estimate-memory: {broken}"), file=sys.stderr)  # noqa: T201 - a command
 
     def run(self, arguments: Namespace) -> int:
         """Build the model without weights and print the table.
@@ -89,10 +96,18 @@ class EstimateMemory:
 
 
 def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
-    from accel_state.errors import SettingError
+    from accel_state.errors import PluginError, SettingError
 
     for extension in extensions(_TRAINING):
-        code: int = extension.load().run(arguments, options)
+        try:
+            estimator = extension.load()
+        except Exception as error:
+            raise PluginError(
+                f"Cannot estimate the memory of training {arguments.model_name!r}.",
+                f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
+                f"Repair or remove {extension.origin.split()[0]}.",
+            ) from error
+        code: int = estimator.run(arguments, options)
         return code
     raise SettingError(
         f"Cannot estimate the memory of training {arguments.model_name!r}.",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from accel_cli import launch
 from accel_cli.launch.backends import OfferedBackend, backends
 from accel_cli.launch.cluster_environment import PLACE_VARIABLES
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -161,7 +162,8 @@ class Backends:
         if obstacle:
             import sys
 
-            print(f"accel backends: they could not be asked whether they can be used: {obstacle}", file=sys.stderr)
+            asked = "they could not be asked whether they can be used"
+            print(printable(f"accel backends: {asked}: {obstacle}"), file=sys.stderr)
         return 0
 
 
@@ -172,7 +174,7 @@ def _show(listed: list[Row]) -> None:
     for row in listed:
         if row.failure:
             print(f"\n{row.name} ({row.package} {row.version}) failed:")
-            print(textwrap.indent(row.failure.rstrip(), "    "))
+            print(textwrap.indent(printable(row.failure.rstrip(), keep="\n\t"), "    "))
     print(f"\n{_END}")
 
 

@@ -11,6 +11,7 @@ from accel_cli.command import spelled
 from accel_cli.config.file import is_known, read_tables, with_prefix
 from accel_cli.config.write import write_config
 from accel_state.errors import AlreadyExists, NotFound, SettingError
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -89,7 +90,7 @@ class Convert:
             print(f"{arguments.config_file} is already for {self._converter.result}; nothing was written.")
             return 0
         for note in converted.notes:
-            print(f"accel {self._name}: {note}", file=sys.stderr)
+            print(printable(f"accel {self._name}: {note}", keep="\n\t"), file=sys.stderr)
         write_config(target, converted.values)
         print(f"Written to {target}.")
         return 0

@@ -13,6 +13,7 @@ from accel_cli.config.file import default_path
 from accel_cli.distributions import installed, requirements, versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.settings.extension import extensions
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -159,8 +160,9 @@ def _masked(name: str, value: str) -> str:
 def _lines(found: Mapping[str, Any]) -> list[str]:
     lines = []
     for heading, rows in found.items():
-        width = max(map(len, rows), default=0)
-        lines += [f"{heading}:", *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+        cells = [(printable(name), printable(value)) for name, value in rows.items()]
+        width = max((len(name) for name, _ in cells), default=0)
+        lines += [f"{heading}:", *(f"  {name:<{width}}  {value}" for name, value in cells)]
     return lines
 
 

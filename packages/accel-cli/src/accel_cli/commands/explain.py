@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_cli.command import spelled
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.terminal import columns
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -141,14 +142,15 @@ def choices(request: Request) -> list[str]:
 
         found = kind_of(request.settings)
         chosen, reason = request.backend, found[1].origin if found is not None else ""
-    return [f"launcher: {launcher.manifest.name} ({launcher.reason})", f"backend: {chosen} ({reason})"]
+    lines = (f"launcher: {launcher.manifest.name} ({launcher.reason})", f"backend: {chosen} ({reason})")
+    return [printable(line) for line in lines]
 
 
 def _print_notes(request: Request) -> None:
     from accel_cli.launch.request import notes
 
     for note in notes(request):
-        print(f"Note: {note}")
+        print(printable(f"Note: {note}", keep="\n\t"))
 
 
 COMMAND: Final = Explain()

@@ -71,8 +71,10 @@ class Launch:
         if plan.world_size is not None:
             check_axes(settings, plan.world_size)
         if not arguments.quiet:
+            from accel_state.untrusted import printable
+
             for note in (*notes(request), *_lost_place(plan, request.environ)):
-                print(f"accel launch: {note}", file=sys.stderr, flush=True)
+                print(printable(f"accel launch: {note}", keep="\n\t"), file=sys.stderr, flush=True)
         return launcher, plan
 
 

@@ -16,7 +16,7 @@ from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
-from accel_state.settings.extension import extensions
+from accel_state.settings.extension import contained, extensions
 from accel_state.untrusted import printable
 
 __all__ = ("ERROR", "EXAMINATIONS", "OK", "WARNING", "Finding", "examine", "examine_launch", "lines_of")
@@ -102,11 +102,40 @@ def _backends(request: Request) -> Iterator[Finding]:
         yield Finding("backends", OK, "all can be loaded")
 
 
+_PLUGINS: Final = (
+    "accel.launchers",
+    "accel.trackers",
+    "accel.commands",
+    "accel.conversions",
+    "accel.checkpoint_stores",
+    "accel.memory",
+)
+"""Groups of entry points that no other check loads."""
+
+
+def _plugins(request: Request) -> Iterator[Finding]:
+    """The plugins of other packages that cannot be loaded."""
+    for extension in (one for group in _PLUGINS for one in extensions(group) if not one.is_own):
+        try:
+            extension.load()
+        except Exception as error:
+            told = f"{extension.name} of {extension.origin} could not be loaded: {type(error).__name__}: {error}"
+            yield Finding(
+                extension.group.removeprefix("accel."),
+                WARNING,
+                told,
+                f"Repair or remove {extension.origin.split()[0]}.",
+            )
+
+
 def _added(request: Request) -> Iterator[Finding]:
     """The checks that other installed packages provide."""
     for extension in extensions("accel.examinations"):
         try:
-            yield from extension.load()(request)
+            check = extension.load()
+            with contained():
+                findings = list(check(request))
+            yield from findings
         except Exception as error:
             told = f"The check of {extension.origin} failed: {error!r}"
             yield Finding(extension.name, WARNING, told, f"Repair or remove {extension.origin.split()[0]}.")
@@ -202,6 +231,7 @@ EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
     _python,
     _torch_and_devices,
     _backends,
+    _plugins,
     _added,
     examine_launch,
     _config,

@@ -14,6 +14,7 @@ from accel_plugins.resolve import Found, available
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
+from accel_state.untrusted import printable
 
 __all__ = (
     "GROUP",
@@ -144,7 +145,9 @@ def _with_settings(found: Found) -> OfferedBackend:
     except Exception:
         import traceback
 
-        return OfferedBackend(found.name, found.origin, found.manifest, failure=traceback.format_exc())
+        return OfferedBackend(
+            found.name, found.origin, found.manifest, failure=printable(traceback.format_exc(), keep="\n\t")
+        )
     return OfferedBackend(found.name, found.origin, found.manifest, settings if _has_settings(settings) else None)
 
 

@@ -15,7 +15,7 @@ from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.extension import Extension, contained, extensions
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import closest, settings_of
 from accel_state.topology import in_batch_script
@@ -230,13 +230,14 @@ def load_launcher(manifest: LauncherManifest) -> Launcher:
     """
     try:
         launcher: Any = Extension(GROUP, manifest.name, manifest.launcher, "").load()
+        with contained():
+            made: Launcher = launcher()
     except Exception as error:
         raise PluginError(
             f"Cannot use the launcher {manifest.name!r}.",
             f"{manifest.launcher} could not be loaded: {type(error).__name__}: {error}",
             "Repair or reinstall the package that provides it.",
         ) from error
-    made: Launcher = launcher()
     return made
 
 

@@ -35,6 +35,7 @@ from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills, with_variable
 from accel_state.run_status.folder import make_launch_folder, make_status_folder, remove_abandoned_folders
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
@@ -128,7 +129,7 @@ class Supervisor:
         unwritable = account.launch(attempt) if account is not None else None
         if unwritable is not None and not attempt:
             told = f"{unwritable}. The records of its time and its failures may be lost."
-            print(f"accel launch: Cannot write to the run's folder: {told}", file=sys.stderr, flush=True)
+            print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
         code, refused = 0, None
         try:
             code = self._attempt(processes, inbox)

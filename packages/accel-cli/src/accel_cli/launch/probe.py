@@ -9,7 +9,6 @@ take long, may fail, and may use a device.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -50,17 +49,18 @@ def probe_backends() -> dict[str, Any]:
 
 
 def _ask(manifest: Any, process: Any) -> dict[str, Any]:
+    from accel_state.settings.extension import Extension, contained
+
+    def imported(target: str) -> Any:
+        return Extension("accel.backends", manifest.name, target, "").load()
+
     try:
-        _imported(manifest.strategy)
-        present = None if manifest.present is None else bool(_imported(manifest.present)(process))
+        imported(manifest.strategy)
+        with contained():
+            present = None if manifest.present is None else bool(imported(manifest.present)(process))
     except Exception:
         return {"present": None, "failed": traceback.format_exc()}
     return {"present": present, "failed": ""}
-
-
-def _imported(target: str) -> Any:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def main(what: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from accel_state.exit_codes import RESUME
-from accel_state.untrusted import parse_json, read_limited
+from accel_state.untrusted import parse_json, printable, read_limited
 
 __all__ = (
     "PORT_TAKEN",
@@ -212,7 +212,7 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
 def _headline(first: Failure, processes: int) -> str:
     who = "The script" if processes == 1 else f"Process {first.rank} of {processes} {_part(first)} and"
     how = ending(first.code if first.record is None else first.exit_code)
-    shown = f" Its traceback is above:\n  {first.message}" if first.shown else ""
+    shown = f" Its traceback is above:\n  {printable(first.message)}" if first.shown else ""
     return f"accel launch: {who} {how}.{shown}"
 
 
@@ -244,4 +244,4 @@ def _first_part(text: str) -> str:
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     own = [failure for failure in failures if failure is not first and failure.is_own]
-    return [f"  Process {failure.rank} failed too: {failure.message}" for failure in own]
+    return [f"  Process {failure.rank} failed too: {printable(failure.message)}" for failure in own]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
 from accel_state.proc import CGROUP, numbers_of, oom_kills
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from accel_cli.launch.launcher import LaunchPlan
@@ -499,7 +500,7 @@ class Restarts:
         if self._plan.restart_policy != "never" and not self._plan.quiet:
             later = f" in {decision.pause:g} s" if decision.pause else ""
             what = f"Starting again{later}" if decision.restart else "Not started again"
-            print(f"accel launch: {what}: {decision.reason}.", file=sys.stderr, flush=True)
+            print(printable(f"accel launch: {what}: {decision.reason}."), file=sys.stderr, flush=True)
         return decision.restart
 
     def wait(self, signals: Signals, ending: Sequence[int]) -> int | None:

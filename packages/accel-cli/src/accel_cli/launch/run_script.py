@@ -160,7 +160,9 @@ def _replace(program: str, arguments: list[str]) -> None:
     try:
         os.execvp(program, [program, *arguments])
     except OSError as error:
-        print(f"accel launch: Cannot start {program}: {error}", file=sys.stderr)
+        # `accel_state.untrusted.printable` is not imported here.
+        shown = program if program.isprintable() else ascii(program)
+        print(f"accel launch: Cannot start {shown}: {error}", file=sys.stderr)
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 

@@ -113,7 +113,7 @@ class Preemption:
         self._left = threading.Event()
         self._error: AccelError | None = None
         self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
-        self._alone = process.transport.store() is None
+        self._alone = process.world_size == 1 or process.transport.store() is None
         if not self._alone:
             self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
             self._thread.start()
@@ -177,7 +177,7 @@ class Preemption:
     def leave(self) -> None:
         """Stop, and restore the signal handlers; also called at the end of the process."""
         self._left.set()
-        if self._process.world_size > 1:
+        if not self._alone:
             self._thread.join(timeout=_PATIENCE)
             atexit.unregister(self.leave)
         for number, handler in self._before.items():
@@ -259,7 +259,7 @@ class ContinuousSaver:
         self._boundaries = StepBoundaries()
         self._error: AccelError | None = None
         self._due, self._taken, self._left = threading.Event(), threading.Event(), threading.Event()
-        self._alone = process.transport.store() is None
+        self._alone = process.world_size == 1 or process.transport.store() is None
         if not self._alone:
             self._thread = threading.Thread(target=self._watch, name="accel-continuous", daemon=True)
             self._thread.start()

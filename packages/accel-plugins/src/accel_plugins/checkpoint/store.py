@@ -21,7 +21,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from accel_plugins.checkpoint.files import fsync_path, walk
-from accel_state.errors import AccelError, CheckpointError, SettingError
+from accel_state.errors import AccelError, CheckpointError, PluginError, SettingError
 from accel_state.settings.extension import extensions
 from accel_state.untrusted import path_inside
 
@@ -183,6 +183,7 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
     Raises:
         SettingError: no installed package has a store for this scheme.
         Missing: the store's library is not installed.
+        PluginError: the entry point of the store cannot be loaded.
         CheckpointError: the store cannot be used.
 
     Example:
@@ -198,7 +199,16 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
             f"No installed package has a store for {scheme!r}." if "://" in url else "The value is not a URL.",
             f"Use a URL that begins with {', '.join(f'{name}://' for name in sorted(known))}.",
         )
-    make: Callable[[str, float], CheckpointStore] = known[scheme].load()
+    try:
+        make: Callable[[str, float], CheckpointStore] = known[scheme].load()
+    except AccelError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"Cannot open the store {url!r} for checkpoints.",
+            f"{known[scheme].target} of {known[scheme].origin} could not be loaded: {error!r}",
+            f"Repair or reinstall {known[scheme].origin.split()[0]}.",
+        ) from error
     with store_errors(f"Cannot open the store {url!r} for checkpoints."):
         return make(url, deadline)
 

@@ -19,7 +19,7 @@ from accel_state.devices.cpu import CPU
 from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
-from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.extension import Extension, contained, extensions
 from accel_state.settings.installed import possibly_importable
 from accel_state.settings.run import ProcessSettings
 
@@ -67,7 +67,9 @@ def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
     for offers in _of_other_packages():
         name, origin = offers[0].name, " and ".join(offer.origin for offer in offers)
         try:
-            found[name] = _only(offers).load()()
+            make = _only(offers).load()
+            with contained():
+                found[name] = make()
         except Exception as error:
             failed.append(FailedFamily(name, origin, error))
     return found, tuple(failed)

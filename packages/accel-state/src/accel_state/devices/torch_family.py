@@ -24,6 +24,7 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS, DeviceSpec, unlisted_spec
 from accel_state.errors import NotOffered
 from accel_state.settings.environ import publish
+from accel_state.settings.extension import contained
 from accel_state.settings.installed import importable
 from accel_state.topology import Topology
 
@@ -100,7 +101,8 @@ def _vendor_loaded(vendor: str, name: str) -> bool:
     try:
         if not importable(vendor):
             return False
-        importlib.import_module(vendor)
+        with contained():
+            importlib.import_module(vendor)
     except Exception as error:
         warnings.warn(
             f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are ignored.",

@@ -18,6 +18,7 @@ from accel_state.errors import CollectiveError
 from accel_state.hang_report.call_log import Call, format_ranks, frame_of_error
 from accel_state.hang_report.rank_status import RankStatus, host_with_namespaces
 from accel_state.proc import State, state_of
+from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor, WorldSnapshot
@@ -68,7 +69,8 @@ def describe_ranks(
         f"{format_ranks(members)} {'is' if len(members) == 1 else 'are'} {state}" for state, members in ordered
     ]
     more = len(sentences) - _MOST_GROUPS
-    return "; ".join(sentences[:_MOST_GROUPS]) + (f"; and {more} other places" if more > 0 else "")
+    # Names of files and functions may contain anything.
+    return printable("; ".join(sentences[:_MOST_GROUPS])) + (f"; and {more} other places" if more > 0 else "")
 
 
 def _state(status: RankStatus, age: float) -> str:
@@ -135,7 +137,7 @@ def collective_error(
         monitor: reads the statuses of the others.
         members: ranks of the group of the call; by default all.
     """
-    what = str(call) if call else "a collective"
+    what = printable(call) if call else "a collective"
     with _deferred_termination() as termination:
         where, missed = _everyone(monitor, rank, world_size, termination, members)
         report = CollectiveError(

@@ -9,16 +9,33 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from accel_state.settings.installed import folder_names
 
-__all__ = ("Extension", "add_library", "extensions", "forget", "is_library")
+__all__ = ("OWN_PACKAGES", "Extension", "add_library", "contained", "extensions", "forget", "is_library")
 
 _PREFIX = "[accel."
 
-_libraries = {"contextlib", "functools", "logging", "threading", "torch", "typing_extensions"}
+OWN_PACKAGES: Final = frozenset(
+    {
+        "accel_bigmodel",
+        "accel_cli",
+        "accel_data",
+        "accel_ops",
+        "accel_plugins",
+        "accel_ray",
+        "accel_state",
+        "accel_torch",
+        "accel_torchft",
+        "accel_tracking",
+    }
+)
+"""The import names of this project; other packages, also the user's, may begin with "accel_" too."""
+
+_libraries = {"contextlib", "functools", "logging", "threading", "torch", "typing_extensions", *OWN_PACKAGES}
 
 
 def is_library(module: str) -> bool:
@@ -28,8 +45,7 @@ def is_library(module: str) -> bool:
         >>> is_library("accel_ops.collectives"), is_library("train")
         (True, False)
     """
-    package = module.partition(".")[0]
-    return package in _libraries or package.startswith("accel_")
+    return module.partition(".")[0] in _libraries
 
 
 def add_library(package: str) -> None:
@@ -52,16 +68,72 @@ class Extension(NamedTuple):
     target: str
     origin: str
 
+    @property
+    def is_own(self) -> bool:
+        """Whether a package of this project provides it."""
+        return self.target.partition(":")[0].partition(".")[0] in OWN_PACKAGES
+
     def load(self) -> Any:
-        """Import the module and return the attribute; import errors propagate."""
+        """Import the module and return the attribute; import errors propagate. See `contained`."""
         import importlib
 
         module, _, attribute = self.target.partition(":")
         add_library(module.partition(".")[0])
-        found: Any = importlib.import_module(module)
-        for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
+        with contained():
+            found: Any = importlib.import_module(module)
+            for part in attribute.split(".") if attribute else ():
+                found = getattr(found, part)
         return found
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Run code of an extension, so that it can neither end this process nor write into the output of a command.
+
+    What it prints is written to standard error. An interrupt by the user ends the process as always.
+
+    Raises:
+        ImportError: the code called `sys.exit`, or raised another exception that is not an error.
+    """
+    from contextlib import redirect_stdout
+
+    with _interrupts() as interrupts, redirect_stdout(sys.stderr):
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and interrupts:
+                raise
+            shown = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raise {error!r}"
+            raise ImportError(f"Its code tried to end this process with: {shown}") from error
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The interrupts that this process receives in the block; an exception alone does not tell who raised it."""
+    import signal
+
+    received: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: Any) -> None:
+        received.append(number)
+        if callable(before):
+            before(number, frame)
+
+    try:
+        if callable(before):
+            signal.signal(signal.SIGINT, interrupted)
+    except ValueError:
+        # Only the main thread handles signals.
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, before)
 
 
 def extensions(group: str) -> tuple[Extension, ...]:
@@ -111,4 +183,11 @@ def _parse(text: str, origin: str) -> Iterator[Extension]:
             group = line[1:-1].strip()
         elif group.startswith(_PREFIX[1:]) and "=" in line and not line.startswith(("#", ";")):
             name, _, target = line.partition("=")
-            yield Extension(group, name.strip(), target.split("[")[0].strip(), origin)
+            texts = (group, name.strip(), target.split("[")[0].strip(), origin)
+            yield Extension(*texts if all(map(str.isprintable, texts)) else map(_escaped, texts))
+
+
+def _escaped(text: str) -> str:
+    from accel_state.untrusted import printable
+
+    return printable(text)

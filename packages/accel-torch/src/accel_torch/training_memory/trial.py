@@ -30,6 +30,7 @@ from accel_plugins.blocks import repeated_blocks
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
+from accel_state.settings.extension import OWN_PACKAGES
 from accel_torch.training_memory import estimating
 from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
 from accel_torch.training_memory.plans import TrainingPlan, plan_settings, planned_backend
@@ -391,7 +392,7 @@ def naming_values() -> Iterator[None]:
         where = "code that is not in a file"
         for frame, line in traceback.walk_tb(error.__traceback__):
             package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
-            if package not in _LIBRARIES and not package.startswith("accel_") and Path(file).is_file():
+            if package not in _LIBRARIES and package not in OWN_PACKAGES and Path(file).is_file():
                 where = f"{file}, line {line}: {linecache.getline(file, line).strip()}"
         raise SettingError(
             "Cannot estimate the memory of a model whose shapes or branches depend on values.",
