@@ -18,6 +18,7 @@ from accel_cli.launch.sagemaker import describe_job, hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
+from accel_state.network import SECRET_VARIABLE
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
 
@@ -112,11 +113,19 @@ def test_command_line_of_open_mpi(hosts):
     made = plan(mpirun_hostfile=hosts, num_processes=4, cpu=True)
     assert made.argv[:8] == ("mpirun", "--hostfile", hosts, "--map-by", "ppr:2:node", "-n", "4", "-x")
     assert made.argv[-6:] == ("python", *PROGRAM)
-    exported = dict(
-        word.split("=", 1) for before, word in zip(made.argv, made.argv[1:], strict=False) if before == "-x"
-    )
+    words = [word for before, word in zip(made.argv, made.argv[1:], strict=False) if before == "-x"]
+    exported = dict(word.split("=", 1) for word in words if "=" in word)
     assert (exported["MASTER_ADDR"], exported["MASTER_PORT"], exported["OMP_NUM_THREADS"]) == ("node1", "29500", "4")
     assert exported["ACCELERATE_USE_CPU"] == "true"
+
+
+@pytest.mark.parametrize("mpi", ["Open MPI", "Hydra"])
+def test_the_secret_of_a_run_with_mpi_is_passed_in_the_environment(hosts, mpi):
+    first, second = (plan(mpirun_hostfile=hosts, num_processes=4, mpi=mpi) for _ in range(2))
+    secret = first.inherited[SECRET_VARIABLE]
+    assert secret != second.inherited[SECRET_VARIABLE]
+    assert not any(secret in word for word in first.argv)
+    assert (first.argv[first.argv.index(SECRET_VARIABLE) - 1] == "-x") if mpi == "Open MPI" else True
 
 
 def test_command_line_of_hydra_mpi(hosts):

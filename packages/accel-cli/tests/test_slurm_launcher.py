@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -106,6 +107,18 @@ def test_the_only_node_of_a_step_starts_its_processes_itself(plan):
     alone = {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
     made = plan("--launcher=slurm", "--cpu", "--num_processes=2", environ=alone)
     assert (made.launcher, made.processes) == ("local", 2)
+
+
+def test_the_tasks_of_a_step_get_a_secret_in_their_environment(accel, script, tmp_path):
+    # srun passes its environment on.
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$ACCEL_RUN_SECRET"\ncase "$*" in *"$ACCEL_RUN_SECRET"*) exit 1;; esac\n')
+    srun.chmod(0o755)
+    environ = {**BATCH, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    words = ("launch", "--cpu", "--num_processes=2", script("pass"))
+    secrets = {accel(*words, env=environ).stdout for _ in range(2)}
+    assert [len(secret) for secret in secrets] == [65, 65]
+    assert accel(*words, env={**environ, "ACCEL_RUN_SECRET": "of the user"}).stdout == "of the user\n"
 
 
 def test_an_allocation_that_is_too_small_is_refused(plan):
