@@ -1,9 +1,8 @@
-"""What a result is like beyond its values: memory, gradients, devices, modes, containers, DTensors, threads."""
+"""What a result is like beyond its values: memory, gradients, devices, modes, containers, DTensors."""
 
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -226,25 +225,6 @@ def objects() -> None:
     assert broadcast_object_list([]) == []
 
 
-def threads() -> None:
-    """Calls of one thread at a time; the others wait."""
-    number, failures = rank(), []
-
-    def work() -> None:
-        try:
-            for _ in range(20):
-                assert gather(torch.tensor(number)).tolist() == [0, 1]
-        except BaseException as error:
-            failures.append(error)
-
-    together = [threading.Thread(target=work) for _ in range(4)]
-    for thread in together:
-        thread.start()
-    for thread in together:
-        thread.join()
-    assert not failures
-
-
 def log() -> list[tuple[int, str, str]]:
     rank()
     gather([torch.ones(2)])
@@ -279,7 +259,6 @@ DETAILS = [
     padding,
     distributed_tensors,
     objects,
-    threads,
 ]
 
 

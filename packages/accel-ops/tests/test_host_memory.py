@@ -287,9 +287,9 @@ def test_conjugate_and_negative_views_arrive_as_their_values(two: Processes) -> 
     assert two.run(conjugates) == [[True, True]] * 2
 
 
-def after_an_interrupt() -> list[list[float]]:
-    """One process is interrupted while it reads; the calls after that one are whole."""
-    rank, found = PartialState(cpu=True).process_index, []
+def after_an_interrupt() -> list[Any]:
+    """One process is interrupted while it reads; the call after that is refused, and the others are whole."""
+    rank, results = PartialState(cpu=True).process_index, []
     read = host_memory.HostMemory.read
     for call in range(6):
 
@@ -298,19 +298,21 @@ def after_an_interrupt() -> list[list[float]]:
                 raise KeyboardInterrupt
             return read(memory, whose, slot, like)
 
-        host_memory.HostMemory.read = interrupted if rank == 1 and call % 2 else read
+        host_memory.HostMemory.read = interrupted if rank == 1 and call % 3 == 1 else read
         try:
-            found.append(gather(torch.full((MORE,), float(10 * call + rank))).unique().tolist())
-        except KeyboardInterrupt:
-            found.append([])
+            results.append(gather(torch.full((MORE,), float(10 * call + rank))).unique().tolist())
+        except (KeyboardInterrupt, ShapeMismatch) as error:
+            results.append(type(error).__name__)
         finally:
             host_memory.HostMemory.read = read
-    return found
+    return results
 
 
 def test_an_interrupt_while_a_process_reads_spoils_no_later_call(two: Processes) -> None:
     whole = [[10.0 * call, 10.0 * call + 1] for call in range(6)]
-    assert two.run(after_an_interrupt) == [whole, [row if call % 2 == 0 else [] for call, row in enumerate(whole)]]
+    refused = ["ShapeMismatch" if call % 3 == 2 else values for call, values in enumerate(whole)]
+    interrupted = ["KeyboardInterrupt" if call % 3 == 1 else values for call, values in enumerate(refused)]
+    assert two.run(after_an_interrupt) == [refused, interrupted]
 
 
 def descriptors() -> list[str]:

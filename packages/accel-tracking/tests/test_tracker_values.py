@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_tracking.values import flatten_keys, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 torch = pytest.importorskip("torch", reason="accel-tracking needs neither torch nor numpy")
 np = pytest.importorskip("numpy")
@@ -61,3 +61,18 @@ def test_scalars_become_numbers_and_other_values_are_unchanged() -> None:
 
 def test_nested_names_are_joined() -> None:
     assert flatten_keys({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "empty": {}}) == {"a": 1, "b/c": 2, "b/d/e": 3}
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(("value", "number"), [(True, 1), (False, 0), (Level.HIGH, 3), (2, 2), (0.5, 0.5)])
+def test_bools_and_numbers_are_drawn(value: float, number: float) -> None:
+    assert as_number(value) == number
+    assert type(as_number(value)) is type(number)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1], 1j, Color.RED])
+def test_other_values_are_not_drawn(value: object) -> None:
+    assert as_number(value) is None

@@ -461,7 +461,7 @@ def attach_align_device_hook_on_blocks(
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    warn_of_unknown_names(module, {**devices, **offloads}, stacklevel=2)
+    warn_of_unknown_names(module, {**devices, **offloads})
     devices = matching_entries(module, devices)
     modules = dict(module.named_modules(remove_duplicate=False))
     blocks = _Blocks(

@@ -26,6 +26,7 @@ from accel_bigmodel.sizes import Dtype, convert_bytes
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import NotOffered, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.installed import Requirement
 
 __all__ = (
@@ -133,7 +134,7 @@ def explain_device_map(
             f"Offloaded layers have {missing} bytes of buffers, which stay on an accelerator; none has room for them. "
             "Pass offload_buffers=True to offload them too, or raise a budget.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=stack_level(),
         )
     blocks = _blocks(packing)
     return DeviceMapReport(_simplified(blocks), blocks, tuple(packing.placements), dict(budget), dict(packing.used))
@@ -308,7 +309,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         SettingError: it names a device that does not exist, or leaves tensors without a device.
     """
     failure = f"Cannot place {type(model).__name__} by a device map with {len(device_map)} entries."
-    warn_of_unknown_names(model, device_map, stacklevel=2)
+    warn_of_unknown_names(model, device_map)
     device_map = matching_entries(model, device_map)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
@@ -334,7 +335,7 @@ def matching_entries(model: nn.Module, entries: Mapping[str, V]) -> dict[str, V]
     return {name: entry for name, entry in entries.items() if name in names}
 
 
-def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any], stacklevel: int) -> None:
+def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any]) -> None:
     """Warn about keys that are not names of modules or tensors of a model."""
     unknown = entries.keys() - matching_entries(model, entries).keys()
     if unknown:
@@ -342,7 +343,7 @@ def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any], stacklev
             f"These device_map keys do not match any submodules or tensors of {type(model).__name__}: "
             f"{', '.join(name for name in entries if name in unknown)}. They are ignored; correct or remove them.",
             UserWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=stack_level(),
         )
 
 

@@ -38,6 +38,7 @@ from accel_ops.objects import broadcast_object_list
 from accel_state import current
 from accel_state.errors import Conflict, UnknownKind
 from accel_state.gradient import GradientState
+from accel_state.hang_report.call_log import stack_level
 from accel_state.labels import RNGType
 
 __all__ = ("get_sampler", "prepare_data_loader")
@@ -211,7 +212,7 @@ def _check_resumable(dataset: Any, source: Source, option: str) -> None:
                 f"The position inside an epoch of this loader cannot be saved ({option}): {obstacle} Give the sampler "
                 "a generator, or state_dict() and load_state_dict().",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=stack_level(),
             )
         return
     held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
@@ -396,7 +397,7 @@ def _shard_stream(
             "without the batches that are done. Give it state_dict() and load_state_dict(), or set_epoch(epoch), if "
             "it does not yield the same samples each time.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stack_level(),
         )
     return source, generator
 

@@ -349,11 +349,12 @@ class CheckedCall(HeaderCall):
         arguments: values that must be equal on all processes, by name.
     """
 
-    __slots__ = ("_large", "_memory", "_slots")
+    __slots__ = ("_has_slots", "_large", "_memory", "_slots")
 
     def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
         super().__init__(transport, operation, **arguments)
         self._memory: HostMemory | None = None
+        self._has_slots = False
         self._large: Sequence[torch.Tensor] = ()
         self._slots: Sequence[int] = ()
 
@@ -408,6 +409,7 @@ class CheckedCall(HeaderCall):
         leaves: Sequence[torch.Tensor] | None = None,
         large: Sequence[torch.Tensor] = (),
         shares: bool = True,
+        moves: bool = False,
     ) -> Sequence[torch.Tensor] | None:
         """Exchange headers with the other processes, and check that all have the same plan.
 
@@ -416,6 +418,7 @@ class CheckedCall(HeaderCall):
             leaves: all leaves, to send the small ones in the header if they fit.
             large: contiguous tensors that do not fit. If the processes share memory, `read` returns them afterwards.
             shares: whether this process has values for `large`.
+            moves: whether the caller moves other data afterwards.
 
         Returns:
             The small leaves of all processes, as parts of shape (world_size, elements), valid inside this call; None
@@ -426,6 +429,8 @@ class CheckedCall(HeaderCall):
             CollectiveError: a process did not call this in time.
         """
         memory = self._memory_for(plan, large) if large else None
+        self._moves = moves or (bool(large) and memory is None)
+        self._has_slots = memory is not None
         slot = memory.write(large) if memory is not None and shares else 0
         parts = None
         if self.fits(plan):
@@ -439,7 +444,11 @@ class CheckedCall(HeaderCall):
             # Every process sees the same slots, so either all send or all read.
             if NO_SLOT not in slots:
                 self._memory, self._large, self._slots = memory, large, slots
+            self._moves = self._memory is None
         return parts
+
+    def _is_complete(self, lengths: Sequence[int]) -> bool:
+        return super()._is_complete(lengths) and not (self._has_slots and NO_SLOT in lengths)
 
     @property
     def shares_memory(self) -> bool:
@@ -455,9 +464,7 @@ class CheckedCall(HeaderCall):
         """The memory through which the processes share the large tensors of this plan, or None."""
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
-            rows = self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATES)
-            self._sent = False
-            return rows
+            return self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATES, more=True)
 
         if not is_negotiated(self._state, self._transport):
             negotiate(self._state, self._transport, all_gather_bytes)
@@ -476,8 +483,9 @@ class CheckedCall(HeaderCall):
             for row in self._all_gather_bytes(plan.fingerprint, plan.description, layout.pack(*numbers))
         ]
 
-    def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
-        """The bytes of process `src`; the others pass None."""
+    def broadcast_bytes(self, data: bytes | None, src: int, moves: bool = False) -> bytes:
+        """The bytes of process `src`; the others pass None. With `moves` the caller moves other data afterwards."""
+        self._moves = moves
         header = self._state.header
         length = 0 if data is None else len(data)
         if data is not None and length <= header.capacity:
@@ -490,7 +498,9 @@ class CheckedCall(HeaderCall):
         if data is not None:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         buffer = buffer.to(self._transport.device)
+        self._moves = True
         self.wait([self._transport.broadcast(buffer, src)])
+        self._moves = moves
         return buffer.cpu().numpy().tobytes()
 
     def _full_tensors(self, data: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -502,8 +512,7 @@ class CheckedCall(HeaderCall):
             if is_dtensor(leaf)
         ]
         description = self._describe(sorted(spread))
-        self._exchange_headers(fingerprint_of(description), description, 0)
-        self._sent = False
+        self._exchange_headers(fingerprint_of(description), description, 0, more=True)
         return [leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves]
 
     def _plan(

@@ -149,7 +149,7 @@ def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) 
         if transport.rank == origin:
             skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
             announcement = dumps(skeleton)
-        skeleton = loads(call.broadcast_bytes(announcement, origin))
+        skeleton = loads(call.broadcast_bytes(announcement, origin, moves=True))
         found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
         layout = PackedLayout((info.shape, info.dtype) for info in found)
         output = torch.empty(layout.nbytes, dtype=torch.uint8, device=transport.device)
@@ -198,7 +198,7 @@ def all_to_all(tensor: Any, *, group: Group = None) -> Any:
         for rank, buffer in enumerate(given):
             layout.write([row[rank] for row in rows], layout.parts(buffer))
         received = torch.empty_like(given)
-        call.agree(plan)
+        call.agree(plan, moves=bool(layout.nbytes))
         if layout.nbytes:
             call.wait([transport.all_to_all(received, given)])
         results: list[Any] = [None] * len(leaves)

@@ -106,7 +106,7 @@ def open_scatter_stream(
                 )
             if transport.rank == src:
                 handshake.listen()
-            everyones = call.all_gather_bytes(bytes([len(handshake.address)]) + handshake.address + data)
+            everyones = call.all_gather_bytes(bytes([len(handshake.address)]) + handshake.address + data, more=True)
             length = 1 + everyones[src][0]
             address, said = everyones[src][1:length], everyones[src][length:]
             if address and all(call.all_gather_bytes(b"1" if handshake.connect(address) else b"")):

@@ -15,6 +15,7 @@ from accel_ops.checked_call import CheckedCall, check_alone, check_leaf, transpo
 from accel_ops.groups import Group
 from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
+from accel_state.hang_report.call_log import stack_level
 
 __all__ = (
     "CannotPadNestedTensorWarning",
@@ -150,7 +151,7 @@ def _warn_of_nested(data: Any) -> int:
             f"pad_across_processes() cannot pad nested tensors. It returns the {nested} nested tensors in its input "
             "unchanged.",
             CannotPadNestedTensorWarning,
-            stacklevel=3,
+            stacklevel=stack_level(),
         )
     return nested
 

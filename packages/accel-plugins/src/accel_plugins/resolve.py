@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import Extension, contained, extensions
 from accel_state.settings.run import RunSettings
@@ -322,7 +323,7 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
         warnings.warn(
             f"The backend {broken.name!r} of {broken.origin} cannot be used and was ignored: {broken.obstacle} "
             "(`accel backends` shows the full traceback)",
-            stacklevel=2,
+            stacklevel=stack_level(),
         )
     asked = "Cannot choose a backend for this process."
     claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
@@ -372,7 +373,7 @@ def _is_present(found: Found, process: Process) -> bool:
         warnings.warn(
             f"The backend {found.name!r} of {found.origin} was ignored, because its function `present` failed: "
             f"{error!r}",
-            stacklevel=2,
+            stacklevel=stack_level(),
         )
         return False
 

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Part, Traits
+from accel_state.hang_report.call_log import stack_level
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,7 +256,7 @@ class Strategy:
                 "Joining uneven inputs is only supported for multi-GPU and multi-CPU runs of DistributedDataParallel "
                 "models. Nothing is joined: a process that runs out of batches leaves the others waiting.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=stack_level(),
             )
         return _NOTHING
 

@@ -72,9 +72,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             barrier(process.transport, "log")
 
     @functools.cache  # noqa: B019 - loggers live as long as the process
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Warn at the first call with these arguments."""
-        self.warning(*args, **kwargs)
+        self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", _STACK_LEVEL) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

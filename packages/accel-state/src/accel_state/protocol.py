@@ -17,6 +17,8 @@ The steps of a message stream have no headers. Each process counts them, and eve
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import struct
 import threading
@@ -24,16 +26,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 
-from accel_state.errors import AccelError, ShapeMismatch
+from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog, Location, call_text, caller, format_ranks, locate
 from accel_state.transport.base import Transport, Work
+from accel_state.turn import InterruptedCall, Turn, is_raised_by_handler
 
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor
@@ -186,6 +190,15 @@ _SAME_CALL: Final = (
     "Make every process reach the same calls in the same order. The usual cause is a branch on the rank around one of "
     "them."
 )
+_HOME: Final = "the thread in which the run began"
+_ONE_THREAD: Final = (
+    "Call collectives in one thread, and in the same one on all processes; or pass each thread a process group of its "
+    "own with `group`. Threads that take turns have the same name on all processes."
+)
+_DEFER: Final = (
+    "End the run after an interrupt of a collective. To react to a signal and go on, set a variable in its handler, "
+    "and read it between two steps."
+)
 _PAD: Final = "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
 
 
@@ -200,6 +213,7 @@ class CallDescription(NamedTuple):
         refusal: why the process could not take part, as the three parts of an error; None if it could.
         group: name of the group of the call in messages; empty for all processes of the run.
         messages: steps of message streams that the process has completed.
+        thread: the thread that called, see `accel_state.turn`.
     """
 
     operation: str
@@ -209,6 +223,7 @@ class CallDescription(NamedTuple):
     refusal: tuple[str, str, str] | None = None
     group: str = ""
     messages: int = 0
+    thread: str = ""
 
     def to_json(self) -> bytes:
         """The description as JSON."""
@@ -230,6 +245,11 @@ def fingerprint_of(description: CallDescription) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+@functools.lru_cache(maxsize=64)
+def _hash_of(thread: str) -> int:
+    return int.from_bytes(blake2b(thread.encode(), digest_size=8).digest(), "little")
+
+
 def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int] = ()) -> ShapeMismatch:
     """The error for calls that differ; equal on all processes.
 
@@ -240,6 +260,7 @@ def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
     ranks = ranks or range(len(descriptions))
     return (
         _refusal_error(descriptions, ranks)
+        or _thread_error(descriptions, ranks)
         or _operation_error(descriptions, ranks)
         or _step_error(descriptions, ranks)
         or _argument_error(descriptions, ranks)
@@ -265,6 +286,17 @@ def _refusal_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
         f"Cannot run {_call_text(descriptions[0])}: {format_ranks(list(refused))} could not take part.",
         f"On rank {rank}: {failed} {obstacle}".rstrip(),
         remedy,
+    )
+
+
+def _thread_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
+    threads = [f"the thread {call.thread!r}" if call.thread else _HOME for call in descriptions]
+    if len(set(threads)) == 1:
+        return None
+    return ShapeMismatch(
+        f"Cannot run {_call_text(descriptions[0])}: the processes called it in different threads.",
+        f"The call comes from {_by_rank(threads, ranks)}, so each process may get values of another thread.",
+        _ONE_THREAD,
     )
 
 
@@ -353,6 +385,7 @@ class ProtocolState:
         spare_headers: headers of pending calls that have ended, for reuse.
         listeners: called with `log.exchanges` whenever this process begins to wait for headers.
         world_size: number of processes of the run.
+        turn: the call that is under way.
     """
 
     __slots__ = (
@@ -360,13 +393,13 @@ class ProtocolState:
         "header",
         "header_only",
         "listeners",
-        "lock",
         "log",
         "monitor",
         "pending",
         "plans",
         "sites",
         "spare_headers",
+        "turn",
         "world_size",
     )
 
@@ -379,7 +412,11 @@ class ProtocolState:
         self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
         self.listeners: list[Callable[[int], None]] = like.listeners if like else []
-        self.lock: threading.RLock = like.lock if like else threading.RLock()
+        self.turn: Turn
+        if like is not None:
+            self.turn = like.turn
+        else:
+            self.turn = Turn(world.turn.home, numbers=False) if world else Turn(threading.current_thread())
         self.log: CallLog
         self.monitor: HangMonitor
         self.world_size: int
@@ -487,7 +524,19 @@ class HeaderCall:
         arguments: values that must be equal on all processes, by name.
     """
 
-    __slots__ = ("_arguments", "_no_grad", "_operation", "_sent", "_site", "_state", "_transport")
+    __slots__ = (
+        "_arguments",
+        "_more",
+        "_moves",
+        "_no_grad",
+        "_operation",
+        "_sent",
+        "_site",
+        "_state",
+        "_thread",
+        "_transport",
+        "_under_way",
+    )
 
     def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
         self._transport = transport
@@ -496,24 +545,126 @@ class HeaderCall:
         self._state = protocol_state(transport)
         # Whether this process has sent its header; after that a failure needs no refusal.
         self._sent = False
+        # The exchange of headers that is under way, and whether the processes move data after it.
+        self._under_way: Work | None = None
+        self._moves = False
+        # Whether the call exchanges other headers afterwards.
+        self._more = False
+        self._thread = ""
         self._no_grad = torch.no_grad()
 
     def __enter__(self) -> Any:
-        self._state.lock.acquire()
-        self._site = self._state.log.enter(self._operation)
-        self._no_grad.__enter__()
+        turn = self._state.turn
+        self._check_not_inside_a_call()
+        try:
+            turn.begin()
+            # A pending call has the thread that started it.
+            self._thread = self._thread or turn.name()
+            self._site = self._state.log.enter(self._operation)
+            self._no_grad.__enter__()
+        except BaseException:
+            turn.end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, Exception) and not self._sent:
-                self._refuse(error)
+            try:
+                if error is not None:
+                    self._end_early(error)
+            finally:
+                self._no_grad.__exit__(kind, error, trace)
+                self._state.log.leave()
         finally:
-            self._no_grad.__exit__(kind, error, trace)
-            self._state.log.leave()
-            self._state.lock.release()
+            self._state.turn.end()
+
+    def _check_not_inside_a_call(self) -> None:
+        """Raise in a signal handler (or in a finalizer) that was called inside a call of the same thread.
+
+        Raises:
+            NotReady: the headers of both calls would be mixed.
+        """
+        state = self._state
+        if state.turn.thread != threading.get_ident():
+            return
+        outer = state.log.active()
+        raise NotReady(
+            f"Cannot call {self._operation}() inside {f'{outer}' if outer else 'another collective'}.",
+            "A signal handler or a finalizer interrupted that call, and the processes would mix the data of both.",
+            "Set a variable in the handler, and call the collective after the other one has returned.",
+        )
+
+    def _end_early(self, error: BaseException) -> None:
+        """Send a refusal, so that the other processes raise as well; or remember an interrupt of this call."""
+        if not self._sent and isinstance(error, Exception):
+            try:
+                self._refuse(error)
+            except BaseException as interruption:
+                self._end_early(interruption)
+                raise
+        # All processes raise these, or this one cannot reach the others.
+        elif not (self._sent and isinstance(error, (ShapeMismatch, CollectiveError))):
+            self._interrupt(error)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Remember that this call was interrupted, so that the next one is refused on all processes."""
+        state, cause, text = self._state, type(error).__name__, self._text()
+        before = state.turn.interrupted
+        if before is not None:
+            if self._under_way is None:
+                return
+            text, cause = before.text, before.cause
+        state.monitor.interruption = f"{text} was interrupted by {cause}"
+        if self._moves:
+            # The other processes wait for the data of this one, and must not wait until their timeout.
+            self._transport.abort()
+        kept = None
+        if self._under_way is not None:
+            # The next call must not overwrite the buffers.
+            kept = copy.copy(state.header)
+            state.header.renew()
+        owes = not self._sent or (kept is not None and self._more)
+        state.turn.interrupted = InterruptedCall(self, text, cause, owes, kept, self._under_way, self._moves)
+
+    def _refuse_after(self, interrupted: InterruptedCall) -> NoReturn:
+        """Refuse this call on all processes, because an earlier one was interrupted on this one.
+
+        The others may still be in the interrupted call; they complete it, or get an error there.
+        """
+        # From here on, an exception interrupts this call too.
+        self._sent, self._moves = True, False
+        failed = f"{interrupted.text} was interrupted by {interrupted.cause}."
+        reason = (failed, "Its result is missing here, so that later calls could get results of others.", _DEFER)
+        description = self._describe([])._replace(refusal=reason)
+        broken = interrupted.broken
+        if not broken and interrupted.work is not None and interrupted.header is not None:
+            self._wait_in_slices(interrupted.work)
+            is_equal, lengths = interrupted.header.are_equal(), interrupted.header.lengths()
+            broken = is_equal and not interrupted.call._is_complete(lengths)
+            if broken:
+                self._transport.abort()
+            self._state.turn.interrupted = interrupted._replace(header=None, work=None, broken=broken)
+            if not is_equal:
+                self._mismatch(description, more=True)
+        if broken:
+            raise CollectiveError(
+                f"Cannot run {self._text()}: this process has closed its connections.",
+                f"{failed} The other processes waited for its data.",
+                "Restart the run.",
+            )
+        if interrupted.owes:
+            with suppress(ShapeMismatch):
+                self._exchange(_NO_FINGERPRINT, description, 0, _REFUSES, more=True)
+        self._state.turn.interrupted, self._state.monitor.interruption = None, ""
+        self._exchange(_NO_FINGERPRINT, description, 0, _REFUSES)
+        # All processes have refused the call.
+        raise mismatch_error([description], [self._transport.rank_in_run(self._transport.rank)])
+
+    def _is_complete(self, lengths: Sequence[int]) -> bool:
+        """Whether a call ends when its headers have arrived, with payloads of these lengths."""
+        return not self._moves and max(lengths) <= self._state.header.capacity
 
     def barrier(self) -> None:
         """Return when every process is in this call.
@@ -524,9 +675,9 @@ class HeaderCall:
         """
         self._exchange_headers(*self._header_only(), 0)
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all processes, by rank; their lengths may differ."""
-        return self._all_gather_bytes(*self._header_only(), data)
+    def all_gather_bytes(self, data: bytes, more: bool = False) -> list[bytes]:
+        """The bytes of all processes, by rank; their lengths may differ. With `more`, the call goes on afterwards."""
+        return self._all_gather_bytes(*self._header_only(), data, more=more)
 
     def wait(self, works: Iterable[Work]) -> None:
         """Wait until data has arrived.
@@ -538,6 +689,8 @@ class HeaderCall:
             for work in works:
                 work.wait()
         except RuntimeError as error:
+            if is_raised_by_handler(error):
+                raise
             raise self._failure(error) from error
 
     def _header_only(self) -> tuple[int, CallDescription]:
@@ -555,44 +708,71 @@ class HeaderCall:
         return CallDescription(self._operation, self._arguments, leaves)
 
     def _all_gather_bytes(
-        self, fingerprint: int, description: CallDescription, data: bytes, flags: int = 0
+        self, fingerprint: int, description: CallDescription, data: bytes, flags: int = 0, more: bool = False
     ) -> list[bytes]:
         header = self._state.header
         if len(data) <= header.capacity:
             header.write(data)
-        self._exchange_headers(fingerprint, description, len(data), flags)
+        exchange = self._exchange if flags == _DESCRIBES else self._exchange_headers
+        exchange(fingerprint, description, len(data), flags, more)
         lengths = header.lengths()
         longest = max(lengths)
         if longest <= header.capacity:
             return [header.payload_of(rank, length) for rank, length in enumerate(lengths)]
         given = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         received = torch.empty(len(lengths), longest, dtype=torch.uint8)
+        self._moves = True
         self.wait([self._transport.all_gather(received.view(-1), given, header=True)])
+        self._moves = False
         return [received[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
-    def _exchange_headers(self, fingerprint: int, description: CallDescription, length: int, flags: int = 0) -> None:
-        """Send the header and receive all; raise on every process when fingerprints or flags differ."""
-        self._sent = True
+    def _exchange_headers(
+        self, fingerprint: int, description: CallDescription, length: int, flags: int = 0, more: bool = False
+    ) -> None:
+        """Send the header and receive all; raise on every process when fingerprints or flags differ.
+
+        With `more`, the call exchanges other headers afterwards.
+        """
+        interrupted = self._state.turn.interrupted
+        if interrupted is not None:
+            self._refuse_after(interrupted)
+        self._exchange(fingerprint, description, length, flags, more)
+
+    def _exchange(
+        self, fingerprint: int, description: CallDescription, length: int, flags: int, more: bool = False
+    ) -> None:
+        self._sent, self._more = True, more
         pending, log, header = self._state.pending, self._state.log, self._state.header
         while pending:
             pending[0].complete()
         log.fingerprint = fingerprint
-        fields = HeaderFields(fingerprint, flags or log.messages << _FLAG_BITS, length, log.number)
-        self._wait_in_slices(header.all_gather(self._transport, fields))
+        fields = HeaderFields(self._marked(fingerprint), flags or log.messages << _FLAG_BITS, length, log.number)
+        self._under_way = header.all_gather(self._transport, fields)
+        self._wait_in_slices(self._under_way)
+        self._under_way = None
         if not header.are_equal():
-            raise self._mismatch(description)
+            raise self._mismatch(description, more and flags == _REFUSES)
+        self._sent = not more
 
-    def _mismatch(self, description: CallDescription) -> AccelError:
+    def _marked(self, fingerprint: int) -> int:
+        """A fingerprint that is equal only for calls of the same thread; most calls come from where the run began."""
+        return fingerprint ^ _hash_of(self._thread) if self._thread and fingerprint else fingerprint
+
+    def _mismatch(self, description: CallDescription, more: bool = False) -> AccelError:
         """The error that shows how the calls differ; called only after all processes have seen that they do."""
         described = description._replace(
             location=str(self._location_of_call() or ""),
             group=self._transport.group,
             messages=self._state.log.messages,
+            thread=self._thread,
         )
         # All processes have reached this point, and start their counts again.
         self._state.log.messages = 0
-        rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES)
+        rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES, more)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
+
+    def _text(self) -> str:
+        return call_text(self._operation, self._transport.group, str(self._location_of_call() or ""))
 
     def _location_of_call(self) -> Location | None:
         """The line of the user's code that called this."""
@@ -620,6 +800,8 @@ class HeaderCall:
             try:
                 work.wait(_SLICE)
             except RuntimeError as error:
+                if is_raised_by_handler(error):
+                    raise
                 # Work may complete just after a wait for it timed out. Only a later wait raises the work's own error.
                 if completed or time.monotonic() > deadline:
                     raise self._failure(error) from error
@@ -649,18 +831,35 @@ class PendingCall(HeaderCall):
 
     def __init__(self, transport: Transport, operation: str, data: bytes) -> None:
         super().__init__(transport, operation)
-        self._sent = True
         self._error: AccelError | None = None
         self._received: list[bytes] | None = None
-        state = self._state
+        self._work: Work | None = None
         self._location = caller()
-        with state.lock, torch.no_grad():
+        state = self._state
+        self._check_not_inside_a_call()
+        if state.turn.interrupted is not None:
+            with self:
+                self._refuse_after(state.turn.interrupted)
+        try:
+            state.turn.begin()
+            self._start(data)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        finally:
+            state.turn.end()
+
+    def _start(self, data: bytes) -> None:
+        state, transport = self._state, self._transport
+        self._thread = state.turn.name()
+        with torch.no_grad():
             # Calls that begin while this one is pending use the header of the state.
             self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
             self._header.write(data)
             flags = state.log.messages << _FLAG_BITS
-            fields = HeaderFields(self._header_only()[0], flags, len(data), state.log.number)
-            self._work: Work | None = self._header.all_gather(transport, fields)
+            fields = HeaderFields(self._marked(self._header_only()[0]), flags, len(data), state.log.number)
+            self._work = self._header.all_gather(transport, fields)
+            self._sent = True
             state.pending.append(self)
 
     def wait(self, works: Iterable[Work] = ()) -> list[bytes]:  # type: ignore[override]
@@ -670,30 +869,45 @@ class PendingCall(HeaderCall):
             ShapeMismatch: on every process, when their calls differ.
             CollectiveError: a process ended or did not call this in time.
         """
+        if self._state.turn.thread == threading.get_ident():
+            # Inside another call, such as in the finalizer of a loader. The header was sent before that call.
+            return self._receive(works)
         with self:
-            while self._work is not None:
-                self._state.pending[0].complete()
-            if self._error is not None:
-                raise self._error
-            super().wait(works)
-            if self._received is None:
-                header = self._header
-                self._received = [header.payload_of(rank, length) for rank, length in enumerate(header.lengths())]
-                self._state.spare_headers.append(header)
+            return self._receive(works)
+
+    def _receive(self, works: Iterable[Work]) -> list[bytes]:
+        while self._work is not None:
+            self._state.pending[0].complete()
+        if self._error is not None:
+            raise self._error
+        super().wait(works)
+        if self._received is None:
+            header = self._header
+            self._received = [header.payload_of(rank, length) for rank, length in enumerate(header.lengths())]
+            self._state.spare_headers.append(header)
         return self._received
 
     def complete(self) -> None:
-        """Wait for this call, the oldest pending one; `wait` raises its error as well."""
-        self._state.pending.popleft()
-        work, self._work = self._work, None
+        """Wait for this call, the oldest pending one; `wait` raises its error as well.
+
+        It remains pending if the wait is interrupted.
+        """
+        work = self._work
         assert work is not None
         try:
             self._wait_in_slices(work)
+            self._leave_queue()
             if not self._header.are_equal():
                 raise self._mismatch(self._header_only()[1])
         except AccelError as error:
+            self._leave_queue()
             self._error = error
             raise
+
+    def _leave_queue(self) -> None:
+        self._work = None
+        if self in self._state.pending:
+            self._state.pending.remove(self)
 
     def _location_of_call(self) -> Location | None:
         return locate(self._location[0].co_filename, self._location[1])

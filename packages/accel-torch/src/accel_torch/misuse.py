@@ -23,6 +23,7 @@ from accel_plugins.layers import prepared_models, strategy_model
 from accel_plugins.manifest import Axis, Duty
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.extension import is_library
 
 if TYPE_CHECKING:
@@ -359,7 +360,7 @@ class MisuseGuard:
     def _warn(self, kind: str, what: str, why: str, remedy: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{what} {why} {remedy}", MisuseWarning, stacklevel=_outside())
+            warnings.warn(f"{what} {why} {remedy}", MisuseWarning, stacklevel=stack_level())
 
 
 class _PreparedModel:
@@ -512,11 +513,3 @@ def _contents(one: Any) -> list[object]:
         except AttributeError:
             return []
     return list(islice(dict.values(one), _MOST_ITEMS))
-
-
-def _outside() -> int:
-    """The stack level of the first frame outside of this library and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -13,6 +13,7 @@ from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
+from accel_state.hang_report.call_log import stack_level
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
 from accel_state.run_state import precision_name
@@ -125,7 +126,7 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
         warnings.warn(
             f"Accelerator({named}) is deprecated; give DataLoaderConfiguration({named}) as dataloader_config.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=stack_level(),
         )
     if given is None:
         return DataLoaderConfiguration(**keywords)

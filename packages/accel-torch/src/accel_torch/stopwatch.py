@@ -188,6 +188,9 @@ class TimedTransport(Transport):
         with self._stopwatch.on("waiting"):
             self.inner.barrier()
 
+    def abort(self) -> None:
+        self.inner.abort()
+
     def store(self) -> Any | None:
         return self.inner.store()
 

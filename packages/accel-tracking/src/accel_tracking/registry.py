@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from accel_state.errors import Missing, PluginError, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.labels import BaseEnum
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest
@@ -66,7 +67,9 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
             "Subclass accel_tracking.GeneralTracker and define both in the class.",
         )
     if name in tracker_names():
-        warnings.warn(f"{tracker_class.__name__} replaces the registered tracker {name!r}.", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"{tracker_class.__name__} replaces the registered tracker {name!r}.", UserWarning, stacklevel=stack_level()
+        )
     _registered[name] = tracker_class
     _unregistered.discard(name)
     return tracker_class
@@ -129,7 +132,7 @@ def get_available_trackers() -> list[str]:
         try:
             requirement = tracker_class(name).requirement
         except PluginError as error:
-            warnings.warn(str(error), UserWarning, stacklevel=2)
+            warnings.warn(str(error), UserWarning, stacklevel=stack_level())
             continue
         if requirement is None or requirement.obstacle() is None:
             names.append(name)

@@ -137,11 +137,33 @@ class TrackerSuite:
         tracker = self.make(tmp_path)
         tracker.start()
         tracker.log(
-            {"a": torch.tensor(1.5, requires_grad=True), "b": torch.tensor([2.0]), "c": np.float32(0.5)}, step=1
+            {
+                "a": torch.tensor(1.5, requires_grad=True),
+                "b": torch.tensor([2.0]),
+                "c": np.float32(0.5),
+                "d": np.float64(0.25),
+                "e": np.int64(3),
+                "f": np.bool_(True),
+                "g": torch.tensor(False),
+            },
+            step=1,
         )
         tracker.finish()
         stored = self.read(tmp_path, tracker)
-        assert {name: list(stored[name]) for name in "abc"} == {"a": [(1, 1.5)], "b": [(1, 2.0)], "c": [(1, 0.5)]}
+        expected = {"a": 1.5, "b": 2.0, "c": 0.5, "d": 0.25, "e": 3, "f": 1, "g": 0}
+        assert {name: list(stored[name]) for name in expected} == {
+            name: [(1, value)] for name, value in expected.items()
+        }
+
+    def test_bools_are_stored_as_numbers(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path)
+        tracker.start()
+        tracker.log({"flag": True, "eval": {"flag": False}}, step=1)
+        tracker.log({"flag": False}, step=2)
+        tracker.finish()
+        stored = self.read(tmp_path, tracker)
+        assert list(stored["flag"]) == [(1, 1.0), (2, 0.0)]
+        assert list(stored[f"eval{self.separator}flag"]) == [(1, 0.0)]
 
     def test_text_bools_and_missing_steps_are_accepted(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ("flatten_keys", "is_number", "plain", "scalars_as_numbers")
+__all__ = ("as_number", "flatten_keys", "is_number", "plain", "scalars_as_numbers")
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -74,6 +74,18 @@ def flatten_keys(values: Mapping[str, Any], separator: str = "/") -> dict[str, A
     return result
 
 
+def as_number(value: Any) -> int | float | None:
+    """A metric as the number that a tracker draws: a bool is 0 or 1; None if the value is not a number.
+
+    Example:
+        >>> as_number(True), as_number(0.5), as_number("1")
+        (1, 0.5, None)
+    """
+    if isinstance(value, int):
+        return int(value)
+    return value if isinstance(value, float) else None
+
+
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is an int or a float; a bool is not a number here."""
+    """Whether a value is an int or a float; a bool is not a number here, unlike in `as_number`."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

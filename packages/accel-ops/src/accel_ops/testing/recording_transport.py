@@ -90,6 +90,9 @@ class RecordingTransport(Transport):
         self._note("barrier")
         self.inner.barrier()
 
+    def abort(self) -> None:
+        self.inner.abort()
+
     def store(self) -> Any | None:
         return self.inner.store()
 

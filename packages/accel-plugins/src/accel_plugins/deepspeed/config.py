@@ -26,6 +26,7 @@ from accel_plugins.deepspeed.ds_config import (
 )
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
@@ -194,7 +195,7 @@ class DeepSpeedPlugin:
         self._leaves_steps_open = False
         self.dschf: Any = None
         if auto_wrap_policy is not None:
-            warnings.warn("DeepSpeedPlugin(auto_wrap_policy=...) has no effect.", UserWarning, stacklevel=2)
+            warnings.warn("DeepSpeedPlugin(auto_wrap_policy=...) has no effect.", UserWarning, stacklevel=stack_level())
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -278,7 +279,7 @@ class DeepSpeedPlugin:
             warnings.warn(
                 "DeepSpeed shards parameters while a model is created (zero3_init_flag) only with ZeRO stage 3.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=stack_level(),
             )
             self.zero3_init_flag = False
 

@@ -32,6 +32,7 @@ from accel_plugins.precision.config import (
 from accel_plugins.precision.native import Autocasting
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import Conflict, Missing, NotOffered, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.installed import Requirement, importable
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ class TransformerEngine(Float8):
                 f"interval={self._recipe.interval} has no effect: Transformer Engine computes scaling factors at every "
                 "step.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=stack_level(),
             )
 
     def check(self, bundle: Bundle) -> None:

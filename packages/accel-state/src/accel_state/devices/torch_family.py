@@ -23,6 +23,7 @@ import torch
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS, DeviceSpec, unlisted_spec
 from accel_state.errors import NotOffered
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.environ import publish
 from accel_state.settings.extension import contained
 from accel_state.settings.installed import importable
@@ -106,7 +107,7 @@ def _vendor_loaded(vendor: str, name: str) -> bool:
     except Exception as error:
         warnings.warn(
             f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are ignored.",
-            stacklevel=2,
+            stacklevel=stack_level(),
         )
         return False
     return True

@@ -80,6 +80,7 @@ class HangMonitor:
 
     Attributes:
         pinned: the position of this process when an error was raised, as long as that error is being reported.
+        interruption: see `RankStatus`.
         always_reads: whether it reads the statuses of the others before `request_stacks` is called.
     """
 
@@ -105,6 +106,7 @@ class HangMonitor:
         self._requests = False
         self._end = threading.Event()
         self.pinned: UserFrame | None = None
+        self.interruption = ""
         self._thread: threading.Thread | None = None
         if self._control is not None or self._file is not None:
             self._thread = threading.Thread(target=self._run, name="accel_state.monitor", daemon=True)
@@ -144,9 +146,12 @@ class HangMonitor:
     def snapshot(self) -> WorldSnapshot:
         """The statuses of all ranks, with a new one of this rank. Does not wait."""
         now = time.monotonic()
-        statuses = {**self._statuses, self._rank: capture_status(self._log, True, self.pinned)}
+        statuses = {**self._statuses, self._rank: self._capture(True)}
         arrived = {**self._arrived, self._rank: now}
         return WorldSnapshot(statuses, {rank: now - at for rank, at in arrived.items()}, self._taken, self._failed)
+
+    def _capture(self, stack: bool) -> RankStatus:
+        return capture_status(self._log, stack, self.pinned, self.interruption)
 
     def _run(self) -> None:
         while True:
@@ -161,7 +166,7 @@ class HangMonitor:
                 self._stacks_until = now + _STACKS_FOR
             if self._file is not None:
                 stack = self._file.stack_requested() or stack
-                self._file.write(capture_status(self._log, stack, self.pinned))
+                self._file.write(self._capture(stack))
             if self._control is not None and (requests or now >= self._try_again):
                 self._use_store(now, stack, requests)
             if self._file is not None and writes_world:
@@ -207,7 +212,7 @@ class HangMonitor:
             self._failed = None
             return True
         self._publish_at = now + _PUBLISH_EVERY
-        return self._publish(capture_status(self._log, stack, self.pinned))
+        return self._publish(self._capture(stack))
 
     def _publish(self, status: RankStatus) -> bool:
         assert self._control is not None

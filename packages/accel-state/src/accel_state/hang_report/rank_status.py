@@ -74,6 +74,7 @@ class RankStatus:
         host: its machine, with the namespaces of process ids and of the network.
         time: when the status was captured, in seconds since the epoch.
         group: name of the group of that collective in messages; empty for all processes of the run.
+        interruption: which collective was interrupted there and why, until a later one was refused; or empty.
     """
 
     number: int
@@ -98,6 +99,7 @@ class RankStatus:
     host: str = field(default_factory=lambda: host_with_namespaces())
     time: float = field(default_factory=time.time)
     group: str = ""
+    interruption: str = ""
 
     def to_json(self) -> str:
         """The status as JSON."""
@@ -119,21 +121,25 @@ class RankStatus:
 
     def position(self) -> str:
         """The position of the process, as text that follows "rank 3 is"."""
+        why = f" ({self.interruption})" if self.interruption else ""
         if self.active:
-            return f"in {self.collective()}"
-        before = f"after {self.collective()}" if self.number else "before any collective"
+            return f"in {self.collective()}{why}"
+        before = f"after {self.collective()}{why}" if self.number else "before any collective"
         at = self.main_thread_at
         inside = f"in {self.main_thread_in}() at {at}" if self.main_thread_in else f"at {at}"
         return f"{inside}, {before}" if at else before
 
 
-def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None = None) -> RankStatus:
+def capture_status(
+    log: CallLog, stack: bool = False, pinned: UserFrame | None = None, interruption: str = ""
+) -> RankStatus:
     """The status of this process.
 
     Args:
         log: the log of its calls.
         stack: capture the line of the main thread as well.
         pinned: that line, if it is already known.
+        interruption: see `RankStatus`.
     """
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
@@ -159,6 +165,7 @@ def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None =
         memory=info.memory if info else 0,
         device_memory=_device_memory(),
         group=call.group if call else "",
+        interruption=interruption,
     )
 
 

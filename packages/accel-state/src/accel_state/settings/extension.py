@@ -31,6 +31,7 @@ OWN_PACKAGES: Final = frozenset(
         "accel_torch",
         "accel_torchft",
         "accel_tracking",
+        "accelerate",
     }
 )
 """The import names of this project; other packages, also the user's, may begin with "accel_" too."""

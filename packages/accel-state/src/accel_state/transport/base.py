@@ -132,6 +132,12 @@ class Transport(ABC):
         they have begun.
         """
 
+    def abort(self) -> None:  # noqa: B027 - not every backend can do this
+        """Close the connections, so that processes which wait for this one get an error at once.
+
+        By default they wait until their timeout.
+        """
+
     @abstractmethod
     def store(self) -> Any | None:
         """The key-value store that the processes share; None with a single process or with simulated ones."""

@@ -8,6 +8,7 @@ point-to-point messages without a buffer, which takes two thirds of the time. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ __all__ = (
     "ALL_TO_ALL_LIMIT",
     "AllGatherByAllToAll",
     "P2PWork",
+    "abort_p2p",
     "all_gather_p2p",
     "all_reduce_p2p",
     "broadcast_p2p",
@@ -28,6 +30,11 @@ __all__ = (
 
 ALL_TO_ALL_LIMIT: Final = 256 * 1024
 """Bytes for all processes together up to which a process copies the tensor for each and sends one all_to_all."""
+
+_NEVER_SENT: Final = 1
+"""Tag of a message that no process sends; all others have the tag 0."""
+
+_AT_ONCE: Final = timedelta(milliseconds=1)
 
 _OPTIONS: Final = dist.AllToAllOptions()
 
@@ -191,3 +198,10 @@ def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, grou
             _COMBINE[op](first, second, out=into)
 
     return P2PWork(start, finish)
+
+
+def abort_p2p(group: Any) -> None:
+    """Close the connections of this process: gloo does so when a message does not arrive in time."""
+    other = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(_AT_ONCE)

@@ -21,6 +21,7 @@ from accel_state.transport.control import ControlStore
 from accel_state.transport.gloo import (
     ALL_TO_ALL_LIMIT,
     AllGatherByAllToAll,
+    abort_p2p,
     all_gather_p2p,
     all_reduce_p2p,
     broadcast_p2p,
@@ -118,6 +119,14 @@ class TorchDistTransport(Transport):
 
     def barrier(self) -> None:
         dist.barrier(group=self._header)
+
+    def abort(self) -> None:
+        """Close the connections over gloo; `abort` of torch's group does not close them."""
+        if self._small is None:
+            return
+        for group in {self._header, self._data}:
+            if group is self._header or dist.get_backend(group) == dist.Backend.GLOO:
+                abort_p2p(group)
 
     def store(self) -> Any | None:
         return self._store

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
+from accel_state.hang_report.call_log import stack_level
 from accel_state.labels import DEVICE_MAP
 from accel_torch.accumulation import MicroBatch, no_sync_all
 from accel_torch.members import AcceleratorMembers
@@ -561,6 +562,6 @@ def _adjustable(accelerator: AcceleratorMembers) -> list[Any]:
             "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: it does not reach loaders "
             "over streams, nor those that the main process reads for the others.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stack_level(),
         )
     return found

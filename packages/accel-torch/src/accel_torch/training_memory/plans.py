@@ -17,6 +17,7 @@ from accel_plugins import resolve
 from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.memory_plans import MemoryPlans
 from accel_state.errors import PluginError, SettingError
+from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.schema import Setting, settings_of
 
 __all__ = (
@@ -56,7 +57,7 @@ def planned_backends() -> Mapping[str, PlannedBackend]:
             try:
                 planned[manifest.name] = PlannedBackend(manifest, resolve.memory_plans(manifest))
             except PluginError as error:
-                warnings.warn(str(error), stacklevel=2)
+                warnings.warn(str(error), stacklevel=stack_level())
     return planned
 
 

@@ -10,7 +10,7 @@ from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, setting
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("ClearMLSettings", "ClearMLTracker")
 
@@ -68,13 +68,14 @@ class ClearMLTracker(LibraryTracker):
         """Report numbers as scalars (as single values if there is no step), and everything else as text."""
         logger = self.task.get_logger()
         for name, value in flatten_keys(scalars_as_numbers(values)).items():
-            if not is_number(value):
+            number = as_number(value)
+            if number is None:
                 logger.report_text(f"{name}: {plain(value)}", **kwargs)
             elif step is None:
-                logger.report_single_value(name=name, value=value, **kwargs)
+                logger.report_single_value(name=name, value=number, **kwargs)
             else:
                 title, series = _title_and_series(name)
-                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+                logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("CometMLTracker",)
 
@@ -42,8 +42,8 @@ class CometMLTracker(LibraryTracker):
         if step is not None:
             self.writer.set_step(step)
         for name, value in flatten_keys(scalars_as_numbers(values)).items():
-            if is_number(value):
-                self.writer.log_metric(name, value, step=step, **kwargs)
+            if (number := as_number(value)) is not None:
+                self.writer.log_metric(name, number, step=step, **kwargs)
             else:
                 self.writer.log_other(name, plain(value), **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("DVCLiveTracker",)
 
@@ -47,7 +47,8 @@ class DVCLiveTracker(LibraryTracker):
         if step is not None:
             self.live.step = step
         for name, value in flatten_keys(scalars_as_numbers(values)).items():
-            self.live.log_metric(name, value if is_number(value) else str(plain(value)), **kwargs)
+            number = as_number(value)
+            self.live.log_metric(name, str(plain(value)) if number is None else number, **kwargs)
         self.live.next_step()
 
     @on_main_process

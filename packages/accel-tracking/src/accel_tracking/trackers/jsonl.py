@@ -29,7 +29,7 @@ from accel_state.errors import NotReady, SettingError
 from accel_state.hang_report.progress import PROGRESS
 from accel_state.untrusted import open_regular
 from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain
+from accel_tracking.values import as_number, flatten_keys, is_number, plain
 
 __all__ = ("FORMAT", "JSONLinesTracker", "LogEntry", "RunFile", "RunRecord", "encode", "read_run")
 
@@ -259,8 +259,8 @@ class RunRecord:
         for record in self.records:
             position = position + 1 if record.step is None else record.step
             for name, value in flatten_keys(record.values).items():
-                number = _SPECIAL.get(value, value) if isinstance(value, str) else value
-                if is_number(number):
+                number = as_number(_SPECIAL.get(value, value) if isinstance(value, str) else value)
+                if number is not None:
                     curves.setdefault(name, []).append((position, number))
         return curves
 

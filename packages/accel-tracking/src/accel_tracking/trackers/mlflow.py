@@ -12,7 +12,7 @@ from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, JSON, TEXT, setting
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("MLflowSettings", "MLflowTracker")
 
@@ -118,8 +118,8 @@ class MLflowTracker(LibraryTracker):
         import mlflow
 
         flat = flatten_keys(scalars_as_numbers(values))
-        numbers = {name: value for name, value in flat.items() if is_number(value)}
-        others = {name: str(plain(value)) for name, value in flat.items() if not is_number(value)}
+        numbers = {name: number for name, value in flat.items() if (number := as_number(value)) is not None}
+        others = {name: str(plain(value)) for name, value in flat.items() if name not in numbers}
         mlflow.log_metrics(numbers, step=step, run_id=self._id, **kwargs)
         if others:
             mlflow.MlflowClient().log_batch(self._id, tags=[mlflow.entities.RunTag(*item) for item in others.items()])

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
+from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("TensorBoardTracker",)
 
@@ -75,8 +75,8 @@ class TensorBoardTracker(LibraryTracker):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
                 self.writer.add_scalars(name, flatten_keys(value), global_step=step, **kwargs)
-            elif is_number(value):
-                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif (number := as_number(value)) is not None:
+                self.writer.add_scalar(name, number, global_step=step, **kwargs)
             else:
                 self.writer.add_text(name, str(plain(value)), global_step=step, **kwargs)
         self.writer.flush()

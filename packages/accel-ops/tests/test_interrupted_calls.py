@@ -1,0 +1,367 @@
+"""Calls that a signal interrupts, calls inside calls, and calls of several threads: no process gets a wrong value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_ops import (
+    all_to_all,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    host_memory,
+    pad_across_processes,
+    reduce,
+    scatter,
+)
+from accel_ops.pending import async_all_gather_bytes
+from accel_ops.rng import synchronize_rng_states
+from accel_state import PartialState, current
+from accel_state.errors import AccelError, NotReady, ShapeMismatch
+from accel_state.process import wait_for_everyone
+from accel_state.protocol import protocol_state
+from accel_state.testing.processes import Processes
+
+LARGE = 200_000
+"""Elements of a tensor that does not fit into a header."""
+
+
+class Stop(RuntimeError):
+    """What a handler raises; backends raise errors of its base class."""
+
+
+def stop(*_: Any) -> None:
+    raise Stop("now")
+
+
+def store() -> Any:
+    found = current.process().transport.store()
+    assert found is not None
+    return found
+
+
+def tell(event: str) -> None:
+    store().add(event, 1)
+
+
+def wait_until(event: str, count: int = 1) -> None:
+    while store().add(event, 0) < count:
+        time.sleep(0.01)
+
+
+def is_waiting() -> Callable[[], bool]:
+    """Whether this process has begun to wait for the headers of others since this function was called."""
+    log = protocol_state(current.process().transport).log
+    before = log.exchanges
+    return lambda: log.exchanges > before
+
+
+@contextmanager
+def signalled_in_a_call(handler: Any) -> Iterator[None]:
+    """Send a signal to this process as soon as it waits for the headers of others; the others are told afterwards."""
+    previous, waiting = signal.signal(signal.SIGUSR1, handler), is_waiting()
+
+    def send() -> None:
+        while not waiting():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def outcome_of(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except AccelError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+OPERATIONS: dict[str, Callable[[int], Any]] = {
+    "gather": lambda value: gather(torch.tensor([value])).tolist(),
+    "reduce": lambda value: reduce(torch.tensor([float(value)]), "sum").tolist(),
+    "broadcast": lambda value: broadcast(torch.tensor([value])).tolist(),
+    "gather_object": lambda value: gather_object([value]),
+    "broadcast_object_list": lambda value: broadcast_object_list([value]),
+    "pad_across_processes": lambda value: pad_across_processes(torch.ones(value % 5 + 1)).shape[0],
+    "wait_for_everyone": lambda value: wait_for_everyone(),
+    "synchronize_rng_states": lambda value: synchronize_rng_states(["torch"]),
+    "async_all_gather_bytes": lambda value: async_all_gather_bytes(b"%d" % value, "accumulate").wait(),
+}
+
+
+def refused(operation: str = "gather") -> str:
+    with pytest.raises(ShapeMismatch) as raised:
+        OPERATIONS[operation](7)
+    return str(raised.value)
+
+
+def interrupted(operation: str, handler: Any, interruption: type[BaseException]) -> list[str]:
+    """Rank 0 is interrupted in its call before the others enter it; the next call is refused on all."""
+    state = PartialState(cpu=True)
+    assert OPERATIONS["gather"](state.process_index) == list(range(state.num_processes))
+    if state.is_main_process:
+        with signalled_in_a_call(handler), pytest.raises(interruption):
+            OPERATIONS[operation](1)
+        tell("interrupted")
+    else:
+        wait_until("interrupted")
+        OPERATIONS[operation](1)
+    messages = [refused("gather_object")]
+    for value in range(3):
+        assert OPERATIONS["gather"](10 * value + state.process_index) == [
+            10 * value + rank for rank in range(state.num_processes)
+        ]
+    return messages
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_call_after_an_interrupted_one_is_refused_on_all(two: Processes, operation: str) -> None:
+    messages = two.run(interrupted, operation, signal.default_int_handler, KeyboardInterrupt)
+    assert len({str(message) for message in messages}) == 1
+    assert "was interrupted by KeyboardInterrupt" in messages[0][0]
+    assert "versions" not in messages[0][0]
+
+
+@pytest.mark.parametrize("operation", ["gather", "gather_object"])
+def test_an_error_of_a_handler_is_not_taken_for_one_of_the_backend(two: Processes, operation: str) -> None:
+    messages = two.run(interrupted, operation, stop, Stop)
+    assert all("was interrupted by Stop" in message[0] for message in messages)
+
+
+def test_three_processes_refuse_together(three: Processes) -> None:
+    assert len({message[0] for message in three.run(interrupted, "gather", stop, Stop)}) == 1
+
+
+def interrupted_twice() -> tuple[str, list[int]]:
+    """Rank 0 is interrupted again in the call that would be refused."""
+    state = PartialState(cpu=True)
+    if state.is_main_process:
+        for _ in range(2):
+            with signalled_in_a_call(stop), pytest.raises(Stop):
+                gather(torch.tensor([0]))
+        tell("interrupted")
+        message = refused()
+    else:
+        wait_until("interrupted")
+        assert gather(torch.tensor([1])).tolist() == [0, 1]
+        message = refused()
+    return message, gather(torch.tensor([state.process_index])).tolist()
+
+
+def test_an_interrupt_of_the_refused_call_is_not_lost(two: Processes) -> None:
+    (first, values), (second, others) = two.run(interrupted_twice)
+    assert "was interrupted by Stop" in first
+    assert first == second
+    assert values == others == [0, 1]
+
+
+def differs_from_the_interrupted_call() -> tuple[str, list[int]]:
+    """The other process calls something else than what was interrupted."""
+    state = PartialState(cpu=True)
+    if state.is_main_process:
+        with signalled_in_a_call(stop), pytest.raises(Stop):
+            gather(torch.tensor([0]))
+        tell("interrupted")
+    else:
+        wait_until("interrupted")
+        assert "was interrupted by Stop" in refused("wait_for_everyone")
+    return refused("wait_for_everyone"), gather(torch.tensor([state.process_index])).tolist()
+
+
+def test_another_call_than_the_interrupted_one_is_refused(two: Processes) -> None:
+    (first, values), (second, others) = two.run(differs_from_the_interrupted_call)
+    assert "was interrupted by Stop" in first
+    assert first == second
+    assert values == others == [0, 1]
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather([torch.ones(LARGE), torch.ones(3, dtype=torch.int64)]),
+    "reduce": lambda: reduce(torch.ones(LARGE)),
+    "broadcast": lambda: broadcast(torch.ones(LARGE)),
+    "scatter": lambda: scatter(torch.ones(2 * LARGE) if PartialState().is_main_process else None),
+    "all_to_all": lambda: all_to_all(torch.ones(2 * LARGE)),
+    "gather_object": lambda: gather_object(["x" * 300_000]),
+    "broadcast_object_list": lambda: broadcast_object_list(["x" * 300_000]),
+}
+
+
+def interrupted_before_data(operation: str, may_share: bool) -> list[Any]:
+    """Rank 0 leaves a call whose headers the others find equal, so that they may wait for its data."""
+    state = PartialState(cpu=True, timeout=300.0)
+    if not may_share:
+        host_memory._negotiated[protocol_state(current.process().transport)] = None
+    wait_for_everyone()
+    outcomes = []
+    if state.is_main_process:
+        with signalled_in_a_call(stop), pytest.raises(Stop):
+            DATA[operation]()
+        tell("interrupted")
+    else:
+        wait_until("interrupted")
+        outcomes.append(outcome_of(lambda: str(DATA[operation]())))
+    outcomes += [outcome_of(lambda value=value: gather(torch.tensor([value])).tolist()) for value in range(2)]
+    tell("ends")
+    if state.is_main_process:
+        wait_until("ends", state.num_processes)
+    return outcomes
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+@pytest.mark.parametrize("operation", DATA)
+def test_nobody_waits_for_the_data_of_an_interrupted_call(two: Processes, operation: str, may_share: bool) -> None:
+    first, second = two.run(interrupted_before_data, operation, may_share)
+    assert "interrupted by Stop" in first[0], first
+    if first[0].startswith("ShapeMismatch"):
+        assert second[1] == first[0]
+        assert first[1] == second[2] == [1, 1]
+    else:
+        assert all(outcome.startswith("CollectiveError") for outcome in [*first, *second]), [*first, *second]
+        assert all("interrupted by Stop" in outcome for outcome in (first[1], second[0])), second
+
+
+def enters_after_the_handler(operation: str) -> tuple[list[int], list[Any]]:
+    state, errors = PartialState(cpu=True), []
+
+    def handler(*_: Any) -> None:
+        try:
+            OPERATIONS[operation](99)
+        except NotReady as error:
+            errors.append(str(error))
+        finally:
+            tell("handled")
+
+    if state.is_main_process:
+        with signalled_in_a_call(handler):
+            outer = gather(torch.tensor([0])).tolist()
+    else:
+        wait_until("handled")
+        outer = gather(torch.tensor([1])).tolist()
+    return outer, [gather(torch.tensor([10 + state.process_index])).tolist(), errors]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_inside_a_call_is_refused_and_the_outer_one_is_right(two: Processes, operation: str) -> None:
+    (outer, (later, errors)), others = two.run(enters_after_the_handler, operation)
+    assert outer == others[0] == [0, 1]
+    assert later == others[1][0] == [10, 11]
+    assert len(errors) == 1
+    assert "inside gather() at" in errors[0]
+
+
+def threads_in_another_order() -> dict[str, Any]:
+    """Two threads gather; on each process another one is the first."""
+    state, outcomes = PartialState(cpu=True), {}
+    rank, first_calls = state.process_index, threading.Event()
+    waiting = is_waiting()
+
+    def work(name: str, is_first: bool) -> None:
+        if not is_first:
+            first_calls.wait()
+        outcomes[name] = outcome_of(lambda: gather(torch.tensor([ord(name)])).tolist())
+
+    threads = [threading.Thread(target=work, args=(name, (name == "b") == bool(rank))) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    while not waiting():
+        time.sleep(0.01)
+    first_calls.set()
+    for thread in threads:
+        thread.join()
+    outcomes["later"] = gather(torch.tensor([rank])).tolist()
+    return outcomes
+
+
+def test_threads_that_meet_in_another_order_get_errors(two: Processes) -> None:
+    for outcomes in two.run(threads_in_another_order):
+        assert outcomes.pop("later") == [0, 1]
+        for outcome in outcomes.values():
+            parts = ("ShapeMismatch: ", "in different threads", "'Thread (work)'", "'Thread (work) (2)'")
+            assert all(part in outcome for part in parts), outcome
+
+
+def racing_threads(rounds: int) -> list[Any]:
+    """What threads get that gather at the same time, in any order."""
+    PartialState(cpu=True)
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for _ in range(rounds):
+            outcome = outcome_of(lambda: gather(torch.tensor([number])).tolist())
+            if outcome != [number, number] and "in different threads" not in str(outcome):
+                wrong.append((number, outcome))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    work(3)
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_threads_never_get_the_values_of_others(two: Processes) -> None:
+    assert two.run(racing_threads, 50) == [[], []]
+
+
+def one_thread_after_another() -> list[Any]:
+    """Threads that take turns; on rank 1 another thread was started before them."""
+    state, results = PartialState(cpu=True), [gather(torch.tensor([0])).tolist()]
+    ends = threading.Event()
+    if not state.is_main_process:
+        threading.Thread(target=ends.wait).start()
+
+    def work(number: int) -> None:
+        results.append(gather(torch.tensor([number])).tolist())
+
+    for number in range(1, 4):
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        thread.join()
+    results.append(gather(torch.tensor([4])).tolist())
+    ends.set()
+    return results
+
+
+def test_threads_may_take_turns(two: Processes) -> None:
+    assert two.run(one_thread_after_another) == [[[number] * 2 for number in range(5)]] * 2
+
+
+def groups_of_threads() -> list[Any]:
+    """Each thread has a group of its own; they start in another order on each process."""
+    PartialState(cpu=True)
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    results: list[Any] = [None] * 3
+
+    def work(number: int) -> None:
+        results[number] = [gather(torch.tensor([number]), group=groups[number]).tolist() for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    order = threads if current.process().rank else threads[::-1]
+    for thread in order:
+        thread.start()
+    waited = [gather(torch.tensor([9])).tolist() for _ in range(20)]
+    for thread in order:
+        thread.join()
+    return [*results, waited]
+
+
+def test_threads_with_a_group_each_need_no_order(two: Processes) -> None:
+    assert two.run(groups_of_threads) == [[[[number] * 2] * 20 for number in (0, 1, 2, 9)]] * 2
