@@ -253,12 +253,12 @@ def test_only_the_first_process_has_to_load_weights(two: Group) -> None:
         assert answer["tied"]
 
 
-def refusal(given: Case, precision: str, what: str) -> str:
+def refusal(given: Case, what: str) -> str:
     model: nn.Module = make_model()
     if what == "meta":
         model = model.to("meta")
     try:
-        session = Session(given.but(precision=precision), model)
+        session = Session(given, model)
         if what == "stepped":
             optimizer = torch.optim.Adam(model.parameters())
             nn.functional.mse_loss(make_model()(torch.ones(1, 6)), torch.ones(1, 3)).backward()
@@ -272,28 +272,24 @@ def refusal(given: Case, precision: str, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "precision", "what", "error"),
+    ("options", "what", "error"),
     [
-        ({"fsdp_version": 1}, "no", "", "Conflict"),
-        ({"ignored_modules": "head"}, "fp16", "", "NotOffered"),
-        ({}, "no", "meta", "Conflict"),
-        ({}, "no", "stepped", "Conflict"),
-        ({}, "no", "stranger", "Conflict"),
-        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "no", "", "SettingError"),
+        ({"fsdp_version": 1}, "", "Conflict"),
+        ({}, "meta", "Conflict"),
+        ({}, "stepped", "Conflict"),
+        ({}, "stranger", "Conflict"),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "", "SettingError"),
         (
             {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["X"]},
-            "no",
             "",
             "SettingError",
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(
-    two: Group, options: dict[str, Any], precision: str, what: str, error: str
-) -> None:
+def test_what_cannot_work_is_refused(two: Group, options: dict[str, Any], what: str, error: str) -> None:
     given = Case(FSDP2, Plugin(**{"fsdp_version": 2, **options}))
 
-    assert set(two.run(refusal, given, precision, what)) == {error}
+    assert set(two.run(refusal, given, what)) == {error}
 
 
 def test_a_process_that_runs_alone_has_nobody_to_share_with() -> None:

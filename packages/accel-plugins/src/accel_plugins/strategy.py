@@ -224,7 +224,8 @@ class Strategy:
         """Step the user's optimizer; return False when the step was skipped.
 
         Called by the wrapped optimizer when gradients are synchronised. Afterwards replicas of a parameter must be
-        equal on all processes, unless the manifest lacks `Ability.SYNCHRONOUS`.
+        equal on all processes, unless the manifest lacks `Ability.SYNCHRONOUS`. Pass the result of the precision on
+        as it is: reading it may wait for the device.
         """
         return self.context.precision.step(optimizer, closure)
 

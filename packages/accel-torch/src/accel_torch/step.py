@@ -71,7 +71,8 @@ class OptimizerStepper:
             stepped = True
         else:
             stepped = self._step(optimizer, closure)
-        if stepped and self._has_after_step:
+        # In this order, because reading the result may wait for the device.
+        if self._has_after_step and stepped:
             self._strategy.after_step(self._model_of(optimizer), optimizer)
         return stepped
 

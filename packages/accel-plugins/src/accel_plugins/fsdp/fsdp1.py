@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import Module, Parameter
 
@@ -111,33 +110,12 @@ class FSDP1Strategy(ShardedStrategy):
 
     # ------------------------------------------------------------------ preparing
 
-    def setup(self, bundle: Bundle) -> Bundle:
-        if self.context.precision.scaler is not None:
-            self._use_sharded_scaler()
-        return super().setup(bundle)
-
     def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
         if self.config.use_orig_params:
             bundle.rebind_by_name(before)
             return
         for optimizer in bundle.optimizers if bundle.models else ():
             optimizer.param_groups[0]["params"] = list(bundle.models[0].parameters())
-
-    def _use_sharded_scaler(self) -> None:
-        """Combine the overflow checks of all processes, because each has only its shards of the gradients."""
-        precision: Any = self.context.precision
-        plain = precision.scaler
-        if isinstance(plain, ShardedGradScaler):
-            return
-        scaler = ShardedGradScaler(
-            device=self.context.process.device.type,
-            init_scale=plain.get_scale(),
-            growth_factor=plain.get_growth_factor(),
-            backoff_factor=plain.get_backoff_factor(),
-            growth_interval=plain.get_growth_interval(),
-            enabled=plain.is_enabled(),
-        )
-        precision.scale_by(scaler)
 
     def shard(self, model: Module) -> Module:
         config = self.config

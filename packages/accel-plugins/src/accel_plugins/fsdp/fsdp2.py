@@ -160,8 +160,22 @@ class FSDP2Strategy(ShardedStrategy):
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        for group in _alike(parameters):
+        given = list(parameters)
+        for parameter in given:
+            _reduce_partial(parameter)
+        for group in _alike(given):
             torch.nn.utils.clip_grad_value_(group, value)
+
+
+def _reduce_partial(parameter: Tensor) -> None:
+    """Sum a gradient that is a partial sum on each process, as of norms under sequence parallelism.
+
+    A norm or a step sums it by itself; clamping cannot, because it is not linear.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

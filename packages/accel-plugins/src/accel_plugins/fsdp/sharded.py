@@ -82,12 +82,6 @@ class ShardedStrategy(Strategy):
         for model in bundle.models:
             blocks_to_shard(model, self.config)
             weights.check_weights(model, self.config, self.context.process.rank)
-            if self.context.precision.scaler is not None and self._unsharded(model):
-                raise NotOffered(
-                    "Cannot train unsharded parameters in fp16 (ignored_modules).",
-                    "torch's gradient scaler cannot unscale sharded and unsharded gradients together.",
-                    "Train in bf16, or freeze the ignored modules.",
-                )
         for optimizer in bundle.optimizers:
             owner(optimizer, [*bundle.models, *self._sharded])
             if optimizer.state:
@@ -113,6 +107,7 @@ class ShardedStrategy(Strategy):
         return arrives_sharded(model, submesh(self.context.mesh, Axis.TENSOR))
 
     def setup(self, bundle: Bundle) -> Bundle:
+        self.context.precision.step_together(self.context.process.transport)
         before = bundle.parameter_names()
         for model in bundle.models:
             if self.arrives_sharded(model):

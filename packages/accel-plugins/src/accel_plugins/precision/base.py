@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.precision.config import AutocastKwargs, FP8BackendType
+    from accel_state.transport.base import Transport
 
 __all__ = ("Closure", "Precision")
 
@@ -86,6 +87,12 @@ class Precision:
                 "Pass mixed_precision='fp16' to the Accelerator.",
             )
 
+    def step_together(self, transport: Transport) -> None:
+        """Skip a step on all processes of the transport if the gradients of one of them overflowed.
+
+        Called by a strategy whose processes have different shards of the gradients, before it prepares models.
+        """
+
     def check(self, bundle: Bundle) -> None:
         """Raise if a bundle cannot train in this precision. Called by `prepare` first; must not change the bundle."""
 
@@ -119,7 +126,10 @@ class Precision:
         """
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step the user's optimizer; return False when the step was skipped because gradients overflowed."""
+        """Step the user's optimizer; return False when the step was skipped because gradients overflowed.
+
+        The result may be an object that waits for the device when it is read as a bool.
+        """
         if closure is None:
             optimizer.step()
         else:

@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from accel_ops.conversion import convert_to_fp32
 from accel_plugins.precision.base import Closure, Precision
 from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+from accel_plugins.precision.scaling import ShardGradScaler, scaled_step
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import NotOffered, NotReady
+from accel_state.transport.base import Transport
 
 __all__ = ("ORIGINAL_FORWARD", "Autocasting", "BFloat16", "Float16", "Region", "autocast_forward", "restore_forward")
 
@@ -199,6 +201,7 @@ class Float16(Autocasting):
     ) -> None:
         super().__init__(family, options)
         self._scaler = family.grad_scaler(**(scaling or GradScalerKwargs()).to_kwargs())
+        self._together: Transport | None = None
         self._stepped: set[int] = set()
         self._unscaled: dict[int, int] = {}
         self._backwards = 0
@@ -210,8 +213,16 @@ class Float16(Autocasting):
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = self._family.grad_scaler(enabled=False) if scaler is None else scaler
+        # A scaler with methods of its own decides itself.
+        if self._together is not None and type(self._scaler) is torch.amp.GradScaler:
+            self._scaler = ShardGradScaler(self._scaler, self._together)
         self._stepped.clear()
         self._unscaled.clear()
+
+    def step_together(self, transport: Transport) -> None:
+        if self._together is None:
+            self._together = transport
+            self.scale_by(self._scaler)
 
     def _update_scale(self) -> None:
         """Update the scale if optimizers have stepped since the last update."""
@@ -226,7 +237,7 @@ class Float16(Autocasting):
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        if self._unscaled.get(id(optimizer)) == self._backwards or not _has_gradients(optimizer):
+        if self._unscaled.get(id(optimizer)) == self._backwards or not self._takes_part(optimizer):
             return
         try:
             self._scaler.unscale_(optimizer)
@@ -247,13 +258,18 @@ class Float16(Autocasting):
                 "The gradient scaler does not support closures, because they compute gradients again.",
                 "Train in bf16 or full precision, or call step() without a closure.",
             )
-        if not self._scaler.is_enabled() or not _has_gradients(optimizer):
+        if not self._scaler.is_enabled() or not self._takes_part(optimizer):
             return super().step(optimizer)
         if id(optimizer) in self._stepped:
             self._update_scale()
-        self._scaler.step(optimizer)
         self._stepped.add(id(optimizer))
-        return not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
+        return scaled_step(self._scaler, optimizer)
+
+    def _takes_part(self, optimizer: Optimizer) -> bool:
+        """Whether the scaler steps an optimizer; if processes step together, also one without gradients here."""
+        return self._together is not None or any(
+            parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+        )
 
     def state_dict(self) -> dict[str, object]:
         self._update_scale()
@@ -262,7 +278,3 @@ class Float16(Autocasting):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._update_scale()
         self._scaler.load_state_dict(dict(state))
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

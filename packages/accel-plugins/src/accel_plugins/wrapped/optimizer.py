@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from torch.optim import Optimizer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from accel_plugins.precision.scaling import SteppedOnDevice
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
 
@@ -29,6 +30,22 @@ class SupportsStep(Protocol):
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; return False when the step was skipped."""
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a step that the host knows."""
+
+    skipped: bool
+
+
+_STEPPED: Final = _Outcome(skipped=False)
+
+
+def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
+    """The outcome of a step, from what a strategy or a precision returned."""
+    from accel_plugins.precision.scaling import SteppedOnDevice
+
+    return stepped if isinstance(stepped, SteppedOnDevice) else _Outcome(not stepped)
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -71,7 +88,7 @@ class AcceleratedOptimizer(Optimizer):
         stepper = strategy or precision
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
         self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepper, scaler)
-        self._is_overflow = False
+        self._outcome: _Outcome | SteppedOnDevice = _STEPPED
         self._steps = 0
 
     @property
@@ -110,9 +127,20 @@ class AcceleratedOptimizer(Optimizer):
 
     # Schedulers read it at each step; a C function is faster here.
     step_was_skipped = property(
-        attrgetter("_is_overflow"),
-        doc="Whether the last synchronised step was skipped, for example because gradients overflowed.",
+        attrgetter("_outcome.skipped"),
+        doc="Whether the last synchronised step was skipped, for example because gradients overflowed. "
+        "After a step of a fused optimizer in fp16, reading it waits for the device.",
     )
+
+    @property
+    def _is_overflow(self) -> bool:
+        """`step_was_skipped`; scripts of the original assign it."""
+        skipped: bool = self.step_was_skipped
+        return skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, skipped: bool) -> None:
+        self._outcome = _Outcome(skipped)
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Run backward and step together, for an optimizer that steps in backward."""
@@ -126,7 +154,8 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if closure is not None:
             return self._step_with(closure)
-        own["_is_overflow"] = not own["_step"](own["optimizer"], None)
+        stepped = own["_step"](own["optimizer"], None)
+        own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
         # The code of `_count_step`, without the cost of a call.
         own["_steps"] = steps = own["_steps"] + 1
         if steps > PROGRESS.steps:
@@ -135,7 +164,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def _step_with(self, closure: Closure) -> Any:
         losses: list[Any] = []
-        self._is_overflow = not self._step(self.optimizer, _recording(closure, losses))
+        self._outcome = _outcome_of(self._step(self.optimizer, _recording(closure, losses)))
         self._count_step()
         return losses[0] if losses else None
 
@@ -196,7 +225,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy does not include the run: after unpickling, the optimizer steps without a strategy.
-        return {name: value for name, value in self.__dict__.items() if name != "_step"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_step"}
+        return {**state, "_outcome": _Outcome(self.step_was_skipped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -267,12 +297,11 @@ def _step_of(stepper: SupportsStep | Precision | None, scaler: torch.amp.GradSca
         return stepper.step
     if scaler is None:
         return Precision().step
-    given = scaler
+    from accel_plugins.precision.scaling import scaled_step
 
     def step(optimizer: Optimizer, closure: Closure | None) -> bool:
-        before = given.get_scale()
-        given.step(optimizer)
-        given.update()
-        return given.get_scale() >= before
+        stepped = scaled_step(scaler, optimizer)
+        scaler.update()
+        return stepped
 
     return step

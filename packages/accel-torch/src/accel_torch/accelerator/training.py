@@ -483,10 +483,12 @@ class TrainingMixin(AcceleratorMembers):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._backend.precision.scale_by(scaler)
+        # The scaler of processes that skip together is another object.
+        used = None if scaler is None else self._backend.precision.scaler
         for optimizer in self._prepared.optimizers:
-            optimizer.scaler = scaler
+            optimizer.scaler = used
         if self._accumulation.guard is not None:
-            self._accumulation.guard.watch_scaler(scaler)
+            self._accumulation.guard.watch_scaler(used)
 
     @property
     def device_placement(self) -> bool:
