@@ -31,12 +31,12 @@ OWN_PACKAGES: Final = frozenset(
         "accel_torch",
         "accel_torchft",
         "accel_tracking",
-        "accelerate",
     }
 )
 """The import names of this project; other packages, also the user's, may begin with "accel_" too."""
 
-_libraries = {"contextlib", "functools", "logging", "threading", "torch", "typing_extensions", *OWN_PACKAGES}
+_libraries = {"accelerate", "contextlib", "functools", "logging", "threading", "torch", "typing_extensions"}
+_libraries |= OWN_PACKAGES
 
 
 def is_library(module: str) -> bool:
