@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
-from accel_state.hang_report.call_log import stack_level
 from accel_state.settings.environ import from_environment, resolve
-from accel_state.settings.extension import Extension, contained, extensions
+from accel_state.settings.extension import Extension, contained, extensions, stack_level
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import closest
 from accel_state.untrusted import printable

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Part, Traits
-from accel_state.hang_report.call_log import stack_level
+from accel_state.settings.extension import stack_level
 
 if TYPE_CHECKING:
     from torch import Tensor

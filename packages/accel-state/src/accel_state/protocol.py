@@ -37,7 +37,7 @@ import torch
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog, Location, call_text, caller, format_ranks, locate
 from accel_state.transport.base import Transport, Work
-from accel_state.turn import InterruptedCall, Turn, is_raised_by_handler
+from accel_state.turn import Turn, is_raised_by_handler
 
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor
@@ -513,6 +513,28 @@ def start_all_gather_bytes(transport: Transport, operation: str, data: bytes) ->
         data: as many bytes as fit into an eager header.
     """
     return PendingCall(transport, operation, data)
+
+
+class InterruptedCall(NamedTuple):
+    """A call that an exception ended while the other processes may have completed it.
+
+    Args:
+        call: the call; it knows whether more data follow its header.
+        text: its operation and the line of the user's code.
+        cause: name of the exception.
+        owes: whether the other processes wait for another header of this call.
+        header: the buffers of its header; None if the header has arrived, or was not sent.
+        work: the exchange of its headers, if it is still under way.
+        broken: whether the other processes wait for data that this process does not send any more.
+    """
+
+    call: HeaderCall
+    text: str
+    cause: str
+    owes: bool
+    header: EagerHeader | None = None
+    work: Work | None = None
+    broken: bool = False
 
 
 class HeaderCall:

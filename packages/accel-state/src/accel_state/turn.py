@@ -18,42 +18,16 @@ import signal
 import threading
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    from accel_state.protocol import EagerHeader, HeaderCall
-    from accel_state.transport.base import Work
-
-__all__ = ("InterruptedCall", "Turn", "is_raised_by_handler")
+__all__ = ("Turn", "is_raised_by_handler")
 
 _NUMBERS: Final = re.compile(r"^(Thread|ThreadPoolExecutor)-\d+(_\d+)?")
 """What Python adds to the names of threads that the user did not name."""
 
 _NATIVE: Final = "Dummy-"
 """First part of the name that `threading` gives to a thread which it has not started."""
-
-
-class InterruptedCall(NamedTuple):
-    """A call that an exception ended while the other processes may have completed it.
-
-    Args:
-        call: the call; it knows whether more data follow its header.
-        text: its operation and the line of the user's code.
-        cause: name of the exception.
-        owes: whether the other processes wait for another header of this call.
-        header: the buffers of its header; None if the header has arrived, or was not sent.
-        work: the exchange of its headers, if it is still under way.
-        broken: whether the other processes wait for data that this process does not send any more.
-    """
-
-    call: HeaderCall
-    text: str
-    cause: str
-    owes: bool
-    header: EagerHeader | None = None
-    work: Work | None = None
-    broken: bool = False
 
 
 class Turn:
@@ -67,7 +41,8 @@ class Turn:
     Attributes:
         lock: held during a call; calls of other threads wait.
         thread: identifier of the thread whose call is under way; 0 if there is none.
-        interrupted: a call that was interrupted, until the next one was refused on all processes.
+        interrupted: the `InterruptedCall` of a call that was interrupted, until the next one was refused on all
+            processes; else None.
     """
 
     __slots__ = ("_names", "_numbers", "home", "interrupted", "lock", "thread")
@@ -77,7 +52,7 @@ class Turn:
         self._numbers = numbers
         self.lock = threading.RLock()
         self.thread = 0
-        self.interrupted: InterruptedCall | None = None
+        self.interrupted: Any = None
         self._names: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
     def begin(self) -> None:

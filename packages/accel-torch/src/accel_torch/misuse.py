@@ -23,8 +23,7 @@ from accel_plugins.layers import prepared_models, strategy_model
 from accel_plugins.manifest import Axis, Duty
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
-from accel_state.hang_report.call_log import stack_level
-from accel_state.settings.extension import is_library
+from accel_state.settings.extension import is_library, stack_level
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter

@@ -13,11 +13,11 @@ from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
-from accel_state.hang_report.call_log import stack_level
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
+from accel_state.settings.extension import stack_level
 from accel_state.settings.run import COMPILE_VARIABLE, PROJECT_DIR_VARIABLE, RunSettings
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from accel_state.errors import Missing, PluginError, SettingError
-from accel_state.hang_report.call_log import stack_level
 from accel_state.labels import BaseEnum
-from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.extension import Extension, extensions, stack_level
 from accel_state.settings.schema import closest
 from accel_tracking.base import GeneralTracker
 

@@ -5,108 +5,20 @@ Only the probe imports torch.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
-from accel_cli import launch
-from accel_cli.launch.backends import OfferedBackend, backends
-from accel_cli.launch.cluster_environment import PLACE_VARIABLES
+from accel_cli.launch.probed_backends import Row, ask, rows
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "HEAD", "Backends", "Row", "ask", "rows", "table_cells")
+__all__ = ("COMMAND", "HEAD", "Backends", "table_cells")
 
 HEAD: Final = ("name", "version", "package", "tier", "here")
-
-_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "probe.py")
-_TIMEOUT: Final = 120.0
-_BUSY: Final = "The probe did not answer within {:.0f} s."
-
-
-class Row(NamedTuple):
-    """One backend that an installed package provides.
-
-    Args:
-        name: the name by which users select it.
-        package, version: the distribution that provides it.
-        tier: 1 is tested with real runs on a CPU, 2 is tested if a GPU is available, 3 has contract tests only; None is
-            unknown.
-        priority: of the backends that match a run, the one with the highest priority is selected.
-        state: "default" for the backend of a single process without options, "available" for others that can run,
-            "unusable" with an obstacle, "unknown" without a probe.
-        obstacle: the reason why it cannot be used; empty if there is none.
-        failure: the traceback of an error; empty if there is none.
-    """
-
-    name: str
-    package: str
-    version: str
-    tier: int | None = None
-    priority: int = 0
-    state: str = "unknown"
-    obstacle: str = ""
-    failure: str = ""
-
-
-def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
-    """Every installed backend, sorted by name; `answers` is the result of `ask`."""
-    answered = answers or {}
-    listed = [_row(found, answered.get(found.name, {})) for found in backends()]
-    present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
-    best = max((row.priority for row in present), default=None)
-    return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
-
-
-def _row(found: OfferedBackend, answer: Mapping[str, Any]) -> Row:
-    package, _, version = found.origin.rpartition(" ")
-    if found.manifest is None:
-        return Row(found.name, package, version, state="unusable", obstacle=found.reason, failure=found.failure)
-    unmet = (requirement.obstacle() for requirement in found.manifest.requires)
-    needed = next((obstacle for obstacle in unmet if obstacle is not None), "")
-    failure = found.failure or answer.get("failed", "")
-    obstacle = needed or _last_line(failure)
-    return Row(
-        found.name,
-        package,
-        version,
-        found.manifest.tier,
-        found.manifest.priority,
-        "unusable" if obstacle else "available" if answer else "unknown",
-        obstacle,
-        "" if needed else failure,
-    )
-
-
-def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Ask the backends in a separate process; return their answers, and the reason if that failed, else ""."""
-    alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
-    command = [sys.executable, _PROBE, "backends"]
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            env={**alone, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        )
-    except subprocess.TimeoutExpired:
-        return {}, _BUSY.format(_TIMEOUT)
-    if answer.returncode:
-        return {}, _last_line(answer.stderr) or f"Exit code {answer.returncode}."
-    try:
-        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {}, f"The probe printed {answer.stdout[-200:]!r}."
-    return found, ""
 
 
 def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
@@ -121,10 +33,6 @@ def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
         )
         for row in listed
     ]
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
 
 
 _END: Final = (

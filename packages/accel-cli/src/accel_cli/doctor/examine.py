@@ -89,7 +89,7 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
 
 
 def _backends(request: Request) -> Iterator[Finding]:
-    from accel_cli.commands.backends import ask, rows
+    from accel_cli.launch.probed_backends import ask, rows
 
     answers, unanswered = ask(os.environ)
     broken = [row for row in rows(answers) if row.failure]

@@ -19,8 +19,7 @@ from accel_state.devices.cpu import CPU
 from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
-from accel_state.hang_report.call_log import stack_level
-from accel_state.settings.extension import Extension, contained, extensions
+from accel_state.settings.extension import Extension, contained, extensions, stack_level
 from accel_state.settings.installed import possibly_importable
 from accel_state.settings.run import ProcessSettings
 

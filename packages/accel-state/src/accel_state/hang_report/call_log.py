@@ -30,7 +30,6 @@ __all__ = (
     "frame_of_error",
     "locate",
     "main_thread_frame",
-    "stack_level",
 )
 
 
@@ -164,14 +163,6 @@ def caller() -> tuple[CodeType, int]:
     while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
-
-
-def stack_level() -> int:
-    """The `stacklevel` with which the caller's warning or log record names the innermost line of the user's code."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def locate(path: str, line: int, folder: str | None = None) -> Location:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from accel_state.settings.installed import folder_names
 
-__all__ = ("OWN_PACKAGES", "Extension", "add_library", "contained", "extensions", "forget", "is_library")
+__all__ = ("OWN_PACKAGES", "Extension", "add_library", "contained", "extensions", "forget", "is_library", "stack_level")
 
 _PREFIX = "[accel."
 
@@ -47,6 +47,14 @@ def is_library(module: str) -> bool:
         (True, False)
     """
     return module.partition(".")[0] in _libraries
+
+
+def stack_level() -> int:
+    """The `stacklevel` with which the caller's warning or log record names the innermost line of the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def add_library(package: str) -> None:
