@@ -30,6 +30,7 @@ def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 def patient_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand ranks share the processor, so that a request of one waits for those of all others."""
     monkeypatch.setattr(agreement, "_ANSWER", PATIENT)
+    monkeypatch.setattr(agreement, "_FAREWELL", PATIENT)
 
 
 def barrier(rank: Any, topic: str = "save", deadline: float = PATIENT) -> StoreBarrier:
