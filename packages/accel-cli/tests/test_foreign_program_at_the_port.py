@@ -58,7 +58,7 @@ def attack(accel, script, tmp_path, call, attack, before="pass", rank=0):
 def test_a_program_that_plays_a_rank_is_not_believed(accel, script, tmp_path, rank):
     finished = attack(accel, script, tmp_path, "gather_object([1])", "gather_object([Code()])", rank=rank)
     assert finished.returncode == 1
-    assert f"rank {rank} does not know the secret of this run ($ACCEL_RUN_SECRET)" in finished.stderr
+    assert f"rank {rank} does not have the same secret of the run ($ACCEL_RUN_SECRET)" in finished.stderr
 
 
 @pytest.mark.parametrize(

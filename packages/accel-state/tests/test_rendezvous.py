@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -15,8 +16,12 @@ import torch
 import torch.distributed as dist
 
 from accel_state import PartialState, current
+from accel_state.devices.cpu import CPU
 from accel_state.errors import CollectiveError, SettingError
+from accel_state.network import SECRET_VARIABLE
 from accel_state.testing.processes import Processes
+from accel_state.topology import read_topology
+from accel_state.transport.rendezvous import init_transport
 
 
 def come() -> None:
@@ -186,3 +191,72 @@ def test_processes_of_other_launchers_meet_and_set_the_variables_of_torchrun(two
         assert (place["index"], place["count"]) == (rank, 2)
         assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == (str(rank), "2", str(rank))
         assert (place["LOCAL_WORLD_SIZE"], place["MASTER_ADDR"]) == ("2", "127.0.0.1")
+
+
+def start_with_secret(secrets: list[str]) -> str:
+    """Connect with the secret that the list has for this process, and say what went wrong."""
+    os.environ[SECRET_VARIABLE] = secrets[int(os.environ["RANK"])]
+    try:
+        PartialState(cpu=True)
+    except CollectiveError as error:
+        return str(error)
+    return "met"
+
+
+@pytest.mark.parametrize("secrets", [["", ""], ["of the run", "of the run"]])
+def test_processes_with_the_same_secret_or_none_meet(secrets: list[str]) -> None:
+    with Processes(2) as group:
+        assert group.run(start_with_secret, secrets) == ["met", "met"]
+
+
+@pytest.mark.parametrize("secrets", [["of the run", "another"], ["of the run", ""], ["", "of the run"]])
+def test_processes_with_different_secrets_do_not_meet(secrets: list[str]) -> None:
+    with Processes(2) as group:
+        found = group.run(start_with_secret, secrets)
+    for other, text in zip((1, 0), found, strict=True):
+        assert f"rank {other} does not have the same secret of the run ($ACCEL_RUN_SECRET)" in text
+
+
+class OneProcessEach(CPU):
+    """A device that only one process can use."""
+
+    def __init__(self, identity: str | None) -> None:
+        super().__init__()
+        self.identity = identity
+
+    def exclusive_device(self, device: torch.device, backend: str) -> str | None:
+        assert (device, backend) == (torch.device("cpu"), "gloo")
+        return self.identity
+
+
+def meet_with_device(identities: list[str | None]) -> list[str]:
+    """What is logged when the processes have these devices."""
+    topology, logged = read_topology(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_state.transport.rendezvous").addHandler(handler)
+    family = OneProcessEach(identities[topology.rank])
+    transport, _ = init_transport(topology, family, torch.device("cpu"), init_method="env://")
+    transport.barrier()
+    transport.shutdown()
+    return logged
+
+
+@pytest.mark.parametrize(
+    ("identities", "ranks"),
+    [
+        (["gpu A", "gpu A", "gpu B"], "0, 1"),
+        (["gpu B", "gpu A", "gpu A"], "1, 2"),
+        (["gpu A", "gpu B", "gpu C"], None),
+        ([None, None, None], None),
+    ],
+)
+def test_processes_on_one_exclusive_device_are_named_before_they_start(
+    identities: list[str | None], ranks: str | None
+) -> None:
+    with Processes(3) as group:
+        first, *others = group.run(meet_with_device, identities)
+    assert others == [[], []]
+    assert [line.partition(", which")[0] for line in first] == (
+        [] if ranks is None else [f"Ranks {ranks} use the same gpu A"]
+    )

@@ -89,6 +89,17 @@ class DeviceFamily(ABC):
         self.module.set_device(chosen)
         return chosen
 
+    def exclusive_device(self, device: torch.device, backend: str) -> str | None:
+        """The identity of a device that only one process can use; None if several can, or if that is unknown.
+
+        Called before the processes connect. If two have the same identity, the run prints a warning.
+
+        Args:
+            device: the device of this process.
+            backend: name of the torch.distributed backend, such as "nccl" or "cpu:gloo,cuda:nccl".
+        """
+        return None
+
     def distributed_backend(self) -> str:
         """Name of the torch.distributed backend for several processes.
 

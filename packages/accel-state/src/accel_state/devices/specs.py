@@ -36,6 +36,8 @@ class DeviceSpec(NamedTuple):
         launching: variables that its processes need at start; they have no effect on other devices.
         sharing: variables that processes need at start if they share a device.
         probing: variables that let `present` ask for devices without initialising them.
+        exclusive_with: backend of torch.distributed under which only one process can use a device; empty if there is
+            none.
     """
 
     name: str
@@ -51,6 +53,7 @@ class DeviceSpec(NamedTuple):
     launching: Mapping[str, str] = _NONE
     sharing: Mapping[str, str] = _NONE
     probing: Mapping[str, str] = _NONE
+    exclusive_with: str = ""
 
 
 _ALL: Final = (
@@ -72,6 +75,7 @@ _ALL: Final = (
         priority=100,
         timeout=timedelta(minutes=10),
         probing={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        exclusive_with="nccl",
     ),
     DeviceSpec("xpu", DistributedType.MULTI_XPU, "xccl", "torch_xpu_manual_seed", "ZE_AFFINITY_MASK"),
     DeviceSpec(

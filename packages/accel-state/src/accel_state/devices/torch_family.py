@@ -77,6 +77,12 @@ class TorchFamily(DeviceFamily):
         with _environment(self.spec.probing):
             return bool(module.is_available())
 
+    def exclusive_device(self, device: torch.device, backend: str) -> str | None:
+        if self.spec.exclusive_with not in {part.rpartition(":")[2] for part in backend.lower().split(",")}:
+            return None
+        identity = getattr(self.module.get_device_properties(device), "uuid", None)
+        return None if identity is None else f"{self.name} device {identity}"
+
     def distributed_backend(self) -> str:
         if self.spec.collectives is not None:
             importlib.import_module(self.spec.collectives)

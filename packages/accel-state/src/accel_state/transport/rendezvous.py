@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import ipaddress
+import logging
 import os
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -32,6 +33,8 @@ from accel_state.transport.base import Transport
 from accel_state.transport.control import Signer, find_absent
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
+
+_logger: Final = logging.getLogger(__name__)
 
 _GRACE: Final = timedelta(seconds=2)
 """Time in addition to the timeout in which torch may report the failure itself."""
@@ -109,7 +112,7 @@ def init_transport(
     if dist.is_available() and dist.is_initialized():
         return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
     chosen = process_group_backend(family, backend)
-    store = _init_store(topology, init_method, limit)
+    store = _init_store(topology, init_method, limit, family.exclusive_device(device, chosen) or "")
     try:
         return _connect(topology, family, device, chosen, store, limit), chosen
     except RuntimeError as error:
@@ -144,7 +147,7 @@ def _transport(family: DeviceFamily) -> Any:
 # ---------------------------------------------------------------------- the store
 
 
-def _init_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Any:
+def _init_store(topology: Topology, init_method: str | None, timeout: timedelta, device: str = "") -> Any:
     """The store that all processes share, with a separate prefix for each attempt of a restarted run.
 
     Raises:
@@ -163,7 +166,7 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta)
         _rendezvous_counts[url, topology.attempt] += 1
         prefix = f"attempt{topology.attempt}" + (f".{again}" if again else "")
         named = dist.distributed_c10d.PrefixStore(prefix, store)
-        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix), timeout + _LAST_WORDS)
+        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix, device), timeout + _LAST_WORDS)
     except AccelError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -315,7 +318,9 @@ def _cannot_meet(topology: Topology, url: str) -> str:
 # ---------------------------------------------------------------------- the check of ranks
 
 
-def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta, scope: str = "") -> None:
+def check_ranks(
+    store: Any, topology: Topology, url: str, timeout: timedelta, scope: str = "", device: str = ""
+) -> None:
     """Wait until every process of the run has connected, and check that no two have the same rank.
 
     Otherwise, two processes with the same rank would overwrite each other's connections, and all would wait. The keys
@@ -328,6 +333,8 @@ def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta, sc
         url: address of the rendezvous, for errors.
         timeout: how long to wait for the others.
         scope: the prefix that `store` adds to keys.
+        device: identity of the device of this process if no other process can use it; rank 0 warns about processes
+            with the same one.
 
     Raises:
         CollectiveError: not every rank connected in time, or one does not know the secret of the run.
@@ -336,7 +343,7 @@ def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta, sc
     if topology.world_size == 1:
         return
     signer = Signer(scope)
-    fault = _come(store, signer, topology)
+    fault = _come(store, signer, topology, device)
     try:
         if topology.rank == 0:
             store.wait(["all came"], timeout)
@@ -365,10 +372,10 @@ _CHECKED: Final = "checked"
 """Key of the fault that rank 0 has found, or of an empty text."""
 
 
-def _come(store: Any, signer: Signer, topology: Topology) -> str:
+def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
     """Tell the others that this process has connected; return the fault if another process did so with its rank."""
     key, fault = f"came/{topology.rank}", ""
-    own = signer.sign(key, topology.rank, os.urandom(8).hex().encode())
+    own = signer.sign(key, topology.rank, f"{os.urandom(8).hex()} {device}".encode())
     first = bytes(store.compare_set(key, "", own))
     if first != own:
         if signer.read(key, first) is None:
@@ -388,9 +395,31 @@ def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
         return f"{_TWICE} {store.get(_TWICE).decode()}"
     keys = [f"came/{rank}" for rank in range(topology.world_size)]
     messages = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    pairs = zip(keys, messages, strict=True)
-    unsigned = [rank for rank, (key, text) in enumerate(pairs) if signer.read(key, bytes(text)) is None]
-    return f"{_UNSIGNED} {', '.join(map(str, unsigned[:_MOST_NAMED]))}" if unsigned else ""
+    told = [signer.read(key, bytes(text)) for key, text in zip(keys, messages, strict=True)]
+    unsigned = [str(rank) for rank, message in enumerate(told) if message is None]
+    if unsigned:
+        return f"{_UNSIGNED} {', '.join(unsigned[:_MOST_NAMED])}"
+    _warn_of_shared_devices([message.decode().partition(" ")[2] for message in told if message is not None])
+    return ""
+
+
+def _warn_of_shared_devices(devices: Sequence[str]) -> None:
+    """Warn in one line before the backend fails, which takes long and is hard to read.
+
+    Args:
+        devices: of each process, by rank; empty if others can use it too.
+    """
+    for device, count in Counter(filter(None, devices)).items():
+        if count > 1:
+            ranks = [str(rank) for rank, other in enumerate(devices) if other == device]
+            _logger.warning(
+                "Ranks %s use the same %s, which the backend of this run gives to one process only: the first "
+                "collective will fail. Start one process for each device, or choose a backend for the CPU with "
+                "InitProcessGroupKwargs(backend='gloo').",
+                ", ".join(ranks[:_MOST_NAMED]),
+                device,
+            )
+            return
 
 
 def _error_of(fault: str, cannot_meet: str) -> AccelError:
@@ -403,8 +432,8 @@ def _error_of(fault: str, cannot_meet: str) -> AccelError:
         )
     return CollectiveError(
         cannot_meet,
-        f"What connected as rank {ranks} does not know the secret of this run (${SECRET_VARIABLE}). It is a process "
-        "with another value or none, or a program outside the run.",
+        f"What connected as rank {ranks} does not have the same secret of the run (${SECRET_VARIABLE}) as the others. "
+        "It is a process with another value or none, or a program outside the run.",
         f"Set the same {SECRET_VARIABLE} for every process. If it is the same, another program uses the port: set "
         "another one.",
     )
