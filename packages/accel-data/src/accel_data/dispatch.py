@@ -388,22 +388,61 @@ def _first_samples(taken: list[Any], processes: int) -> Any:
     size = samples_in(first)
     if size is None:
         return first
-    joined = join(taken) if size < processes - 1 else first
+    joined = _joined_or_none(taken) if size < processes - 1 else None
+    if joined is None:
+        joined = first
     # Copies, so that the first step's memory is not kept for the whole epoch.
     return recursively_apply(torch.clone, cut(joined, 0, max(processes - 1, 1)))
+
+
+def _joined_or_none(batches: list[Any]) -> Any:
+    """Concatenated batches; None if their samples have different shapes."""
+    try:
+        return join(batches)
+    except DataError:
+        return None
 
 
 def _cut_step(taken: list[Any], head: Any, processes: int, slice_fn: SliceFunction | None, ends: bool) -> GlobalStep:
     if samples_in(taken[0]) is None:
         return _unbatched_step(taken, head, processes)
-    joined = join(taken)
+    joined = _joined_or_none(taken)
+    if joined is None:
+        return _uneven_step(taken, processes, slice_fn)
     total = samples_in(joined) or 0
     missing = -total % processes
-    filler = [head] * (missing // max(samples_in(head) or 1, 1) + 1)
-    filled = join([joined, cut(join(filler), 0, missing)]) if missing else joined
+    filled = _filled(joined, head, missing)
     width = (total + missing) // processes
     shards = [_shard_of(filled, index, width, processes, slice_fn) for index in range(processes)]
     return GlobalStep(shards, Padding(total, width, processes) if missing or ends else None)
+
+
+def _filled(batch: Any, head: Any, missing: int) -> Any:
+    """A batch with `missing` further samples: of `head`, or of the batch itself if those have other shapes."""
+    if not missing:
+        return batch
+    for source in (head, batch):
+        repeated = [source] * (missing // max(samples_in(source) or 1, 1) + 1)
+        filled = _joined_or_none([batch, cut(join(repeated), 0, missing)])
+        if filled is not None:
+            return filled
+    raise AssertionError("A batch can be concatenated with itself.")
+
+
+def _uneven_step(taken: list[Any], processes: int, slice_fn: SliceFunction | None) -> GlobalStep:
+    """One batch for each process, completed from itself, because the samples of different batches differ in shape.
+
+    Raises:
+        DataError: padding would not be at the end of the step, or a function slices the concatenated batches.
+    """
+    sizes = [samples_in(batch) or 0 for batch in taken]
+    width = sizes[0]
+    if slice_fn is not None or any(size != width for size in sizes[:-1]) or sizes[-1] > width:
+        # The error says which shapes differ.
+        join(taken)
+    shards = [_filled(batch, batch, width - size) for batch, size in zip(taken, sizes, strict=True)]
+    shards += [shards[-1]] * (processes - len(shards))
+    return GlobalStep(shards, Padding(sum(sizes), width, processes))
 
 
 def _shard_of(batch: Any, index: int, width: int, processes: int, slice_fn: SliceFunction | None) -> Any:

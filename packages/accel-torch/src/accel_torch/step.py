@@ -142,15 +142,42 @@ def clip_grad_norm(
     accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
 ) -> Tensor | None:
     """Scale gradients down to a total norm, and return the norm before, or None if the backend clips itself."""
-    unscale_gradients(accelerator)
-    return accelerator._backend.strategy.clip_norm(_listed(parameters), max_norm, norm_type)
+    scale = _complete_to_clip(accelerator)
+    norm = accelerator._backend.strategy.clip_norm(_listed(parameters), max_norm * scale, norm_type)
+    return norm if norm is None or scale == 1.0 else norm / scale
 
 
 def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients."""
     accelerator._backend.manifest.demand(Ability.CLIP_VALUE)
-    unscale_gradients(accelerator)
-    accelerator._backend.strategy.clip_value(_listed(parameters), clip_value)
+    scale = _complete_to_clip(accelerator)
+    clipped = _listed(parameters)
+    if scale != 1.0:
+        _mark_overflows(clipped)
+    accelerator._backend.strategy.clip_value(clipped, clip_value * scale)
+
+
+def _complete_to_clip(accelerator: AcceleratorMembers) -> float:
+    """Complete the gradients, and return the loss scale by which they are still multiplied.
+
+    Inside a window they keep it, because the next micro-batches add gradients with this scale.
+    """
+    backend = accelerator._backend
+    scaler = None if backend.owns(Duty.PRECISION) else backend.precision.scaler
+    if scaler is None or not scaler.is_enabled() or accelerator.gradient_state.sync_gradients:
+        unscale_gradients(accelerator)
+        return 1.0
+    for wrapped in accelerator._prepared.optimizers:
+        complete(backend.strategy, accelerator._accumulation, inner_optimizer(wrapped))
+    return scaler.get_scale()
+
+
+def _mark_overflows(parameters: Iterable[Tensor]) -> None:
+    """Make infinite elements of gradients NaN, which no clamp hides from the scaler."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.add_(gradient - gradient)
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -60,13 +60,16 @@ class DDPStrategy(Strategy):
 
     def no_sync(self, model: Module) -> AbstractContextManager[None]:
         parallel = _parallel(model)
-        return super().no_sync(model) if parallel is None else _Syncing(parallel, False)
+        # The order of the reductions in a static graph is recorded once, so each backward makes all of them.
+        if parallel is None or parallel.static_graph:
+            return super().no_sync(model)
+        return _Syncing(parallel, False)
 
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
         parallel = _parallel(model)
-        if parallel is None:
+        if parallel is None or parallel.static_graph:
             return super().sync_in_next_backward(model)
-        if parallel.find_unused_parameters and not parallel.static_graph:
+        if parallel.find_unused_parameters:
             raise NotOffered(
                 "Cannot synchronise gradients in the next backward, after a forward without synchronisation.",
                 "With find_unused_parameters=True, DistributedDataParallel must search the outputs of that forward "
