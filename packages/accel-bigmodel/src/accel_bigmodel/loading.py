@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -317,6 +317,42 @@ def holds_sharded_weights(model: nn.Module) -> bool:
     return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
 
 
+@contextmanager
+def on_one_device(model: nn.Module) -> Iterator[None]:
+    """Move what is not sharded to the host inside the block, if the shards are there.
+
+    torch distributes full weights only to tensors on one device, and an offloaded model has its shards on the host, and
+    its buffers on the device.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    offloaded = any(hasattr(own, "to_local") and own.device.type == "cpu" for own in model.parameters())
+    kept = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    if offloaded:
+        _exchange(kept, lambda own: moved.setdefault(id(own), (_on_host(own), own))[0] if _is_elsewhere(own) else own)
+    try:
+        yield
+    finally:
+        originals = {id(host): own for host, own in moved.values()}
+        with torch.no_grad():
+            for host, own in moved.values():
+                own.copy_(host)
+        _exchange(kept, lambda own: originals.get(id(own), own))
+
+
+def _exchange(kept: Iterable[dict[str, Any]], exchanged: Callable[[Tensor], Tensor]) -> None:
+    for tensors in kept:
+        tensors.update({name: exchanged(own) for name, own in tensors.items() if own is not None})
+
+
+def _is_elsewhere(own: Tensor) -> bool:
+    return own.device.type not in ("cpu", "meta")
+
+
+def _on_host(own: Tensor) -> Tensor:
+    host = own.detach().cpu()
+    return nn.Parameter(host, own.requires_grad) if isinstance(own, nn.Parameter) else host
+
+
 def load_together(
     model: nn.Module,
     checkpoint: Any,
@@ -485,7 +521,8 @@ def _distribute(model: nn.Module, view: _View, full: bool) -> None:
         for name, weight in view.found.items()
     }
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full, strict=False)
-    set_model_state_dict(model, given, options=options)
+    with on_one_device(model):
+        set_model_state_dict(model, given, options=options)
 
 
 class _AwaitedWeight(FileWeight):

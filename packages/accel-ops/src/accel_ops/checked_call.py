@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 
+from accel_ops.dtensors import full_tensor
 from accel_ops.groups import Group, members_of
 from accel_ops.host_memory import NO_SLOT, HostMemory, host_memory, is_negotiated, negotiate
 from accel_ops.packing import PackedLayout
@@ -513,7 +514,7 @@ class CheckedCall(HeaderCall):
         ]
         description = self._describe(sorted(spread))
         self._exchange_headers(fingerprint_of(description), description, 0, more=True)
-        return [leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves]
+        return [full_tensor(leaf) if is_dtensor(leaf) else leaf for leaf in leaves]
 
     def _plan(
         self,

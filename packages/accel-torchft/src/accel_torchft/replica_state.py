@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_ops.dtensors import with_shard
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_torchft.gradients import local_shard
@@ -160,10 +161,4 @@ def _spread(value: Any, parameter: Tensor) -> Any:
         or value.shape != local_shard(parameter).shape
     ):
         return value
-    return DTensor.from_local(
-        value.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return with_shard(parameter, value.to(parameter.device))

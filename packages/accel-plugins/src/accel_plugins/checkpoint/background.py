@@ -31,6 +31,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_bigmodel.tied import memory_of
+from accel_ops.dtensors import with_shard
 from accel_plugins.checkpoint.boundaries import StepBoundaries
 from accel_plugins.checkpoint.state import CheckpointState
 from accel_plugins.manifest import Part
@@ -210,15 +211,8 @@ class Snapshot:
 
     def _tensor(self, tensor: Tensor, place: Place) -> Tensor:
         if isinstance(tensor, DTensor):
-            local = self._plain(tensor.to_local(), place)
-            return DTensor.from_local(
-                local,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+            copied: Tensor = with_shard(tensor, self._plain(tensor.to_local(), place))
+            return copied
         return self._plain(tensor, place)
 
     def _plain(self, tensor: Tensor, place: Place) -> Tensor:

@@ -23,6 +23,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_ops.dtensors import with_shard
+
 __all__ = ("arrives_sharded", "build_in_shards", "is_built_in_shards", "materialise")
 
 _SHARD: Final = "_accel_shard"
@@ -191,7 +193,7 @@ def materialise(model: Module, mesh: DeviceMesh, device: torch.device, shard: Ca
     Args:
         model: the model.
         mesh: the mesh for which it was built.
-        device: the device of the shards.
+        device: the device of the shards; parameters that are not sharded are placed on that of the mesh.
         shard: applies `fully_shard` to the model; its parameters are on the meta device.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -214,16 +216,10 @@ def _value(waiting: Parameter, parameter: Tensor, mesh: DeviceMesh, device: torc
     """The value of a parameter: a DTensor of this process's shard, or the full tensor if it is not sharded."""
     held: Tensor | None = vars(waiting)[_SHARD]
     if not isinstance(parameter, DTensor):
-        if held is None:
-            return torch.empty_like(parameter, device=device)
-        return _gathered(held, waiting, mesh).to(device, parameter.dtype)
+        # It computes on the device, also when the shards of others are kept on the host.
+        whole = torch.empty_like(parameter, device=mesh.device_type) if held is None else _gathered(held, waiting, mesh)
+        return whole.to(parameter.dtype)
     local = parameter.to_local()
     shard = torch.empty_like(local, device=device) if held is None else held.to(device, local.dtype)
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    placed: Tensor = with_shard(parameter, shard)
+    return placed

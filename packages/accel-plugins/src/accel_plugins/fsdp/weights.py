@@ -34,8 +34,9 @@ from torch.optim import Optimizer
 
 from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.load import load_checkpoint_in_model
-from accel_bigmodel.loading import holds_sharded_weights
+from accel_bigmodel.loading import holds_sharded_weights, on_one_device
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
+from accel_ops.checked_call import write_full_tensor
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -52,6 +53,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.manifest import Part
 from accel_plugins.parameters import (
     by_name,
+    canonical_name,
     names_parameters,
     preserved_ties,
     restart,
@@ -193,7 +195,10 @@ def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
     _reshard(model)
     persistent = set(model.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-    set_model_state_dict(model, {name: value for name, value in source.items() if name in persistent}, options=options)
+    with on_one_device(model):
+        set_model_state_dict(
+            model, {name: value for name, value in source.items() if name in persistent}, options=options
+        )
     for name, buffer in model.named_buffers():
         if name not in persistent:
             _broadcast(buffer, source.get(name))
@@ -220,7 +225,8 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
     """
     _reshard(model)
     try:
-        set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+        with on_one_device(model):
+            set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"Cannot load weights into {type(model).__name__}.",
@@ -364,8 +370,27 @@ def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *,
     if not state["state"]:
         restart(optimizer, state)
         return
+    if full and len({parameter.device.type for parameter in model.parameters()}) > 1:
+        state, full = {**state, "state": _divided(model, state["state"])}, False
     options = StateDictOptions(full_state_dict=full)
     set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def _divided(model: Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Full optimizer states by parameter names as states of shards; torch divides only those on one device."""
+    parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+
+    def divided(value: Any, parameter: Tensor | None) -> Any:
+        if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+            return value
+        shard = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        write_full_tensor(shard, value)
+        return shard
+
+    return {
+        name: {key: divided(value, parameters.get(canonical_name(name))) for key, value in state.items()}
+        for name, state in states.items()
+    }
 
 
 def _full_name(part: Part, index: int) -> str:

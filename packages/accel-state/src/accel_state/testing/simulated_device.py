@@ -58,6 +58,16 @@ class _Allocation:
         memory.used -= size
 
 
+class OnlyStream:
+    """The stream of the device."""
+
+    def synchronize(self) -> None:
+        """Does nothing: every operation has ended when its call returns."""
+
+
+_STREAM: Final = OnlyStream()
+
+
 class DeviceModule:
     """The module `torch.simulated`."""
 
@@ -93,6 +103,13 @@ class DeviceModule:
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
         """Does nothing: every operation has ended when its call returns."""
+
+    def current_stream(self, device: torch.device | int | None = None) -> OnlyStream:
+        return _STREAM
+
+    def stream(self, stream: OnlyStream) -> contextlib.AbstractContextManager[None]:
+        """A context in which operations are queued on this stream."""
+        return contextlib.nullcontext()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -204,7 +221,7 @@ def run(operation: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map_only(SimulatedTensor, lambda tensor: tensor.raw, (args, kwargs))
     with _drawing_from(index) if torch.Tag.nondeterministic_seeded in operation.tags else contextlib.nullcontext():
-        result = operation(*args, **kwargs)
+        result = _COLLECTIVES.get(operation._schema.name, operation)(*args, **kwargs)
     _check_sizes(ours.values())
     if not wraps:
         return result
@@ -297,6 +314,11 @@ class SimulatedGroup(dist.ProcessGroup):
         name: Any = dist.distributed_c10d._world.pg_names[self]
         return name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it moves; torch chooses by them where it puts pickled objects."""
+        return [torch.device(NAME)]
+
     def getBackendName(self) -> str:  # noqa: N802 - the name torch calls
         return BACKEND
 
@@ -323,6 +345,32 @@ for _name in _SAME:
 for _name, _older in _RENAMED.items():
     setattr(SimulatedGroup, _name, _over_gloo(_older))
 
+
+def _gathered(shard: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    full = shard.new_empty((size * shard.shape[0], *shard.shape[1:]))
+    _gloo_of(group)._allgather_base(full, shard).wait()
+    return full
+
+
+def _reduced(tensor: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
+    total, options = tensor.clone(), dist.AllreduceOptions()
+    options.reduceOp = getattr(dist.ReduceOp, operation.upper())
+    _gloo_of(group).allreduce([total], options).wait()
+    return total
+
+
+def _gloo_of(group: Any) -> Any:
+    groups: Any = dist.distributed_c10d
+    return (groups._resolve_process_group(group) if isinstance(group, str) else group).gloo
+
+
+_COLLECTIVES: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "_c10d_functional::all_gather_into_tensor": _gathered,
+    "_c10d_functional::all_reduce": _reduced,
+    "_c10d_functional::wait_tensor": lambda tensor: tensor,
+    "_c10d_functional::_wrap_tensor_autograd": lambda tensor: tensor.view(tensor.shape),
+}
+"""The collectives of DTensors, on the wrapped CPU tensors."""
 
 _FACTORIES: Final = (
     "empty.memory_format",

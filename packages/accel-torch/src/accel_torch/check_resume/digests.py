@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from accel_ops.dtensors import full_tensor
 from accel_ops.rng import snapshot
 from accel_plugins.manifest import Duty
 
@@ -89,7 +90,7 @@ def _chunks(value: Any, full: bool) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if hasattr(value, "placements"):
-            value = value.full_tensor() if full else value.to_local()
+            value = full_tensor(value) if full else value.to_local()
         value = value.cpu().contiguous()
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
