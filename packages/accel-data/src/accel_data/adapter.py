@@ -9,11 +9,12 @@ from torch.utils.data import DataLoader
 
 from accel_data.stateful import stateful_loader_class
 from accel_state.errors import NotOffered
+from accel_state.replaceable import Replaceable
 
 __all__ = ("DataLoaderAdapter",)
 
 
-class DataLoaderAdapter(DataLoader[Any]):
+class DataLoaderAdapter(DataLoader[Any], metaclass=Replaceable):
     """Wraps an inner `DataLoader` and has all its attributes.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from accel_state import current
 from accel_state.errors import NotReady, SettingError
 from accel_state.kwargs import KwargsHandler
+from accel_state.replaceable import Replaceable
 
 __all__ = ("GradientAccumulationPlugin", "GradientState", "Iterating")
 
@@ -59,7 +60,7 @@ class Iterating(Protocol):
         """Number of samples of the last global batch without padding; -1 when there is no padding."""
 
 
-class GradientState:
+class GradientState(metaclass=Replaceable):
     """Whether this micro-batch synchronises gradients, and which loaders are being iterated.
 
     Objects that share one state do not keep each other alive.

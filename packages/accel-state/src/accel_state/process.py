@@ -18,6 +18,7 @@ from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
 from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
+from accel_state.replaceable import Replaceable
 from accel_state.start import start_process
 
 __all__ = ("PartialState", "SharedState", "do_nothing", "split_inputs", "wait_for_everyone")
@@ -139,7 +140,7 @@ def _content() -> dict[str, Any]:
     }
 
 
-class PartialState:
+class PartialState(metaclass=Replaceable):
     """The rank, world size and device of this process, without a run.
 
     All instances are views of the same process. The first one connects a launched process with the others.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
 from accel_state.errors import SettingError
+from accel_state.replaceable import Replaceable
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ("LocalSGD",)
 
 
-class LocalSGD:
+class LocalSGD(metaclass=Replaceable):
     """Context manager without gradient synchronisation, which averages parameters every few steps and at its end.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_data import prepare_data_loader
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 
     from accel_torch.members import AcceleratorMembers
 
-__all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
+__all__ = ("PREPARING", "prepare", "prepare_for_evaluation", "prepare_loader")
 
 _logger: Final = logging.getLogger(__name__)
+
+PREPARING: Final[ContextVar[AcceleratorMembers]] = ContextVar("accel_torch_preparing")
+"""The Accelerator whose `prepare` is running, for functions of programs that it calls."""
 
 
 def prepare(
@@ -84,8 +88,12 @@ def _run_steps(accelerator: AcceleratorMembers, bundle: Bundle, placed: dict[int
     )
     if bundle.models or bundle.optimizers:
         _logger.debug("Preparing: %s.", order.numbered(planned))
-        for step in planned:
-            bundle = step.run(bundle)
+        token = PREPARING.set(accelerator)
+        try:
+            for step in planned:
+                bundle = step.run(bundle)
+        finally:
+            PREPARING.reset(token)
     return bundle
 
 

@@ -13,7 +13,18 @@ from types import ModuleType
 from typing import Any, Final
 
 from accel_state.errors import AccelError
-from accelerate.names import NAMES, NOT_PROVIDED, OWN_LOGGERS, REMOVED, VERSION, Owner, owners, served
+from accelerate.names import (
+    NAMES,
+    NOT_PROVIDED,
+    OWN_LOGGERS,
+    PACKAGES,
+    REMOVED,
+    VERSION,
+    Owner,
+    libraries,
+    owners,
+    served,
+)
 
 __all__ = ("OldModule", "UnknownName", "serve", "why_not")
 
@@ -47,6 +58,9 @@ class OldModule(ModuleType):
             return get_logger(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        library = libraries().get(name) if self.__name__ not in PACKAGES else None
+        if library is not None:
+            return importlib.import_module(library)
         advice = _advice(self.__name__, name) or (_NO_NAME, f"dir({self.__name__}) lists what there is.")
         raise UnknownName(_asked(self.__name__, name), *advice)
 
@@ -54,11 +68,14 @@ class OldModule(ModuleType):
         owner = served(self.__name__).get(name)
         if owner is None:
             super().__setattr__(name, value)
+            if not name.startswith("__"):
+                _replaced(self.__name__, name, None, value)
         elif not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
             # The import system also sets submodules as attributes; such an assignment must not replace a name.
             for holder in _deleted.pop(owner, None) or _holders(owner):
                 setattr(holder, owner.name, value)
             _forget(owner)
+            _replaced(self.__name__, name, owner.module, value)
 
     def __delattr__(self, name: str) -> None:
         owner = served(self.__name__).get(name)
@@ -98,13 +115,15 @@ def why_not(address: str) -> tuple[str, str, str] | None:
 
 @cache
 def _join() -> None:
-    """Set up logging and reports, once, when the first name is read: before that, no package logs for the script."""
+    """Set up logging, reports and warnings, once, when the first name is read; before, no package logs for a script."""
     from accel_state.settings.extension import add_library
     from accelerate.loggers import join_loggers
+    from accelerate.unread import watch
 
     # Reports that name the caller of a collective skip the lines of this package.
     add_library("accelerate")
     join_loggers()
+    watch()
 
 
 def _read(owner: Owner, address: str) -> Any:
@@ -136,6 +155,16 @@ def _is_ours(module: str) -> bool:
     from accel_state.settings.extension import OWN_PACKAGES
 
     return module.partition(".")[0] in OWN_PACKAGES or module.startswith("accelerate.legacy.")
+
+
+def _replaced(address: str, name: str, owner: str | None, value: Any) -> None:
+    from accelerate.unread import ACTING, warn_of_global
+
+    if owner is not None and name in ACTING:
+        module, _, function = ACTING[name].partition(":")
+        getattr(importlib.import_module(module), function)(value)
+    elif owner is None or getattr(value, "__module__", None) != owner:
+        warn_of_global(address, name, owner, stacklevel=4)
 
 
 def _forget(owner: Owner) -> None:

@@ -7,7 +7,7 @@ only in shards. A model keeps its class and parameter names; parameters become D
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final
 
@@ -78,9 +78,10 @@ class FSDP2Plans(MemoryPlans):
 
 
 class FSDP2Strategy(ShardedStrategy):
-    """Shards each parameter separately."""
+    """Shards each parameter separately; `sharder`, if set, shards a model by a program's function, or returns None."""
 
     version: ClassVar[int] = 2
+    sharder: ClassVar[Callable[[Module], Module | None] | None] = None
 
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)
@@ -103,6 +104,16 @@ class FSDP2Strategy(ShardedStrategy):
         return super().place(model)
 
     def shard(self, model: Module) -> Module:
+        sharder = type(self).sharder
+        if sharder is not None and not self.arrives_sharded(model) and not is_built_in_shards(model):
+            sharded = sharder(model)
+            if sharded is not None:
+                self._sources.pop(id(model), None)
+                return sharded
+        return self.shard_whole(model)
+
+    def shard_whole(self, model: Module) -> Module:
+        """Shard a model that is not sharded yet by the settings of this strategy."""
         config, process = self.config, self.context.process
         if self.arrives_sharded(model):
             return model

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from accel_plugins.precision.base import Closure, Precision
 from accel_state.errors import NotOffered
 from accel_state.hang_report.progress import PROGRESS
+from accel_state.replaceable import Replaceable
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,7 @@ def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
     return stepped if isinstance(stepped, SteppedOnDevice) else _Outcome(not stepped)
 
 
-class AcceleratedOptimizer(Optimizer):
+class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
     """An optimizer that acts only when gradients are synchronised.
 
     It is a subclass of `torch.optim.Optimizer`, so schedulers accept it; all state is in the wrapped optimizer.

@@ -15,6 +15,7 @@ from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
+from accel_state.replaceable import Replaceable
 from accel_torch.accelerator.attributes import AttributesMixin
 from accel_torch.accelerator.data import DataMixin
 from accel_torch.accelerator.mesh import MeshMixin
@@ -50,7 +51,16 @@ if TYPE_CHECKING:
 __all__ = ("Accelerator",)
 
 
-class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin, TrackingMixin, AttributesMixin):
+class Accelerator(
+    ProcessMixin,
+    MeshMixin,
+    DataMixin,
+    TrainingMixin,
+    SavingMixin,
+    TrackingMixin,
+    AttributesMixin,
+    metaclass=Replaceable,
+):
     """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
 
     Args:

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.fsdp2 import apply_fully_shard
+from accel_plugins.fsdp.fsdp2 import FSDP2Strategy, apply_fully_shard
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current
 from accel_state.settings.environ import publish
+from accel_torch.prepare import PREPARING
 
 __all__ = (
     "disable_fsdp_ram_efficient_loading",
@@ -31,6 +32,7 @@ __all__ = (
     "fsdp2_switch_optimizer_parameters",
     "get_fsdp2_grad_scaler",
     "get_parameters_from_modules",
+    "shard_by",
 )
 
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -45,8 +47,26 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
         pins_memory = current.process_or_start().family.pins_memory
         apply_fully_shard(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
         return model
+    if PREPARING.get(None) is accelerator and isinstance(strategy, FSDP2Strategy):
+        # A program's own function calls this one, within `prepare`.
+        return strategy.shard_whole(model)
     prepared: Module = strategy.setup(Bundle.of([strategy.place(model)])).models[0]
     return prepared
+
+
+def shard_by(function: Callable[[Any, Module], Module]) -> None:
+    """Let `prepare` shard models with FSDP2 by a program's own `fsdp2_prepare_model`.
+
+    Args:
+        function: takes the Accelerator and a model, and returns the sharded model; this module's own undoes it.
+    """
+
+    def shard(model: Module) -> Module | None:
+        accelerator = PREPARING.get(None)
+        return None if accelerator is None else function(accelerator, model)
+
+    own = getattr(function, "__module__", None) == __name__
+    FSDP2Strategy.sharder = None if own else staticmethod(shard)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:

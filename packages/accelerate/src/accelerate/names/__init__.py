@@ -24,6 +24,7 @@ __all__ = (
     "VERSION",
     "Owner",
     "borrowed",
+    "libraries",
     "owners",
     "served",
     "stub_path",
@@ -53,7 +54,7 @@ REMOVED: Final[Mapping[str, str]] = {
 """Names that were removed before 1.15, with the remedy for each."""
 
 OWN_MODULES: Final = frozenset(
-    f"accelerate.{name}" for name in ("address", "finder", "installation", "legacy", "loggers", "names")
+    f"accelerate.{name}" for name in ("address", "finder", "installation", "legacy", "loggers", "names", "unread")
 )
 """Modules of this package that exist as files."""
 
@@ -121,6 +122,13 @@ def borrowed(address: str) -> Mapping[str, Owner]:
 
     own = owners(address)
     return {name: owner for name, owner in _resolved(BORROWED.get(address, {})) if name not in own}
+
+
+def libraries() -> Mapping[str, str]:
+    """Modules of other libraries that the old modules import for their own use, by name."""
+    from .lent import LIBRARIES
+
+    return LIBRARIES
 
 
 def served(address: str) -> Mapping[str, Owner]:

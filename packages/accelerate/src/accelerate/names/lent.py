@@ -5,30 +5,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ("BORROWED",)
+__all__ = ("BORROWED", "LIBRARIES")
+
+_SAME_NAME: Final = """
+    argparse base64 collections contextlib copy enum functools gc importlib inspect json logging math os pickle platform
+    random re shutil socket subprocess sys tempfile threading time torch warnings weakref yaml
+"""
+
+LIBRARIES: Final[Mapping[str, str]] = {
+    **dict(zip(_SAME_NAME.split(), _SAME_NAME.split(), strict=True)),
+    "F": "torch.nn.functional",
+    "dist": "torch.distributed",
+    "nn": "torch.nn",
+    "np": "numpy",
+    "optim": "torch.optim",
+}
+"""Modules that scripts read from an old module, which imports them for its own use: name -> module."""
 
 BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.accelerator": {
         "accelerate.data_loader": "DataLoaderDispatcher prepare_data_loader skip_first_batches",
         "accelerate.logging": "get_logger",
+        "accelerate.checkpointing": """
+            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
+        """,
         "accelerate.optimizer": "AcceleratedOptimizer",
         "accelerate.parallelism_config": "ParallelismConfig",
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate.state": "AcceleratorState GradientState PartialState",
         "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils": """
-            AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType DynamoBackend
-            FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs
-            KwargsHandler LoggerType MODEL_NAME PrecisionType ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME
-            SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME TorchDynamoPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME
-            WEIGHTS_PATTERN_NAME check_os_kernel compare_versions compile_regions convert_outputs_to_fp32
-            extract_model_from_parallel gather gather_object get_pretty_name get_state_dict_offloaded_model
-            has_offloaded_params is_bf16_available is_bitsandbytes_multi_backend_available is_compiled_module
-            is_deepspeed_available is_lomo_available is_megatron_lm_available is_mlu_available is_msamp_available
-            is_musa_available is_npu_available is_torch_version is_torch_xla_available is_torchao_available
-            is_transformer_engine_available is_xpu_available pad_across_processes parse_choice_from_env
-            recursively_apply reduce release_memory wait_for_everyone
+            AORecipeKwargs AutocastKwargs DTENSOR_PYTORCH_VERSION DataLoaderConfiguration DeepSpeedPlugin
+            DistributedDataParallelKwargs DistributedType DynamoBackend FP8RecipeKwargs FSDP2_PYTORCH_VERSION
+            FSDP_PYTORCH_VERSION FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+            InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME MSAMPRecipeKwargs MegatronLMPlugin
+            PROFILE_PATTERN_NAME PrecisionType ProfileKwargs ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME
+            SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME TERecipeKwargs TorchDynamoPlugin
+            TorchTensorParallelPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME apply_fp8_autowrap
+            check_os_kernel clean_state_dict_for_safetensors compare_versions compile_regions compile_regions_deepspeed
+            compile_regions_fsdp2 convert_model convert_model_to_fp8_ao convert_outputs_to_fp32 ensure_weights_retied
+            extract_model_from_parallel fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_prepare_model
+            fsdp2_switch_optimizer_parameters gather gather_object get_fsdp2_grad_scaler get_grad_scaler
+            get_mixed_precision_context_manager get_pretty_name get_state_dict_offloaded_model has_offloaded_params
+            is_bf16_available is_bitsandbytes_multi_backend_available is_compiled_module is_deepspeed_available
+            is_lomo_available is_megatron_lm_available is_mlu_available is_msamp_available is_musa_available
+            is_npu_available is_torch_version is_torch_xla_available is_torchao_available
+            is_transformer_engine_available is_xpu_available load_fsdp_model load_fsdp_optimizer model_has_dtensor
+            pad_across_processes parse_choice_from_env recursively_apply reduce release_memory save save_fsdp_model
+            save_fsdp_optimizer wait_for_everyone
         """,
+        "accelerate.utils.dataclasses": "FP8BackendType",
+        "accelerate.utils.other": "get_model_tp_size",
     },
     "accelerate.big_modeling": {
         "accelerate.hooks": """

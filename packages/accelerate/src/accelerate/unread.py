@@ -1,0 +1,186 @@
+"""Names of the original library that nothing here reads: replacing one is a warning, reading one an error.
+
+A class of this project gets a descriptor for each such name, so all other attributes cost what they did before.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+from accel_state.errors import AccelError
+from accel_state.replaceable import add_listener
+from accelerate.names import PACKAGES, libraries
+
+__all__ = ("ACTING", "UNREAD", "Absent", "AbsentName", "warn_of_global", "watch")
+
+ACTING: Final = {"fsdp2_prepare_model": "accelerate.legacy.fsdp:shard_by"}
+"""Global of the original that `prepare` reads -> what makes a replaced one act here."""
+
+# Functions that exist here for programs that call them; nothing else does.
+_UNREAD_OWNERS: Final = frozenset(
+    f"accelerate.legacy.{name}" for name in ("checkpoints", "fsdp", "fsdp_checkpoints", "megatron", "precision")
+)
+
+_PREPARE: Final = "Accelerator.prepare does this, in accel_torch.prepare"
+_STRATEGY: Final = "Accelerator.prepare does this in the strategy of the backend"
+_LOADER: Final = "accel_data.loader does this"
+_OWN_CALLS: Final = "Accelerator.prepare does not call it, so it serves your own calls only"
+
+UNREAD: Final[Mapping[str, Mapping[str, str]]] = {
+    "accel_torch.accelerator.Accelerator": {
+        "_clip_grad_norm_dtensor_aware": "Accelerator.clip_grad_norm_ does this, in the strategy of the backend",
+        "_do_sync": "Accelerator.accumulate does this, in accel_torch.accumulation",
+        "_get_devices": _PREPARE,
+        "_get_named_parameters": _PREPARE,
+        "_prepare_ao": "Accelerator.prepare does this, in accel_plugins.precision.fp8",
+        "_prepare_cp": "Accelerator.prepare does this, in accel_plugins.transforms.sequence_sharding",
+        "_prepare_deepspeed": f"{_STRATEGY} deepspeed, accel_plugins.deepspeed.strategy",
+        "_prepare_device_mesh": "ParallelismConfig.build_device_mesh does this",
+        "_prepare_fsdp2": f"{_STRATEGY} fsdp2, accel_plugins.fsdp.fsdp2",
+        "_prepare_megatron_lm": f"{_STRATEGY} megatron, accel_plugins.megatron.strategy",
+        "_prepare_msamp": "Accelerator.prepare does this, in accel_plugins.precision.fp8",
+        "_prepare_one": _PREPARE,
+        "_prepare_te": "Accelerator.prepare does this, in accel_plugins.precision.fp8",
+        "_prepare_tp": "Accelerator.prepare does this, in accel_plugins.transforms.tensor_parallel",
+        "prepare_data_loader": _OWN_CALLS,
+        "prepare_model": _OWN_CALLS,
+        "prepare_optimizer": _OWN_CALLS,
+        "prepare_scheduler": _OWN_CALLS,
+    },
+    "accel_state.process.PartialState": {
+        "_cpu": "PartialState(cpu=True) selects the CPU",
+        "_goes_first": "PartialState.main_process_first does this",
+        "_known_attrs": "dir(PartialState) lists the attributes",
+        "_prepare_backend": "accel_state.start does this",
+    },
+    "accel_state.run_state.AcceleratorState": {
+        "_check_initialized": "AcceleratorState() checks its arguments",
+        "_mixed_precision": "Accelerator(mixed_precision=...) selects the precision, and `mixed_precision` tells it",
+    },
+    "accel_state.gradient.GradientState": {
+        "_dataloader_references_ref": "`dataloader_references` tells the loaders that are read",
+        "_is_xla_gradients_synced": "`is_xla_gradients_synced` tells it",
+        "_shared_state": "its attributes, such as `sync_gradients`, tell and set the state",
+    },
+    "accel_state.mesh.ParallelismConfig": {
+        "_set_size": "its fields, such as `tp_size`, set the sizes",
+        "_sizes": "its fields, such as `tp_size`, tell the sizes",
+        "_validate_accelerator": "the Accelerator checks the sizes when it is created",
+    },
+    "accel_plugins.wrapped.optimizer.AcceleratedOptimizer": {
+        "_accelerate_step_called": "`step_was_skipped` tells whether the last step was skipped",
+        "_optimizer_original_step_method": "the optimizer's own `step` is called, and never replaced",
+        "_optimizer_patched_step_method": "the optimizer's own `step` is called, and never replaced",
+        "_switch_parameters": "the strategy of the backend replaces parameters, in `prepare`",
+    },
+    "accel_data.adapter.DataLoaderAdapter": {
+        "_fetch_batches": "accel_data.dispatch does this",
+        "_update_state_dict": _LOADER,
+    },
+    "accel_data.sharding.BatchSamplerShard": {
+        "_iter_with_no_split": "accel_data.sharding.ShardPlan does this",
+        "_iter_with_split": "accel_data.sharding.ShardPlan does this",
+    },
+    "accel_torch.local_sgd.LocalSGD": {"_sync_and_avg_model_params": "LocalSGD.step does this"},
+    "accel_torch.profile.ProfileKwargs": {"_get_profiler_activity": "ProfileKwargs.build does this"},
+    "accel_plugins.deepspeed.config.DeepSpeedPlugin": {
+        "_deepspeed_config_checks": "DeepSpeedPlugin() does this",
+        "_set_selected": "DeepSpeedPlugin.select does this",
+        "_unselect": "DeepSpeedPlugin.select does this",
+    },
+    "accel_bigmodel.align.AlignDevicesHook": {"_maybe_get_fp16_statistics": "accel_bigmodel.quantize does this"},
+    "accel_bigmodel.casting.LayerwiseCastingHook": {"_is_stateful": "hooks are never asked for it"},
+    "accel_tracking.trackers.clearml.ClearMLTracker": {"_get_title_series": "ClearMLTracker.log does this"},
+}
+"""Class of this project -> names that its namesake in the original has and nothing here reads -> what does it here."""
+
+
+class AbsentName(AccelError, AttributeError):
+    """Raised when a program reads a name of the original that a class here does not have."""
+
+
+class Absent:
+    """A name of the original that a class here does not have.
+
+    Args:
+        name: the name.
+        instead: what does it here.
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name, self._instead = name, instead
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is not None and self._name in vars(instance):
+            return vars(instance)[self._name]
+        raise AbsentName(
+            f"Cannot read {(owner or type(instance)).__name__}.{self._name}.",
+            "It is a private name of the original library, and this one does not have it.",
+            f"{self._instead[0].upper()}{self._instead[1:]}.",
+        )
+
+    def __set__(self, instance: object, value: Any) -> None:
+        _warn(f"{type(instance).__name__}.{self._name}", self._instead, stacklevel=3)
+        vars(instance)[self._name] = value
+
+    def __delete__(self, instance: object) -> None:
+        if self._name not in vars(instance):
+            raise AttributeError(self._name)
+        del vars(instance)[self._name]
+
+
+def watch() -> None:
+    """From now on, warn about replaced names, in the classes that are imported already and those imported later."""
+    for address in UNREAD:
+        module, _, name = address.rpartition(".")
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None:
+            _add_descriptors(owner)
+    add_listener(_notice)
+
+
+def _add_descriptors(owner: type) -> None:
+    for name, instead in UNREAD[_address(owner)].items():
+        if not hasattr(owner, name):
+            setattr(owner, name, Absent(name, instead))
+
+
+def _notice(owner: type, attributes: Mapping[str, Any], new: bool) -> None:
+    if new and _address(owner) in UNREAD:
+        _add_descriptors(owner)
+        return
+    for base in owner.__mro__:
+        for name, instead in UNREAD.get(_address(base), {}).items():
+            if name in attributes and not _is_own(attributes[name]):
+                _warn(f"{owner.__name__}.{name}", instead, stacklevel=4)
+
+
+def _address(owner: type) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a value is this project's, for example because a test restores it."""
+    return isinstance(value, Absent) or str(getattr(value, "__module__", "")).startswith("accel_")
+
+
+def _warn(shown: str, instead: str, stacklevel: int) -> None:
+    told = "" if instead is _OWN_CALLS else "it is a name of the original library that nothing here reads; "
+    warnings.warn(f"{shown} was replaced: {told}{instead}.", UserWarning, stacklevel=stacklevel)
+
+
+def warn_of_global(address: str, name: str, owner: str | None, stacklevel: int) -> None:
+    """Warn about a replaced global of an old module if nothing here reads it.
+
+    Args:
+        address: address of the old module.
+        name: the global.
+        owner: the module of this project that defines it; None if there is none.
+        stacklevel: that of the assignment.
+    """
+    unread = owner in _UNREAD_OWNERS if owner is not None else name.startswith("_") or name in libraries()
+    if unread and address not in PACKAGES:
+        _warn(f"{address}.{name}", "accel packages do what the original's module does", stacklevel + 1)

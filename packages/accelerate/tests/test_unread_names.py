@@ -1,0 +1,252 @@
+"""Names of the original that nothing here reads: replacing one is a warning, reading one an error with a reason."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import warnings
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accelerate.accelerator
+import accelerate.data_loader
+import accelerate.utils.fsdp_utils
+from accel_state.errors import AccelError
+from accel_state.testing.processes import Processes
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.local_sgd import LocalSGD
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import ClearMLTracker
+from accelerate.unread import UNREAD, Absent
+from accelerate.utils import DeepSpeedPlugin, ProfileKwargs
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+REPLACED = [
+    (Accelerator, "_prepare_cp", "sequence_sharding"),
+    (Accelerator, "_prepare_fsdp2", r"accel_plugins\.fsdp\.fsdp2"),
+    (Accelerator, "_prepare_one", "Accelerator.prepare"),
+    (Accelerator, "_do_sync", "Accelerator.accumulate"),
+    (AcceleratorState, "_mixed_precision", "mixed_precision="),
+    (AcceleratorState, "_goes_first", "main_process_first"),
+    (PartialState, "_prepare_backend", "accel_state.start"),
+    (GradientState, "_shared_state", "sync_gradients"),
+    (ParallelismConfig, "_validate_accelerator", "the Accelerator checks"),
+    (AcceleratedOptimizer, "_switch_parameters", "the strategy"),
+    (DataLoaderShard, "_update_state_dict", "accel_data.loader"),
+    (DataLoaderDispatcher, "_fetch_batches", "accel_data.dispatch"),
+    (LocalSGD, "_sync_and_avg_model_params", "LocalSGD.step"),
+    (DeepSpeedPlugin, "_set_selected", "DeepSpeedPlugin.select"),
+    (ProfileKwargs, "_get_profiler_activity", "ProfileKwargs.build"),
+    (ClearMLTracker, "_get_title_series", "ClearMLTracker.log"),
+]
+WHERE = [f"{owner.__name__}.{name}" for owner, name, _ in REPLACED]
+
+
+@contextmanager
+def warned(shown: str, remedy: str = "") -> Iterator[None]:
+    """One warning, about this file, with the name and what does it here."""
+    with pytest.warns(UserWarning, match=rf"^{shown} was replaced: .*{remedy}") as told:
+        yield
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
+def test_a_replaced_method_that_nothing_reads(owner: Any, name: str, remedy: str) -> None:
+    before = {one: vars(owner)[one] for one in vars(owner) if one == name}
+    try:
+        with warned(f"{owner.__name__}.{name}", remedy):
+            setattr(owner, name, lambda *arguments: None)
+        assert callable(getattr(owner, name))
+    finally:
+        # Without a warning: what was there comes back.
+        setattr(owner, name, before[name]) if before else delattr(owner, name)
+    assert not hasattr(owner, name)
+
+
+@pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
+def test_a_subclass_with_a_method_that_nothing_calls(owner: Any, name: str, remedy: str) -> None:
+    with warned(f"Own.{name}", remedy):
+
+        class Own(owner, ABC):
+            pass
+
+        setattr(Own, name, None)
+    with warned(f"Other.{name}", remedy):
+        type(owner)("Other", (owner,), {name: None})
+
+
+@pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
+def test_a_private_name_that_is_absent(owner: Any, name: str, remedy: str) -> None:
+    assert not hasattr(owner, name)
+    with pytest.raises(AttributeError, match="private name of the original") as caught:
+        getattr(owner, name)
+    assert isinstance(caught.value, AccelError)
+    assert caught.value.failure == f"Cannot read {owner.__name__}.{name}."
+    assert remedy.replace("\\", "").lower() in caught.value.remedy.lower()
+
+
+def test_attributes_of_objects() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not hasattr(accelerator, "_prepare_cp")
+    with pytest.raises(AttributeError, match="sequence_sharding"):
+        _ = accelerator._prepare_cp  # type: ignore[attr-defined]
+    with warned("Accelerator._prepare_cp"):
+        accelerator._prepare_cp = print  # type: ignore[attr-defined]
+    assert accelerator._prepare_cp is print  # type: ignore[attr-defined]
+    del accelerator._prepare_cp  # type: ignore[attr-defined]
+    assert not hasattr(accelerator, "_prepare_cp")
+    with pytest.raises(AttributeError):
+        del accelerator._prepare_cp  # type: ignore[attr-defined]
+    with warned("AcceleratorState._mixed_precision", "mixed_precision="):
+        accelerator.state._mixed_precision = "bf16"  # type: ignore[attr-defined]
+    plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    with warned("AcceleratedOptimizer._switch_parameters"):
+        accelerator.prepare(plain)._switch_parameters = None
+
+
+def test_a_replaced_method_that_prepare_does_not_call() -> None:
+    with warned("Own.prepare_model", "does not call it"):
+
+        class Own(Accelerator):
+            def prepare_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
+                return super().prepare_model(model)
+
+    with pytest.warns(UserWarning, match="prepare_data_loader"), mock.patch.object(Accelerator, "prepare_data_loader"):
+        pass
+
+
+def test_names_of_a_program_are_its_own() -> None:
+    class Own(Accelerator):
+        _mine = 1
+
+        def backward(self, loss: torch.Tensor, **options: Any) -> None:
+            super().backward(loss, **options)
+
+    Own.more = 2  # type: ignore[attr-defined]
+    own = Own(cpu=True)
+    own._other = 3  # type: ignore[attr-defined]
+    with mock.patch.object(Accelerator, "gather", lambda self, tensor: tensor * 2):
+        assert own.gather(torch.ones(1)).item() == 2.0
+    assert type("Again", (Own, ABC), {})(cpu=True).num_processes == 1
+
+
+def test_descriptors_do_not_change_what_is_copied() -> None:
+    config = ParallelismConfig(dp_shard_size=2)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert not any(isinstance(value, Absent) for value in vars(config).values())
+
+
+@pytest.mark.parametrize("address", UNREAD)
+def test_what_is_listed_exists_or_is_absent(address: str) -> None:
+    module, _, name = address.rpartition(".")
+    owner = getattr(importlib.import_module(module), name)
+    for attribute in UNREAD[address]:
+        found = vars(owner).get(attribute)
+        assert isinstance(found, Absent) if attribute.startswith("_") else callable(getattr(owner, attribute))
+
+
+# ---------------------------------------------------------------- globals of old modules
+def test_libraries_that_old_modules_import_can_be_read() -> None:
+    assert accelerate.accelerator.torch is torch  # type: ignore[attr-defined]
+    assert accelerate.utils.fsdp_utils.torch is torch  # type: ignore[attr-defined]
+    assert accelerate.accelerator.warnings is warnings  # type: ignore[attr-defined]
+    assert not hasattr(accelerate, "torch")
+    assert not hasattr(accelerate.utils, "torch")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (accelerate.accelerator, "torch"),
+        (accelerate.accelerator, "fsdp2_canonicalize_names"),
+        (accelerate.accelerator, "_attach_context_parallel_hooks"),
+        (accelerate.data_loader, "_PYTORCH_DATALOADER_KWARGS"),
+        (accelerate.utils.fsdp_utils, "fsdp2_load_full_state_dict"),
+    ],
+)
+def test_a_replaced_global_that_nothing_reads(module: Any, name: str) -> None:
+    before = getattr(module, name, None)
+    try:
+        with warned(f"{module.__name__}.{name}"):
+            setattr(module, name, lambda *arguments: None)
+    finally:
+        if callable(before):
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
+    assert getattr(module, name, None) is before
+
+
+ACTING: list[tuple[str, Callable[[], Any]]] = [
+    ("accelerate.accelerator.convert_model_to_fp8_ao", lambda: importlib.import_module("accel_plugins.precision.fp8")),
+    ("accelerate.commands.to_fsdp2.load_config", lambda: importlib.import_module("accelerate.legacy.fsdp2_configs")),
+    ("accelerate.commands.estimate.verify_on_hub", lambda: importlib.import_module("accelerate.legacy.estimating")),
+    ("accelerate.utils.fsdp_utils.is_compiled_module", lambda: importlib.import_module("accel_plugins.layers")),
+]
+
+
+@pytest.mark.parametrize(("target", "home"), ACTING, ids=[target for target, _ in ACTING])
+def test_a_replaced_global_reaches_its_reader(target: str, home: Callable[[], Any]) -> None:
+    name = target.rpartition(".")[2]
+    with mock.patch(target) as stand_in:
+        assert getattr(home(), name) is stand_in
+    assert getattr(home(), name) is not stand_in
+
+
+def sharded_by_a_program(wraps: bool) -> tuple[list[str], bool, list[list[float]]]:
+    from torch.distributed.fsdp import fully_shard
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.accelerator import fsdp2_prepare_model as own
+
+    seen: list[Any] = []
+
+    def replaced(accelerator: Any, model: Any) -> Any:
+        seen.append(accelerator)
+        if wraps:
+            return own(accelerator, model)
+        fully_shard(model, mesh=accelerator.torch_device_mesh)
+        return model
+
+    trained = []
+    with mock.patch("accelerate.accelerator.fsdp2_prepare_model", replaced):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2))
+        torch.manual_seed(accelerator.process_index)
+        plain = torch.nn.Linear(4, 2)
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        if not wraps:
+            # The program's function decides what ranks begin with.
+            for parameter in model.parameters():
+                torch.nn.init.ones_(parameter)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4) * (accelerator.process_index + 1)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append(model.weight.full_tensor().flatten().tolist())
+    again = accelerator.prepare(torch.nn.Linear(2, 2))
+    return (
+        [type(one).__name__ for one in seen],
+        all(one is accelerator for one in seen),
+        [*trained, [again is not None]],
+    )
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_prepare_shards_by_a_replaced_function(two: Processes, wraps: bool) -> None:
+    first, second = two.run(sharded_by_a_program, wraps)
+    assert first == second
+    assert first[0] == ["Accelerator"]
+    assert first[1]
+    assert first[2][0] != first[2][1]
