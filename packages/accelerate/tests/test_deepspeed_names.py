@@ -57,6 +57,9 @@ def test_divided_parameters_need_deepspeed() -> None:
         pass
 
 
+@pytest.mark.skipif(
+    importable("transformers") and not importable("deepspeed"), reason="transformers asks for DeepSpeed"
+)
 def test_get_active_deepspeed_plugin() -> None:
     Accelerator(cpu=True)
     state = AcceleratorState()
