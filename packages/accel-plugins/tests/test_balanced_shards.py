@@ -93,10 +93,10 @@ def test_no_process_receives_plans_from_more_than_the_logarithm_of_all(size: int
 
 
 def messages_of_a_save(folder: str) -> list[tuple[int, int]]:
-    """How many objects this process sends and receives for each of three saves; the last has another layout."""
+    """How many tensors this process sends and receives for each of three saves; the last has another layout."""
     PartialState(cpu=True)
     plans, counts = SavePlans(), []
-    moved = {"send_object_list": 0, "recv_object_list": 0}
+    moved = {"send": 0, "recv": 0}
 
     def counted(name: str) -> Any:
         real = getattr(torch.distributed, name)
@@ -118,8 +118,8 @@ def messages_of_a_save(folder: str) -> list[tuple[int, int]]:
 
 
 def test_a_save_takes_two_exchanges_along_a_tree(four: Processes, tmp_path: Path) -> None:
-    # Up and down, twice: the first process has two below it, the third has one.
-    assert four.run(messages_of_a_save, str(tmp_path)) == [[(4, 4)] * 3, [(2, 2)] * 3, [(4, 4)] * 3, [(2, 2)] * 3]
+    # Up and down, twice, each with a length and an object: the first process has two below it, the third has one.
+    assert four.run(messages_of_a_save, str(tmp_path)) == [[(8, 8)] * 3, [(4, 4)] * 3, [(8, 8)] * 3, [(4, 4)] * 3]
 
 
 def fail_once_on_four(folder: str) -> list[str]:
