@@ -78,7 +78,8 @@ class TorchFamily(DeviceFamily):
             return bool(module.is_available())
 
     def exclusive_device(self, device: torch.device, backend: str) -> str | None:
-        if self.spec.exclusive_with not in {part.rpartition(":")[2] for part in backend.lower().split(",")}:
+        named = {part.rpartition(":")[2] for part in backend.lower().split(",")}
+        if not self.spec.exclusive_with or self.spec.exclusive_with not in named:
             return None
         identity = getattr(self.module.get_device_properties(device), "uuid", None)
         return None if identity is None else f"{self.name} device {identity}"

@@ -112,7 +112,7 @@ def contained() -> Iterator[None]:
         except Exception:
             raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and interrupts:
+            if interrupts:
                 raise
             shown = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raise {error!r}"
             raise ImportError(f"Its code tried to end this process with: {shown}") from error
