@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
+
+import pytest
 
 from accel_cli.commands.env import describe
 from accel_cli.distributions import requirements, versions
 from accel_cli.launch.options import launch_classes
 from accel_state.settings.schema import settings_of
+from accel_state.testing.simulated_device import POSSIBLE
 
 
 def test_versions_are_those_of_the_installed_distributions():
@@ -42,6 +46,42 @@ def test_devices_are_asked_of_torch(accel):
     devices = json.loads(accel("env", "--json").stdout)["devices"]
     assert devices["cpu"] == 1
     assert devices["torch"].startswith(metadata.version("torch").partition("+")[0])
+
+
+def with_devices(tmp_path: Path, count: int, body: str = "") -> dict[str, str]:
+    """Variables with which torch finds the simulated device, registered as packages of vendors register theirs."""
+    folder = tmp_path / "vendor"
+    metadata_of = folder / "vendor-1.0.dist-info"
+    metadata_of.mkdir(parents=True)
+    (metadata_of / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
+    (metadata_of / "entry_points.txt").write_text("[torch.backends]\nvendor = vendor_devices:load\n")
+    (folder / "vendor_devices.py").write_text(
+        "def load():\n"
+        "    from accel_state.testing.simulated_device import DeviceModule, MODULE\n"
+        f"    MODULE.plug_in({count}, 3 * 2**30)\n{body}"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have the simulated device here")
+def test_each_device_is_named(accel, tmp_path):
+    variables = with_devices(tmp_path, 2)
+    devices = json.loads(accel("env", "--json", env=variables).stdout)["devices"]
+    assert devices["simulated"] == 2
+    assert devices["simulated:0"] == "Simulated device 0, 3.0 GiB"
+    assert devices["simulated:1"] == "Simulated device 1, 3.0 GiB"
+    lines = accel("doctor", env=variables).stdout.splitlines()
+    assert ["ok", "simulated:1", "Simulated device 1, 3.0 GiB"] in [re.split(r" {2,}", line) for line in lines]
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have the simulated device here")
+def test_devices_that_do_not_answer_are_said(accel, tmp_path):
+    body = "    def lost(*_):\n        raise RuntimeError('lost the bus')\n    DeviceModule.get_device_name = lost\n"
+    variables = with_devices(tmp_path, 1, body)
+    devices = json.loads(accel("env", "--json", env=variables).stdout)["devices"]
+    assert devices["simulated"] == 1
+    assert devices["simulated devices"] == "did not answer: RuntimeError('lost the bus')"
+    assert "The simulated devices did not answer: RuntimeError('lost the bus')" in accel("doctor", env=variables).stdout
 
 
 def test_a_broken_torch_is_said_and_does_no_harm(accel, tmp_path):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from accel_state.devices import torch_family
+from accel_state.devices.cpu import CPU
 from accel_state.devices.torch_family import CUDA
 from accel_state.errors import NotOffered
 from accel_state.topology import Topology
@@ -66,3 +70,26 @@ def test_a_machine_without_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert torch_family.check_cuda_p2p_ib_support()
     with pytest.raises(NotOffered, match="Install the driver"):
         torch_family.get_driver_version()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for the driver's program is a shell script")
+def test_a_gpu_is_described_and_so_is_what_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {
+        "get_device_name": "NVIDIA H200",
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=150109880320),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, create_autospec(getattr(torch.cuda, name), return_value=answer))
+    version = create_autospec(torch.cuda.nccl.version, return_value=(2, 28, 9))
+    monkeypatch.setattr(torch.cuda.nccl, "version", version)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    smi(tmp_path, monkeypatch, "NVIDIA H200", 1, "580.159.04")
+
+    assert CUDA().description(0) == "NVIDIA H200, 139.8 GiB, capability 9.0"
+    assert CUDA().software() == {"CUDA": "13.0", "driver": "580.159.04", "NCCL": "2.28.9"}
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert CUDA().software() == {"CUDA": "13.0"}
+    assert CPU().description(0) == ""

@@ -117,11 +117,13 @@ def _devices() -> dict[str, Any]:
     from accel_cli.launch.devices import ask_torch
 
     try:
-        answer = ask_torch("Cannot list the devices of this machine.")
+        answer = ask_torch("Cannot list the devices of this machine.", describe=True)
     except AccelError as error:
         return {"unknown": error.obstacle}
     broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
-    return {"torch": answer["torch"], **answer["families"], **broken}
+    silent = {f"{name} devices": f"did not answer: {error}" for name, error in answer["silent"].items()}
+    known = {**answer["families"], **answer["described"], **answer["software"]}
+    return {"torch": answer["torch"], **known, **broken, **silent}
 
 
 def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -77,13 +77,19 @@ def _python(request: Request) -> Iterator[Finding]:
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
     try:
-        answer = ask_torch("Cannot check torch.")
+        answer = ask_torch("Cannot check torch.", describe=True)
     except AccelError as error:
         yield Finding("torch", ERROR, error.obstacle, "Reinstall torch.")
         return
     yield Finding("torch", OK, answer["torch"])
     counts = ", ".join(f"{count} {name}" for name, count in answer["families"].items())
     yield Finding("devices", OK, counts)
+    for device, description in answer["described"].items():
+        yield Finding(device, OK, description)
+    if answer["software"]:
+        yield Finding("drivers", OK, ", ".join(f"{name} {version}" for name, version in answer["software"].items()))
+    for name, reason in answer["silent"].items():
+        yield Finding("devices", WARNING, f"The {name} devices did not answer: {reason}", "Check their driver.")
     for name, reason in answer["failed"].items():
         yield Finding("devices", WARNING, f"The family {name} could not be loaded: {reason}", "Repair or remove it.")
 

@@ -69,11 +69,12 @@ def usual_variables() -> Mapping[str, str]:
     return {name: value for spec in SPECS.values() for name, value in spec.launching.items()}
 
 
-def ask_torch(asked: str) -> dict[str, Any]:
+def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
     """The result of `probe.probe_devices`, from a separate process.
 
     Args:
         asked: the first sentence of an error message.
+        describe: return the result of `probe.describe_devices`, which takes longer.
 
     Raises:
         LaunchError: torch could not be imported or did not answer.
@@ -84,7 +85,7 @@ def ask_torch(asked: str) -> dict[str, Any]:
     remedy = "Set --num_processes, or repair the installation of torch (test: python -c 'import torch')."
     try:
         answer = subprocess.run(
-            [sys.executable, _PROBE, "devices"],
+            [sys.executable, _PROBE, "descriptions" if describe else "devices"],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,

@@ -1,6 +1,7 @@
 """Asks torch for the devices of this machine, or every backend whether it works here, in a separate process.
 
     python probe.py devices
+    python probe.py descriptions
     python probe.py backends
 
 The answer is JSON, on the last line of the output. The caller imports neither torch nor the backends: their imports
@@ -16,7 +17,7 @@ import traceback
 import warnings
 from typing import Any
 
-__all__ = ("main", "probe_backends", "probe_devices")
+__all__ = ("describe_devices", "main", "probe_backends", "probe_devices")
 
 
 def probe_devices() -> dict[str, Any]:
@@ -33,6 +34,29 @@ def probe_devices() -> dict[str, Any]:
         "families": {family.name: family.count() for family in present},
         "failed": {failure.name: repr(failure.error) for failure in failed_families()},
     }
+
+
+def describe_devices() -> dict[str, Any]:
+    """What `probe_devices` returns, with a description of each device, and the versions of what drives each family.
+
+    `silent` contains the families whose devices did not answer, with their errors. The function initialises the
+    devices, which takes seconds and memory; only counting them does not.
+    """
+    from accel_state.devices.select import families
+
+    answer = probe_devices()
+    answer["described"], answer["software"], answer["silent"] = {}, {}, {}
+    for family in families():
+        if family.name not in answer["families"]:
+            continue
+        try:
+            descriptions = {f"{family.name}:{index}": family.description(index) for index in range(family.count())}
+            answer["described"].update({name: text for name, text in descriptions.items() if text})
+            answer["software"].update(family.software())
+        except Exception as error:
+            # A broken driver is what the report is for.
+            answer["silent"][family.name] = repr(error)
+    return answer
 
 
 def probe_backends() -> dict[str, Any]:
@@ -69,7 +93,7 @@ def main(what: str) -> None:
         warnings.simplefilter("ignore")
         found = probe_backends()
     else:
-        found = probe_devices()
+        found = describe_devices() if what == "descriptions" else probe_devices()
     print(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ and registers the class in the entry-point group `accel.devices`. No other code 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -231,6 +232,17 @@ class DeviceFamily(ABC):
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         """A gradient scaler for fp16 training on this family."""
         return torch.amp.GradScaler(self.name, **options)
+
+    def description(self, index: int) -> str:
+        """Name, memory and what else distinguishes a device, for people; empty if nothing is known.
+
+        It may initialise the device.
+        """
+        return ""
+
+    def software(self) -> Mapping[str, str]:
+        """Versions of what drives the devices of this family, by name, such as the driver's."""
+        return {}
 
     def numa_node(self, index: int) -> int | None:
         """The NUMA node of a device, or None when it is not known."""

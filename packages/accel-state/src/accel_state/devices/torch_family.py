@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,6 +100,14 @@ class TorchFamily(DeviceFamily):
         release = getattr(self.module, "empty_cache", None)
         if release is not None:
             release()
+
+    def description(self, index: int) -> str:
+        name = getattr(self.module, "get_device_name", None)
+        properties = getattr(self.module, "get_device_properties", None)
+        # Not `total_memory`, which would allocate memory on the device.
+        memory = None if properties is None else getattr(properties(index), "total_memory", None)
+        known = ("" if name is None else name(index), "" if memory is None else f"{memory / 2**30:.1f} GiB")
+        return ", ".join(filter(None, known))
 
 
 @functools.cache
@@ -240,6 +248,18 @@ class CUDA(TorchFamily):
                 "These GPUs cannot access each other's memory, and this driver does not report that to NCCL.",
                 f"Set {' and '.join(f'{name}=1' for name in WITHOUT_P2P)}, or update the driver.",
             )
+
+    def description(self, index: int) -> str:
+        major, minor = torch.cuda.get_device_capability(index)
+        return f"{super().description(index)}, capability {major}.{minor}"
+
+    def software(self) -> Mapping[str, str]:
+        versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        with suppress(NotOffered, subprocess.TimeoutExpired):
+            versions["driver"] = get_driver_version()
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return {name: version for name, version in versions.items() if version is not None}
 
     def scales_fp8_by_blocks(self) -> bool:
         """Whether the current GPU computes with 8-bit numbers that share a scale in blocks."""

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -126,6 +127,12 @@ class DeviceModule:
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device | int | str | None = None) -> None:
         self.generators[index_of(device)].set_state(state)
+
+    def get_device_name(self, device: torch.device | int | str | None = None) -> str:
+        return f"Simulated device {index_of(device)}"
+
+    def get_device_properties(self, device: torch.device | int | str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(name=self.get_device_name(device), total_memory=self.memories[index_of(device)].limit)
 
     def mem_get_info(self, device: torch.device | int | None = None) -> tuple[int, int]:
         memory = self.memories[index_of(device)]
