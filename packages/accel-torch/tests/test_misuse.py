@@ -665,6 +665,26 @@ def prepared_after_its_optimizer(accelerator: Any) -> None:
     train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
 
 
+class StepsCopies(torch.optim.SGD):
+    """Steps copies of its parameters with another optimizer, as optimizers do that keep their state on a CPU."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        copies = [one.detach().clone().requires_grad_() for one in parameters]
+        for one, other in zip(copies, parameters, strict=True):
+            one.grad = other.grad
+        torch.optim.SGD(copies, lr=0.1).step()
+        with torch.no_grad():
+            for one, other in zip(copies, parameters, strict=True):
+                other.copy_(one)
+
+
+def optimizer_that_steps_copies(accelerator: Any) -> None:
+    model, _, loader = parts()
+    model, optimizer, loader = accelerator.prepare(model, StepsCopies(model.parameters(), lr=0.1), loader)
+    train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
+
+
 def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> None:
     loops = [
         frozen_part,
@@ -673,6 +693,7 @@ def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> Non
         own_training_beside_the_accelerator,
         trained_in_evaluation_mode,
         prepared_after_its_optimizer,
+        optimizer_that_steps_copies,
     ]
     for found in two.run(on_two_with, loops, {"check_replicas_every": 0}):
         assert dict(zip(loops, found, strict=True)) == {loop: [] for loop in loops}

@@ -157,8 +157,13 @@ def test_clipping_each_micro_batch_in_fp16_on_several_processes(
     assert first[1] == pytest.approx(exact[1], rel=0.03)
 
 
-def overflowing(clip: Clip, overflows_at: int) -> list[bool]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **PRECISIONS["fp16"])
+def overflowing(clip: Clip, overflows_at: int, scale: float) -> list[bool]:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=scale)],
+    )
     model: Any = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     skipped = []
@@ -176,9 +181,9 @@ def overflowing(clip: Clip, overflows_at: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("clip", [clip_norm, clip_value])
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_clip_inside_of_a_window_does_not_hide_an_overflow(clip: Clip, at: int) -> None:
-    assert overflowing(clip, at) == [at // 2 == window for window in range(3)]
+@pytest.mark.parametrize(("at", "scale"), [(0, 512.0), (0, 1.0), (1, 512.0), (2, 512.0), (3, 512.0)])
+def test_a_clip_inside_of_a_window_does_not_hide_an_overflow(clip: Clip, at: int, scale: float) -> None:
+    assert overflowing(clip, at, scale) == [at // 2 == window for window in range(3)]
 
 
 def test_gradients_are_unscaled_once_they_are_complete() -> None:

@@ -421,12 +421,13 @@ def _filled(batch: Any, head: Any, missing: int) -> Any:
     """A batch with `missing` further samples: of `head`, or of the batch itself if those have other shapes."""
     if not missing:
         return batch
-    for source in (head, batch):
-        repeated = [source] * (missing // max(samples_in(source) or 1, 1) + 1)
-        filled = _joined_or_none([batch, cut(join(repeated), 0, missing)])
-        if filled is not None:
-            return filled
-    raise AssertionError("A batch can be concatenated with itself.")
+    filled = _joined_or_none([batch, _repeated(head, missing)])
+    return join([batch, _repeated(batch, missing)]) if filled is None else filled
+
+
+def _repeated(batch: Any, count: int) -> Any:
+    """`count` samples of a batch, repeated as often as necessary."""
+    return cut(join([batch] * (count // max(samples_in(batch) or 1, 1) + 1)), 0, count)
 
 
 def _uneven_step(taken: list[Any], processes: int, slice_fn: SliceFunction | None) -> GlobalStep:

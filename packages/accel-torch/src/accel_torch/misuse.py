@@ -187,7 +187,8 @@ class MisuseGuard:
         parameters = _parameters(optimizer)
         self._refuse_replaced(parameters)
         prepared = self._is_prepared(optimizer)
-        if prepared or self.backward_ran:
+        # What a prepared optimizer steps inside may be copies of its parameters.
+        if prepared or (self.backward_ran and self._stepping is None):
             self._check_membership(parameters)
         if not (prepared or self._knows(parameters)):
             return
@@ -300,8 +301,10 @@ class MisuseGuard:
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         if all(any(known.has_any([parameter]) for known in self._models) for parameter in trained):
             return
-        # Those of other Accelerators, and parameters that were added later.
-        synchronised = {id(parameter) for model in prepared_models() for parameter in model.parameters()}
+        # The models of other Accelerators and of an unpickled one, and parameters that were added later.
+        own = self._prepared()
+        models = [*prepared_models(), *([] if own is None else own.models)]
+        synchronised = {id(parameter) for model in models for parameter in model.parameters()}
         # Whoever shards a parameter synchronises its gradient.
         outside = [one for one in trained if id(one) not in synchronised and not hasattr(one, "placements")]
         if outside:

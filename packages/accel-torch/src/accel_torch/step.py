@@ -143,30 +143,34 @@ def clip_grad_norm(
 ) -> Tensor | None:
     """Scale gradients down to a total norm, and return the norm before, or None if the backend clips itself."""
     scale = _complete_to_clip(accelerator)
-    norm = accelerator._backend.strategy.clip_norm(_listed(parameters), max_norm * scale, norm_type)
-    return norm if norm is None or scale == 1.0 else norm / scale
+    strategy, listed = accelerator._backend.strategy, _listed(parameters)
+    if scale is None:
+        return strategy.clip_norm(listed, max_norm, norm_type)
+    norm = strategy.clip_norm(listed, max_norm * scale, norm_type)
+    return None if norm is None else norm / scale
 
 
 def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients."""
     accelerator._backend.manifest.demand(Ability.CLIP_VALUE)
     scale = _complete_to_clip(accelerator)
-    clipped = _listed(parameters)
-    if scale != 1.0:
-        _mark_overflows(clipped)
-    accelerator._backend.strategy.clip_value(clipped, clip_value * scale)
+    listed = _listed(parameters)
+    if scale is not None:
+        _mark_overflows(listed)
+        clip_value = clip_value * scale
+    accelerator._backend.strategy.clip_value(listed, clip_value)
 
 
-def _complete_to_clip(accelerator: AcceleratorMembers) -> float:
-    """Complete the gradients, and return the loss scale by which they are still multiplied.
+def _complete_to_clip(accelerator: AcceleratorMembers) -> float | None:
+    """Complete and unscale the gradients; or, inside a window, return the loss scale by which they stay multiplied.
 
-    Inside a window they keep it, because the next micro-batches add gradients with this scale.
+    The next micro-batches of the window add gradients with this scale.
     """
     backend = accelerator._backend
     scaler = None if backend.owns(Duty.PRECISION) else backend.precision.scaler
     if scaler is None or not scaler.is_enabled() or accelerator.gradient_state.sync_gradients:
         unscale_gradients(accelerator)
-        return 1.0
+        return None
     for wrapped in accelerator._prepared.optimizers:
         complete(backend.strategy, accelerator._accumulation, inner_optimizer(wrapped))
     return scaler.get_scale()

@@ -43,10 +43,10 @@ def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapp
 
 def _steps_left(scheduler: Any) -> int | None:
     """Steps until the end of a schedule, or of the first schedule inside it to end; None: it has no end."""
-    total = getattr(scheduler, "total_steps", None)
-    if total is not None:
+    total, position = getattr(scheduler, "total_steps", None), getattr(scheduler, "last_epoch", None)
+    if total is not None and position is not None:
         # `_step_count` counts from where the scheduler was constructed, which may be later in the schedule.
-        return int(total - scheduler.last_epoch)
+        return int(total - position)
     inside = getattr(scheduler, "_schedulers", None)
     if not inside:
         return None
