@@ -42,6 +42,13 @@ def test_rows_that_are_no_samples_stay() -> None:
         assert drop_padding(kept, padding) is kept
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+@pytest.mark.parametrize(("total", "real"), [(1, 1), (4, 1), (5, 2), (9, 3), (13, 4)])
+def test_one_value_for_a_batch_of_padding_is_dropped(total: int, real: int, shape: tuple[int, ...]) -> None:
+    gathered = torch.stack([torch.full(shape[1:], process) for process in range(4)])
+    assert len(drop_padding(gathered, Padding(total, 4, 4))) == real
+
+
 def test_nothing_added_is_nothing_dropped() -> None:
     tensor = torch.arange(8)
     assert drop_padding(tensor, None) is tensor

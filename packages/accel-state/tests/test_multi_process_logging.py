@@ -53,3 +53,28 @@ def test_the_level_of_the_stack_counts_from_the_logger(caplog: pytest.LogCapture
         Wrapped(logger, {}).warning("in turn", in_order=True)
     names = [record.funcName for record in caplog.records]
     assert names == ["test_the_level_of_the_stack_counts_from_the_logger"] * 3
+
+
+def test_each_way_to_log_names_the_line_of_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    def once(**kwargs: object) -> None:
+        logger.warning_once("through a function", **kwargs)
+
+    caplog.set_level("INFO")
+    with fresh():
+        PartialState(cpu=True)
+        logger = get_logger("accel.test.callers")
+        logger.warning_once("once")
+        logger.warning_once("once")
+        logger.log(logging.INFO, "log")
+        logger.info("in turn", in_order=True)
+        logger.error("error", main_process_only=False)
+        once(stacklevel=3)
+        try:
+            raise ValueError
+        except ValueError:
+            logger.exception("exception")
+    assert [record.message.removeprefix("[RANK 0] ") for record in caplog.records] == [
+        *("once", "log", "in turn", "error", "through a function", "exception")
+    ]
+    assert {record.filename for record in caplog.records} == {"test_multi_process_logging.py"}
+    assert {record.funcName for record in caplog.records} == {"test_each_way_to_log_names_the_line_of_the_caller"}

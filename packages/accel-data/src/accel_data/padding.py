@@ -19,8 +19,9 @@ __all__ = ("PaddedBatch", "PaddingCollate", "PaddingMarker", "drop_padding")
 def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None = None) -> Any:
     """The values gathered from all processes at one step, without padding samples.
 
-    Tensors have the rows of all processes in their first dimension. A tensor whose rows per process are not a multiple
-    of the batch size is unchanged, since its rows are not samples.
+    Tensors have the rows of all processes in their first dimension. One row for a batch of several samples, such as a
+    mean, is dropped if the whole batch is padding. Other tensors whose rows per process are not a multiple of the batch
+    size are unchanged, since their rows are not samples.
 
     Args:
         gathered: a pytree of tensors.
@@ -44,10 +45,13 @@ def _drop(tensor: torch.Tensor, padding: Padding, full_batch: int | None) -> tor
         size = full_batch
     elif not padding:
         return tensor
+    kept = [padding.of(process) for process in range(padding.processes)]
+    if rows == 1 and size > 1:
+        # One value for the whole batch.
+        kept, size = [count if count is None else min(count, 1) for count in kept], 1
     if rows == 0 or (size and rows % size):
         return tensor
     per_sample = rows // size if size else 1
-    kept = [padding.of(process) for process in range(padding.processes)]
     if all(count is None or count * per_sample >= rows for count in kept):
         return tensor
     split = torch.split(tensor, rows)

@@ -19,7 +19,7 @@ from accel_ops.groups import Group
 from accel_state.errors import UnknownKind
 from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_content
 
-__all__ = ("broadcast_object_list", "dumps", "gather_object", "loads")
+__all__ = ("broadcast_object_list", "dumps", "gather_object", "is_list_of_items", "loads")
 
 _NOT_PICKLED_BY_TORCH: Final = frozenset(
     getattr(torch, name)
@@ -113,8 +113,13 @@ def _check_list(given: Any) -> None:
         )
 
 
+def is_list_of_items(given: Any) -> bool:
+    """Whether `gather_object` accepts an object: a list, or another iterable of items."""
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
+
+
 def _items(given: Any) -> list[Any]:
-    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
+    if is_list_of_items(given):
         return list(given)
     raise UnknownKind(
         f"Cannot use an object of type {type(given).__name__} in gather_object().",

@@ -9,7 +9,7 @@ import torch
 from accel_data import Padding, drop_padding
 from accel_data.mesh import coordinates
 from accel_ops.collectives import gather
-from accel_ops.objects import gather_object
+from accel_ops.objects import gather_object, is_list_of_items
 from accel_ops.tree import leaves_with_paths, recursively_apply
 from accel_state import current
 
@@ -32,17 +32,42 @@ def gather_for_metrics(
         use_gather_object: pickle tensors too, which allows different shapes.
         mesh: the device mesh; of processes that read the same samples, one is kept.
     """
-    tensors = not use_gather_object and any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_with_paths(input_data))
-    gathered = gather(input_data) if tensors else gather_object(input_data)
+    if use_gather_object or not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_with_paths(input_data)):
+        return _gathered_objects(gradient, input_data, mesh)
+    gathered = gather(input_data)
     if mesh is not None:
-        gathered = _one_of_each(gathered, mesh, tensors)
+        chosen, processes = _one_of_each(mesh)
+        gathered = recursively_apply(
+            lambda tensor: tensor.unflatten(0, (processes, -1))[chosen].flatten(0, 1), gathered
+        )
+    padding, full_batch = _padding(gradient, mesh)
+    return drop_padding(gathered, padding, full_batch)
+
+
+def _gathered_objects(gradient: GradientState, objects: Any, mesh: DeviceMesh | None) -> Any:
+    """The objects of all processes, without those of added samples."""
+    if current.process().world_size == 1 or not is_list_of_items(objects):
+        # With one process, the object itself; or an error.
+        gathered = gather_object(objects)
+        padding, _ = _padding(gradient, mesh)
+        return _real_objects([gathered], padding) if padding else gathered
+    # In a list for each process, because lengths may differ.
+    by_process = gather_object([list(objects)])
+    if mesh is not None:
+        by_process = [by_process[process] for process in _one_of_each(mesh)[0]]
+    padding, _ = _padding(gradient, mesh)
+    return _real_objects(by_process, padding)
+
+
+def _padding(gradient: GradientState, mesh: DeviceMesh | None) -> tuple[Padding | None, int | None]:
+    """The padding of the current step, and the samples of one process in a full step, if they are known."""
     loader: Any = gradient.left if gradient.active_dataloader is None else gradient.active_dataloader
     if loader is None:
-        return gathered
+        return None, None
     padding, full_batch = loader.progress.padding, _full_batch(loader, mesh)
     if padding is None and full_batch and loader.progress.end_of_dataloader and loader.progress.remainder > 0:
         padding = Padding(loader.progress.remainder, full_batch, _readers(mesh))
-    return drop_padding(gathered, padding, full_batch) if tensors else _real_objects(gathered, padding)
+    return padding, full_batch
 
 
 def _full_batch(loader: Any, mesh: DeviceMesh | None) -> int | None:
@@ -56,26 +81,23 @@ def _readers(mesh: DeviceMesh | None) -> int:
     return current.process().world_size if mesh is None else len(set(coordinates(mesh, mesh.size())))
 
 
-def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
-    """The gathered values, from one of each group of processes that read the same samples."""
+def _one_of_each(mesh: DeviceMesh) -> tuple[list[int], int]:
+    """One of each group of processes that read the same samples, and the number of all processes."""
     parts = coordinates(mesh, mesh.size())
-    chosen = [parts.index(part) for part in range(max(parts) + 1)]
-    if not tensors:
-        size = len(gathered) // len(parts)
-        return [item for rank in chosen for item in gathered[rank * size : (rank + 1) * size]]
-    return recursively_apply(lambda tensor: tensor.unflatten(0, (len(parts), -1))[chosen].flatten(0, 1), gathered)
+    return [parts.index(part) for part in range(max(parts) + 1)], len(parts)
 
 
-def _real_objects(gathered: list[Any], padding: Padding | None) -> list[Any]:
-    """The objects of real samples, if each process gave one object for each sample of its batch."""
-    if not padding:
-        return gathered
-    # Unbatched samples are entirely real or entirely added, so every process gave equally many objects.
-    size = padding.batch_size or len(gathered) // padding.processes
-    if len(gathered) != size * padding.processes:
-        return gathered
-    return [
-        item
-        for process in range(padding.processes)
-        for item in gathered[process * size : (process + 1) * size][: padding.of(process)]
-    ]
+def _real_objects(by_process: list[list[Any]], padding: Padding | None) -> list[Any]:
+    """The objects of real samples: one for each sample of the batch, or one for the whole batch."""
+    return [item for process, items in enumerate(by_process) for item in _real(items, process, padding)]
+
+
+def _real(items: list[Any], process: int, padding: Padding | None) -> list[Any]:
+    """The objects of real samples among those of one process."""
+    count = padding.of(process) if padding else None
+    if padding is None or count is None:
+        return items
+    # Unbatched samples are entirely real or entirely added.
+    if len(items) == (padding.batch_size or len(items)):
+        return items[:count]
+    return items if count or len(items) > 1 else []
