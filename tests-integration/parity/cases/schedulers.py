@@ -72,6 +72,21 @@ def of_a_cycle_past_its_end() -> Any:
     return _rates(accelerator, make, samples=6 if accelerator.num_processes == 1 else 12)
 
 
+def of_a_cycle_during_accumulation() -> Any:
+    def make(optimizer: Any) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=6)
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    return _rates(accelerator, make, samples=24)
+
+
+def with_an_adjusted_scheduler() -> Any:
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    rates = _rates(accelerator, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=6))
+    return [rates, accelerator.gradient_state.adjust_scheduler]
+
+
 def of_a_chain() -> Any:
     def make(optimizer: Any) -> Any:
         warm = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
