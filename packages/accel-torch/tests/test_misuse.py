@@ -685,6 +685,14 @@ def optimizer_that_steps_copies(accelerator: Any) -> None:
     train(accelerator, loader, lambda inputs: model(inputs).square().mean(), optimizer)
 
 
+def wrapped_by_the_script(accelerator: Any) -> None:
+    """The script wraps its model in torch's class; the Accelerator prepares the rest."""
+    model, optimizer, loader = parts()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    train(accelerator, loader, lambda inputs: wrapped(inputs).square().mean(), optimizer)
+
+
 def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> None:
     loops = [
         frozen_part,
@@ -694,6 +702,7 @@ def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> Non
         trained_in_evaluation_mode,
         prepared_after_its_optimizer,
         optimizer_that_steps_copies,
+        wrapped_by_the_script,
     ]
     for found in two.run(on_two_with, loops, {"check_replicas_every": 0}):
         assert dict(zip(loops, found, strict=True)) == {loop: [] for loop in loops}

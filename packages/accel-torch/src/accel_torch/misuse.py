@@ -308,6 +308,9 @@ class MisuseGuard:
         # Whoever shards a parameter synchronises its gradient.
         outside = [one for one in trained if id(one) not in synchronised and not hasattr(one, "placements")]
         if outside:
+            wrapped = {id(parameter) for model in _wrapped_by_script() for parameter in model.parameters()}
+            outside = [one for one in outside if id(one) not in wrapped]
+        if outside:
             self._comparison = None
             shape = tuple(outside[0].shape)
             self._warn(
@@ -484,6 +487,16 @@ def _in_the_script() -> Iterator[object]:
         yield from new.values()
         seen |= new
         level = chain.from_iterable(map(_contents, new.values()))
+
+
+def _wrapped_by_script() -> list[Module]:
+    """Models that the script itself has wrapped in torch's classes for training on several processes."""
+    return [
+        one
+        for one in _in_the_script()
+        if isinstance(one, torch.nn.Module)
+        and type(one).__module__.startswith(("torch.nn.parallel.", "torch.distributed."))
+    ]
 
 
 def _variables() -> Iterator[object]:

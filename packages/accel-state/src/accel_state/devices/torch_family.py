@@ -258,7 +258,8 @@ class CUDA(TorchFamily):
         with suppress(NotOffered, subprocess.TimeoutExpired):
             versions["driver"] = get_driver_version()
         if torch.distributed.is_nccl_available():
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            versions["NCCL"] = ".".join(map(str, version))
         return {name: version for name, version in versions.items() if version is not None}
 
     def scales_fp8_by_blocks(self) -> bool:
