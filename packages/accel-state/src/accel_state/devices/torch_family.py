@@ -258,8 +258,8 @@ class CUDA(TorchFamily):
         with suppress(NotOffered, subprocess.TimeoutExpired):
             versions["driver"] = get_driver_version()
         if torch.distributed.is_nccl_available():
-            version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            versions["NCCL"] = ".".join(map(str, version))
+            nccl: Any = torch.cuda.nccl
+            versions["NCCL"] = ".".join(map(str, nccl.version()))
         return {name: version for name, version in versions.items() if version is not None}
 
     def scales_fp8_by_blocks(self) -> bool:
