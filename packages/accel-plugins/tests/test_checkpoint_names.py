@@ -58,7 +58,7 @@ def test_a_project_has_the_surface_of_the_original_and_both_spellings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("total_limit", 0), ("iteration", -1), ("verify", "nothing"), ("deadline", 0.0)]
+    ("field", "value"), [("total_limit", -1), ("iteration", -1), ("verify", "nothing"), ("deadline", 0.0)]
 )
 def test_numbers_that_make_no_sense_are_refused(field: str, value: object) -> None:
     with pytest.raises(SettingError, match=field):

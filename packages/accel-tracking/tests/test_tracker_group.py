@@ -128,9 +128,20 @@ def test_init_kwargs_go_to_the_constructor_of_their_tracker(tmp_path: Path, monk
         group.get("wandb")
 
 
-def test_init_kwargs_of_an_unused_tracker_are_refused() -> None:
-    with pytest.raises(SettingError, match="to the trackers wandb"):
-        TrackerGroup.of(Kept(), "project", init_kwargs={"wandb": {}})
+def test_init_kwargs_of_an_unused_tracker_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    group = TrackerGroup.of(Kept(), "project", init_kwargs={"wandb": {"name": "a"}, "mlflow": None})
+    assert [tracker.name for tracker in group] == ["kept"]
+    assert caplog.messages == []
+    assert len(TrackerGroup.of(None, "project", init_kwargs={"wandb": {}})) == 0
+    TrackerGroup.of(Kept(), "project", init_kwargs={"wandbb": {}})
+    assert "'wandbb', which does not exist" in caplog.text
+
+
+def test_arguments_may_be_none(tmp_path: Path) -> None:
+    group = TrackerGroup.of("jsonl", "project", tmp_path, init_kwargs={"jsonl": None}, strict=True)
+    group.start()
+    group.log({"loss": 1.0}, log_kwargs={"jsonl": None, "wandb": {"commit": True}})
+    group.finish()
 
 
 def log_something(folder: str) -> tuple[int, int, bool]:

@@ -150,6 +150,20 @@ def test_a_missing_library_is_an_error_by_name_and_skipped_by_all() -> None:
     assert "absent" not in chosen
 
 
+def test_of_several_trackers_one_without_its_library_is_omitted_with_a_warning() -> None:
+    made("absent", needs="no_such_library")
+    made("here")
+    with pytest.warns(UserWarning, match=r"'absent'(?s:.)*pip install \"no_such_library\"") as warned:
+        assert filter_trackers(["absent", "here"]) == ["here"]
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match="'absent'"):
+        assert "here" in filter_trackers(["all", "absent"])
+    with pytest.raises(Missing):
+        filter_trackers(["absent"])
+    with pytest.raises(SettingError, match="Cannot find the tracker 'heer'"):
+        filter_trackers(["here", "heer"])
+
+
 def test_a_tracker_without_its_folder_is_an_error_by_name_and_skipped_by_all() -> None:
     with pytest.raises(SettingError, match="none is configured"):
         filter_trackers("jsonl")

@@ -28,6 +28,7 @@ from accel_state.devices.select import best_family, family_of
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.extension import stack_level
 from accel_state.settings.installed import Requirement
+from accel_state.settings.integers import as_int
 
 __all__ = (
     "Device",
@@ -348,7 +349,8 @@ def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any]) -> None:
 
 
 def _check_form(failure: str, device: Any) -> None:
-    if device == "disk" or (isinstance(device, int) and device >= 0):
+    index = as_int(device)
+    if device == "disk" or (index is not None and index >= 0):
         return
     try:
         torch.device(device)
@@ -365,7 +367,7 @@ def resolve_device(device: Device) -> torch.device:
         SettingError: there is no such device here, or it is "disk".
     """
     failure = f"Cannot use the device {device!r}."
-    family = best_family() if isinstance(device, int) else None
+    family = None if as_int(device) is None else best_family()
     if device == "disk" or (family is not None and family is family_of("cpu")):
         obstacle = "Modules cannot compute on the disk." if device == "disk" else "This machine has no accelerator."
         raise SettingError(failure, obstacle, 'Use "cpu" or a device of this machine.')

@@ -95,7 +95,7 @@ class SequentialHook(ModelHook):
 
 
 def _fail(hooks: Sequence[ModelHook], module: nn.Module) -> None:
-    """Call `on_error` of all hooks in order after the forward failed, even if one of them raises."""
+    """Call `forward_failed` of all hooks in order after the forward failed, even if one of them raises."""
     with ExitStack() as told:
         for hook in reversed(hooks):
             told.callback(hook.forward_failed, module)

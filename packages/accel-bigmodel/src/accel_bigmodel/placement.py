@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_bigmodel.sizes import Dtype, byte_counter, convert_bytes, convert_file_size_to_int, measure
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import SettingError
+from accel_state.settings.integers import as_int
 
 __all__ = (
     "HOST",
@@ -67,11 +68,12 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
 
 
 def _is_index(device: Any) -> bool:
-    return isinstance(device, int) and not isinstance(device, bool) and device >= 0
+    index = as_int(device)
+    return index is not None and index >= 0
 
 
 def _order(device: int | str) -> tuple[int, int]:
-    return (0, device) if isinstance(device, int) else (1, OFFLOADED.index(device))
+    return (1, OFFLOADED.index(device)) if isinstance(device, str) else (0, device)
 
 
 def get_balanced_memory(

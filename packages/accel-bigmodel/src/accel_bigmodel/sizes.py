@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel_state.choices import CustomDtype
 from accel_state.errors import SettingError
+from accel_state.settings.integers import as_int
 
 __all__ = (
     "Dtype",
@@ -54,6 +55,7 @@ def convert_file_size_to_int(size: float | str) -> int:
         >>> convert_file_size_to_int("1.5GB"), convert_file_size_to_int("8Mb"), convert_file_size_to_int("1KiB")
         (1500000000, 1000000, 1024)
     """
+    size = size if (number := as_int(size)) is None else number
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf:
         return int(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None

@@ -1,9 +1,9 @@
 """Loaders for runs whose world size changes between optimizer steps; every sample is still read once an epoch.
 
 The position in the data depends only on the number of optimizer steps: step s has the samples sG up to (s + 1)G of the
-    global order, counted over all epochs, with the same G for any number of processes. So a repeated step reads the
-    same samples again, and a process that joins or restarts continues at the position of the others. The samples of a
-    step are split into batches, which are distributed over the processes: fewer processes accumulate more batches.
+global order, counted over all epochs, with the same G for any number of processes. So a repeated step reads the
+same samples again, and a process that joins or restarts continues at the position of the others. The samples of a
+step are split into batches, which are distributed over the processes: fewer processes accumulate more batches.
 """
 
 from __future__ import annotations

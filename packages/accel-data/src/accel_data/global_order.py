@@ -1,8 +1,8 @@
 """`order="global"`: one sequence of samples for any number of processes and DataLoader workers.
 
 The sequence of an epoch is the batches of its steps, concatenated by rank. It depends only on the seed, the epoch and
-    the data set. A position in it is a number of samples, so a run can continue on another number of processes: after
-    `start` samples, step i of G samples has the positions start + iG up to start + (i + 1)G (see `ShardPlan`).
+the data set. A position in it is a number of samples, so a run can continue on another number of processes: after
+`start` samples, step i of G samples has the positions start + iG up to start + (i + 1)G (see `ShardPlan`).
 
 This module finds the loaders that do not have such a sequence, for which `prepare_data_loader` raises an error.
 """

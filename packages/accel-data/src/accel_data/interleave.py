@@ -6,8 +6,8 @@ word, the most even sequence of two letters with given frequencies (M. Lothaire,
 chapter 2). Sample n is found by one division per level of the tree, whatever n is.
 
 When the weights change, a new segment begins. Its phases carry over how far each child is ahead or behind: a child that
-    is ahead waits, and one that is behind gets every sample of its node until it has caught up. So a source whose
-    weight becomes 0 may still give the samples by which it is behind: none with up to two sources, one with up to four.
+is ahead waits, and one that is behind gets every sample of its node until it has caught up. So a source whose
+weight becomes 0 may still give the samples by which it is behind: none with up to two sources, one with up to four.
 
 **Every source stays within K samples of its share, at every prefix and for any schedule of K sources.** Call the
 deviation of a node the samples that its sources gave, less their share of all samples so far. With e = (deviation of

@@ -20,6 +20,7 @@ from accel_data.permutation import Permutation
 from accel_ops.agreement import StoreBarrier
 from accel_state import current
 from accel_state.errors import CheckpointError, Conflict, DataError, SettingError, UnknownKind
+from accel_state.settings.integers import as_int
 from accel_state.settings.schema import closest
 
 __all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen")
@@ -79,7 +80,7 @@ class _Weighted:
         """The schedule from sample 0 on, in integer weights."""
         given = [(0, weights)] if weights is not None else []
         starts = [start for start, _ in schedule]
-        wrong = next((start for start in starts if type(start) is not int or start < 0), None)
+        wrong = next((start for start in starts if (number := as_int(start)) is None or number < 0), None)
         if wrong is not None or any(later <= start for start, later in pairwise(starts)):
             raise SettingError(
                 f"Cannot use a schedule that begins at the samples {', '.join(map(str, starts))}.",

@@ -15,6 +15,7 @@ from accel_state import current
 from accel_state.errors import NotReady, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.replaceable import Replaceable
+from accel_state.settings.integers import as_int
 
 __all__ = ("GradientAccumulationPlugin", "GradientState", "Iterating")
 
@@ -39,13 +40,14 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        given, steps = self.num_steps, as_int(self.num_steps)
+        if given is not None and (steps is None or steps < 1):
             raise SettingError(
-                f"Cannot accumulate gradients over {steps!r} steps.",
+                f"Cannot accumulate gradients over {given!r} steps.",
                 "The number of steps must be an int of at least 1.",
                 "Use 1 to step at every batch.",
             )
+        self.num_steps = steps
 
 
 class Iterating(Protocol):

@@ -13,6 +13,7 @@ from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
 from accel_state.errors import SettingError
 from accel_state.replaceable import Replaceable
+from accel_state.settings.integers import as_int
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -46,7 +47,8 @@ class LocalSGD(metaclass=Replaceable):
     """
 
     def __init__(self, accelerator: Accelerator, model: Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+        steps = as_int(local_sgd_steps)
+        if steps is None or steps < 1:
             raise SettingError(
                 f"Cannot use LocalSGD with local_sgd_steps={local_sgd_steps!r}.",
                 "The number of optimizer steps between two averages must be an int of at least 1.",
@@ -56,7 +58,7 @@ class LocalSGD(metaclass=Replaceable):
         if self.enabled:
             accelerator._backend.manifest.demand(Ability.AVERAGE)
         self.num_steps = 0
-        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, steps
         self.model_sync_obj: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> LocalSGD:

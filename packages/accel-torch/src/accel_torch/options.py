@@ -18,6 +18,7 @@ from accel_state.labels import PrecisionType, RNGType
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
 from accel_state.settings.extension import stack_level
+from accel_state.settings.integers import as_int
 from accel_state.settings.run import COMPILE_VARIABLE, PROJECT_DIR_VARIABLE, RunSettings
 
 if TYPE_CHECKING:
@@ -244,13 +245,14 @@ def checked_interval(steps: int | None) -> int | None:
     Raises:
         SettingError: not an int of at least 0.
     """
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+    interval = as_int(steps)
+    if steps is not None and (interval is None or interval < 0):
         raise SettingError(
             f"Cannot use check_replicas_every={steps!r}.",
             "The value must be an int of at least 0: the optimizer steps between two comparisons, or 0 for none.",
             "Give for example 100, or leave it out.",
         )
-    return steps
+    return interval
 
 
 def account_kept(goodput: bool | None) -> bool:

@@ -4,9 +4,9 @@ Otherwise training continues without an error, but with wrong results. `ReplicaC
 periodically; a difference is an error that names the first differing tensor and the processes.
 
 `ReplicaComparison` compares once, in the background after the second optimizer step, and no process waits for another.
-    Each process writes digests of a sample of its parameters to the store of the run, and a thread of the main process
-    compares them when all have arrived. If no prepared loader was read, digests of the first inputs are compared too:
-    processes that train on the same samples learn no more than one process.
+Each process writes digests of a sample of its parameters to the store of the run, and a thread of the main process
+compares them when all have arrived. If no prepared loader was read, digests of the first inputs are compared too:
+processes that train on the same samples learn no more than one process.
 """
 
 from __future__ import annotations

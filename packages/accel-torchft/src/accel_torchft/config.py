@@ -1,7 +1,7 @@
 """Settings of the replicas of a run; without torch, because the launcher reads them too.
 
 Environment variables that torchft reads itself have its names: `TORCHFT_LIGHTHOUSE`, `REPLICA_GROUP_ID`,
-    `NUM_REPLICA_GROUPS`.
+`NUM_REPLICA_GROUPS`.
 """
 
 from __future__ import annotations

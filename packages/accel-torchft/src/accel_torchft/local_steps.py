@@ -1,8 +1,8 @@
 """Replicas that train independently and synchronise every few steps: LocalSGD and DiLoCo, with the classes of torchft.
 
 A round is `sync_every` optimizer steps of each replica. The replicas agree on its members before its first samples are
-    drawn, and torchft synchronises weights at its end. If a member is lost, the round counts on no replica: the others
-    restore the weights from its beginning and repeat its samples.
+drawn, and torchft synchronises weights at its end. If a member is lost, the round counts on no replica: the others
+restore the weights from its beginning and repeat its samples.
 """
 
 from __future__ import annotations

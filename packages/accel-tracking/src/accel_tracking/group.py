@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_state.errors import AccelError, SettingError
 from accel_tracking.base import GeneralTracker, is_main_process
-from accel_tracking.registry import LoggerType, LogWith, filter_trackers, tracker_class
+from accel_tracking.registry import LoggerType, LogWith, filter_trackers, tracker_class, tracker_names
 
 __all__ = ("TrackerGroup",)
 
@@ -51,26 +51,21 @@ class TrackerGroup:
             log_with: see `filter_trackers`.
             project_name: each tracker receives it as the name of the run.
             logging_dir: folder for trackers that need one.
-            init_kwargs: further arguments for the constructors, by tracker name.
+            init_kwargs: further arguments for the constructors, by tracker name; those of other trackers are ignored.
             strict: let errors of trackers propagate.
 
         Raises:
-            SettingError: an unknown tracker, a tracker without its folder, or `init_kwargs` for a tracker that this run
-                does not use.
-            Missing: the library of a named tracker is not installed.
+            SettingError: an unknown tracker, or a tracker without its folder.
+            Missing: no library of the named trackers is installed.
         """
         chosen = filter_trackers(log_with, logging_dir)
         if not chosen and logging_dir is not None:
             chosen = [LoggerType.JSONL.value]
         options = dict(init_kwargs or {})
         names = [choice if isinstance(choice, str) else choice.name for choice in chosen]
-        unused = sorted(set(options).difference(names))
-        if unused:
-            raise SettingError(
-                f"Cannot pass init_kwargs to the trackers {', '.join(unused)}.",
-                f"The trackers of this run are: {', '.join(names) or 'none'}.",
-                "Name these trackers in log_with=, or remove their arguments.",
-            )
+        # Scripts pass arguments for every tracker that they support; only a name that none has is a mistake.
+        for name in sorted(set(options).difference(names, tracker_names())):
+            _log.warning("init_kwargs names the tracker %r, which does not exist. Its arguments are ignored.", name)
         if not is_main_process():
             return cls(strict=strict)
         return cls((_construct(choice, project_name, logging_dir, options) for choice in chosen), strict)
@@ -119,7 +114,7 @@ class TrackerGroup:
         # Not through `_call_each`, because `log` runs at every step and a closure costs time.
         for tracker in self.trackers:
             try:
-                tracker.log(values, step=step, **options.get(tracker.name, {}))
+                tracker.log(values, step=step, **(options.get(tracker.name) or {}))
             except Exception as error:
                 self._handle(tracker, "log", error)
 
@@ -138,7 +133,7 @@ class TrackerGroup:
         """
         options = log_kwargs or {}
         self._call_each(
-            "log_images", lambda tracker: tracker.log_images(values, step=step, **options.get(tracker.name, {}))
+            "log_images", lambda tracker: tracker.log_images(values, step=step, **(options.get(tracker.name) or {}))
         )
 
     def log_table(
@@ -163,7 +158,7 @@ class TrackerGroup:
         options = log_kwargs or {}
 
         def send(tracker: GeneralTracker) -> None:
-            tracker.log_table(table_name, columns, data, dataframe, step=step, **options.get(tracker.name, {}))
+            tracker.log_table(table_name, columns, data, dataframe, step=step, **(options.get(tracker.name) or {}))
 
         self._call_each("log_table", send)
 
@@ -224,4 +219,4 @@ def _construct(
         return choice
     cls: Any = tracker_class(choice)
     arguments = (project_name, logging_dir) if cls.requires_logging_directory else (project_name,)
-    return cls(*arguments, **options.get(choice, {}))  # type: ignore[no-any-return]
+    return cls(*arguments, **(options.get(choice) or {}))  # type: ignore[no-any-return]

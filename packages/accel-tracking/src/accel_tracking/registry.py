@@ -142,23 +142,35 @@ def filter_trackers(log_with: LogWith, logging_dir: str | os.PathLike[str] | Non
     """Resolve `log_with=` to instances and checked names, each once; "all" becomes the available trackers.
 
     Args:
-        log_with: name, `LoggerType`, instance, or a list of these.
+        log_with: name, `LoggerType`, instance, or a list of these. Of several, those without their library are omitted
+            with a warning.
         logging_dir: folder for trackers that need one; without it, "all" skips them.
 
     Raises:
         SettingError: an unknown name, or a tracker that needs `logging_dir`.
-        Missing: the library of a named tracker is not installed.
+        Missing: no library of the named trackers is installed.
     """
     given: list[Any] = [log_with] if isinstance(log_with, (str, LoggerType, GeneralTracker)) else list(log_with or ())
     chosen: list[str | GeneralTracker] = []
+    missing: list[Missing] = []
     for choice in given:
         if isinstance(choice, GeneralTracker):
             chosen.append(choice)
         elif str(choice) == LoggerType.ALL.value:
             chosen += [name for name in get_available_trackers() if logging_dir or not _needs_folder(name)]
+        elif (error := _missing(str(choice))) is not None:
+            missing.append(error)
         else:
-            _check(str(choice), logging_dir)
+            _check_folder(str(choice), logging_dir)
             chosen.append(str(choice))
+    if missing and not chosen:
+        raise missing[0]
+    for error in missing:
+        warnings.warn(
+            f"{error.failure} {error.obstacle} The run uses its other trackers. {error.remedy}",
+            UserWarning,
+            stacklevel=stack_level(),
+        )
     return list(dict.fromkeys(chosen))
 
 
@@ -166,11 +178,16 @@ def _needs_folder(name: str) -> bool:
     return bool(getattr(tracker_class(name), "requires_logging_directory", False))
 
 
-def _check(name: str, logging_dir: str | os.PathLike[str] | None) -> None:
+def _missing(name: str) -> Missing | None:
+    """The error of a tracker whose library is not installed."""
     requirement = tracker_class(name).requirement
     obstacle = requirement.obstacle() if requirement is not None else None
-    if requirement is not None and obstacle is not None:
-        raise Missing(f"Cannot use the tracker {name!r}.", obstacle, requirement.remedy())
+    if requirement is None or obstacle is None:
+        return None
+    return Missing(f"Cannot use the tracker {name!r}.", obstacle, requirement.remedy())
+
+
+def _check_folder(name: str, logging_dir: str | os.PathLike[str] | None) -> None:
     if logging_dir is None and _needs_folder(name):
         raise SettingError(
             f"Cannot use the tracker {name!r}.",

@@ -1,7 +1,7 @@
 """How Python finds the old modules: an entry of `accelerate.__path__` for the table of names instead of a folder.
 
 The same callers use it as the finder of a folder: `import`, `importlib.util.find_spec`, `importlib.reload`,
-    `pkgutil.walk_packages` and `python -m`.
+`pkgutil.walk_packages` and `python -m`.
 """
 
 from __future__ import annotations

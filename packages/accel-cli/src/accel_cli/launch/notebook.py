@@ -20,6 +20,7 @@ from typing import Any, Final
 from accel_state.errors import LaunchError, NotReady, SettingError
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
+from accel_state.settings.integers import as_int
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import import_object, settings_of
 
@@ -178,7 +179,8 @@ def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
         ("num_nodes", num_nodes, 1),
         ("node_rank", node_rank, 0),
     ):
-        if not isinstance(value, int) or value < least:
+        number = as_int(value)
+        if number is None or number < least:
             raise SettingError(
                 _ASKED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number."
             )

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
 
 from accel_state.errors import Conflict, SettingError
+from accel_state.settings.integers import as_int
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.save_policy import ContinuousSavePolicy
@@ -23,7 +24,7 @@ class ProjectConfiguration:
         logging_dir: folder for trackers; by default the project's folder.
         automatic_checkpoint_naming: save as `<project_dir>/checkpoints/checkpoint_<iteration>`.
         total_limit: number of checkpoints to keep; older ones are removed after a newer one is complete. None: keep
-            all.
+            all; 0 counts as 1, because the newest one stays.
         iteration: number of the next automatic checkpoint.
         save_on_each_node: write the main process's files on every node, for nodes without a shared file system.
         iteration_checkpoints: another spelling of `automatic_checkpoint_naming=True`.
@@ -63,9 +64,13 @@ class ProjectConfiguration:
     def __post_init__(self, iteration_checkpoints: bool) -> None:
         self.automatic_checkpoint_naming |= iteration_checkpoints
         self.set_directories(self.project_dir)
+        limit, iteration = as_int(self.total_limit), as_int(self.iteration)
         rules = {
-            "total_limit": (self.total_limit is None or self.total_limit >= 1, "at least 1, or None to keep all"),
-            "iteration": (self.iteration >= 0, "at least 0"),
+            "total_limit": (
+                self.total_limit is None or (limit is not None and limit >= 0),
+                "an integer of at least 1, or None to keep all",
+            ),
+            "iteration": (iteration is not None and iteration >= 0, "an integer of at least 0"),
             "verify": (self.verify in ("sizes", "hashes"), "'sizes' or 'hashes'"),
             "deadline": (self.deadline > 0, "a positive number of seconds"),
             "remote": (
@@ -89,6 +94,7 @@ class ProjectConfiguration:
                     "Change it, or remove it to use the default.",
                 )
 
+        self.total_limit, self.iteration = limit, iteration or 0
         if self.save_policy is not None and self.total_limit is not None:
             raise Conflict(
                 "Cannot use ProjectConfiguration(save_policy=..., total_limit=...).",
@@ -101,7 +107,9 @@ class ProjectConfiguration:
         """How many of the newest automatic checkpoints to keep, and at which interval to keep older ones."""
         if self.save_policy is not None:
             return self.save_policy.keep_last, self.save_policy.period
-        return (self.total_limit if self.automatic_checkpoint_naming else None), None
+        limit = self.total_limit if self.automatic_checkpoint_naming else None
+        # The newest one stays in any case.
+        return (None if limit is None else max(limit, 1)), None
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set the project folder, also as folder for logs if none is set."""

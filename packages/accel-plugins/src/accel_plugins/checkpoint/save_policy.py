@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from accel_state.errors import SettingError
+from accel_state.settings.integers import as_int
 
 __all__ = ("ContinuousSavePolicy",)
 
@@ -39,9 +40,10 @@ class ContinuousSavePolicy:
     keep_every: str | float | None = "1h"
 
     def __post_init__(self) -> None:
+        keep_last = as_int(self.keep_last)
         rules = {
             "max_overhead": (0 < self.max_overhead <= 1, "a number above 0 and at most 1, such as 0.02 for 2 %"),
-            "keep_last": (type(self.keep_last) is int and self.keep_last >= 1, "an integer of at least 1"),
+            "keep_last": (keep_last is not None and keep_last >= 1, "an integer of at least 1"),
             "keep_every": (
                 self.keep_every is None or _seconds(self.keep_every) > 0,
                 "a positive number of seconds, a period such as '30min' or '1h', or None",

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from accel_state.errors import Conflict, SettingError
+from accel_state.settings.integers import as_int
 from accel_state.untrusted import parse_json, read_limited
 
 __all__ = (
@@ -83,7 +84,8 @@ class HfDeepSpeedConfig:
         node = self.config
         for name in parents:
             node = node.setdefault(name, {})
-        node[last] = value
+        # The configuration is JSON, which has no integers of numpy.
+        node[last] = value if (number := as_int(value)) is None else number
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a value or a whole dict.

@@ -13,6 +13,7 @@ from accel_state.choices import DynamoBackend
 from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import read_setting
+from accel_state.settings.integers import as_int
 from accel_state.settings.run import COMPILE_VARIABLE
 from accel_state.settings.schema import SWITCH, ObjectField, choice, given_value, object_fields, setting, settings_of
 
@@ -164,12 +165,14 @@ class TorchTensorParallelPlugin:
                     "Pass only one of them.",
                 )
             self.tp_size = tensor_parallel_degree
-        if not isinstance(self.tp_size, int) or isinstance(self.tp_size, bool) or self.tp_size < 1:
+        size = as_int(self.tp_size)
+        if size is None or size < 1:
             raise SettingError(
                 f"Cannot use TorchTensorParallelPlugin(tp_size={self.tp_size!r}).",
                 "The value must be a number of processes.",
                 "Pass an int of at least 1.",
             )
+        self.tp_size = size
         if self.parallelize_plan is not None and not isinstance(self.parallelize_plan, Mapping):
             raise SettingError(
                 f"Cannot use TorchTensorParallelPlugin(parallelize_plan={self.parallelize_plan!r}).",

@@ -9,6 +9,7 @@ from typing import Any
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import resolve
+from accel_state.settings.integers import as_int
 from accel_state.settings.run import XLASettings
 
 __all__ = ("XLAPlugin",)
@@ -50,7 +51,7 @@ class XLAPlugin(KwargsHandler):
                 "The value must be a sequence of class names.",
                 "Pass a sequence such as ('LlamaDecoderLayer',).",
             )
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+        if (as_int(self.prefetch) or 0) < 0 or as_int(self.prefetch) is None:
             _refuse(
                 "prefetch",
                 self.prefetch,

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accel_state.errors import SettingError
+from accel_state.settings.integers import as_int
 
 __all__ = (
     "BOOLEAN",
@@ -406,8 +407,9 @@ def member_name(given: Any) -> Any:
 
 def _parsed(settings: Any, name: str, given: Any) -> Any:
     known = settings_of(type(settings))[name]
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = str(given)
+    number = as_int(given)
+    if number is not None:
+        given = str(number)
     if not isinstance(given, str):
         raise known.refusal(given, "argument")
     return known.parse(given, "argument")

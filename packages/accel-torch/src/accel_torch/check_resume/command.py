@@ -1,8 +1,8 @@
 """`accel check-resume`: check that a script resumed from a checkpoint computes the same as an uninterrupted run.
 
 The uninterrupted run continues for some steps after saving the checkpoint. New processes load the checkpoint and run
-    the same steps. The results of both are compared byte for byte: samples, losses, gradients, weights, optimizer
-    states, random-number generators.
+the same steps. The results of both are compared byte for byte: samples, losses, gradients, weights, optimizer
+states, random-number generators.
 """
 
 from __future__ import annotations

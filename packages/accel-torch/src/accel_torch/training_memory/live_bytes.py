@@ -1,7 +1,7 @@
 """Counts the bytes of live tensors by purpose after each operation of torch.
 
 No memory is allocated: the tensors are those of `torch._subclasses.FakeTensorMode`, with shapes and storages but
-    without values.
+without values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory of a training script: the script runs until it prepares its model, and a fork of it tries each plan.
 
 Parameters never have values, so that a model needs no memory. Data have values: the script reads its batches as usual.
-    Each fork continues the script until the end of its second optimizer step.
+Each fork continues the script until the end of its second optimizer step.
 """
 
 from __future__ import annotations
