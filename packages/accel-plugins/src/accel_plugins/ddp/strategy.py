@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.reduction import reduce
 from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.strategy import Strategy
+from accel_plugins.unreduced import UnreducedGradients
 from accel_state.errors import Conflict, NotOffered
 from accel_state.labels import DEVICE_MAP
 
@@ -26,6 +29,11 @@ class DDPStrategy(Strategy):
     """Every process has the whole model; backward averages the gradients."""
 
     config: DistributedDataParallelKwargs
+
+    def __init__(self, context: Context, config: DistributedDataParallelKwargs) -> None:
+        super().__init__(context, config)
+        self._unwrapped: weakref.WeakKeyDictionary[Module, _Unwrapped] = weakref.WeakKeyDictionary()
+        self._unreduced: weakref.WeakKeyDictionary[Module, UnreducedGradients] = weakref.WeakKeyDictionary()
 
     def check(self, bundle: Bundle) -> None:
         for model in bundle.models:
@@ -43,13 +51,31 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, model: Module) -> Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
+            unwrapped = self._unwrapped[model] = _Unwrapped()
+            self._average(model, model.parameters(), unwrapped)
             return model
         device = self.context.process.device
         # torch requires a list of ids for devices that have an index, and no list for others.
         ids = None if device.index is None else [device.index]
         wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **self.config.to_kwargs())
         self.config.register_comm_hook(wrapped)
+        ignored = wrapped.parameters_to_ignore
+        frozen = (one for name, one in model.named_parameters() if not one.requires_grad and name not in ignored)
+        self._average(model, frozen, wrapped)
         return wrapped
+
+    def _average(
+        self, model: Module, parameters: Iterable[Parameter], wrapper: DistributedDataParallel | _Unwrapped
+    ) -> None:
+        """Average the gradients of parameters that `DistributedDataParallel` does not reduce."""
+        referred = weakref.ref(wrapper)
+
+        def reduces() -> bool:
+            wrapper = referred()
+            return wrapper is not None and wrapper.require_backward_grad_sync
+
+        gradients = UnreducedGradients(model, parameters, self.context.process.transport, reduces)
+        self._unreduced[model] = gradients
 
     def unwrap(self, model: Module) -> Module:
         parallel = _parallel(model)
@@ -59,15 +85,18 @@ class DDPStrategy(Strategy):
         return inner
 
     def no_sync(self, model: Module) -> AbstractContextManager[None]:
-        parallel = _parallel(model)
+        wrapper = _parallel(model) or self._unwrapped.get(model)
         # The order of the reductions in a static graph is recorded once, so each backward makes all of them.
-        if parallel is None or parallel.static_graph:
+        if wrapper is None or wrapper.static_graph:
             return super().no_sync(model)
-        return _Syncing(parallel, False)
+        return _Syncing(wrapper, False)
 
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
         parallel = _parallel(model)
-        if parallel is None or parallel.static_graph:
+        if parallel is None:
+            unwrapped = self._unwrapped.get(model)
+            return super().sync_in_next_backward(model) if unwrapped is None else _Syncing(unwrapped, True)
+        if parallel.static_graph:
             return super().sync_in_next_backward(model)
         if parallel.find_unused_parameters:
             raise NotOffered(
@@ -88,8 +117,19 @@ class DDPStrategy(Strategy):
         joinable: list[Any] = [parallel for model in models if (parallel := _parallel(model)) is not None]
         if not joinable:
             return super().join(models, even_batches)
-        joined: AbstractContextManager[None] = Join(joinable)
-        return joined
+        return self._joining([parallel.module for parallel in joinable], Join(joinable))
+
+    @contextmanager
+    def _joining(self, models: Sequence[Module], inside: AbstractContextManager[None]) -> Iterator[None]:
+        unreduced = [gradients for model in models if (gradients := self._unreduced.get(model)) is not None]
+        for gradients in unreduced:
+            gradients.joins = True
+        try:
+            with inside:
+                yield
+        finally:
+            for gradients in unreduced:
+                gradients.joins = False
 
 
 def _parallel(model: Any) -> DistributedDataParallel | None:
@@ -97,12 +137,25 @@ def _parallel(model: Any) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
+class _Unwrapped:
+    """Whether backward reduces the gradients of a model that had nothing to train, and so has no wrapper.
+
+    Attributes:
+        require_backward_grad_sync, static_graph: as in `DistributedDataParallel`.
+    """
+
+    static_graph = False
+
+    def __init__(self) -> None:
+        self.require_backward_grad_sync = True
+
+
 class _Syncing:
     """A context that switches the reduction of gradients on or off; cheaper than the generator of `DDP.no_sync`."""
 
     __slots__ = ("_before", "_model", "_sync")
 
-    def __init__(self, model: DistributedDataParallel, sync: bool) -> None:
+    def __init__(self, model: DistributedDataParallel | _Unwrapped, sync: bool) -> None:
         self._model = model
         self._sync = sync
 
@@ -119,13 +172,14 @@ class _Syncing:
 class _SyncingLate(_Syncing):
     """Reduces gradients in backward although forward ran without: it prepares the reducer as forward would."""
 
-    __slots__ = ()
+    __slots__ = ("_parallel",)
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model, True)
+        self._parallel = model
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._model.require_forward_param_sync = True
+        self._parallel.require_forward_param_sync = True
         if torch.is_grad_enabled():
-            self._model.reducer.prepare_for_backward([])
+            self._parallel.reducer.prepare_for_backward([])

@@ -29,6 +29,7 @@ from accel_plugins.parameters import canonical_name, find_tied_parameters
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
+from accel_plugins.unreduced import UnreducedGradients
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
@@ -136,37 +137,19 @@ class ShardedStrategy(Strategy):
         names = {name for name, parameter in model.named_parameters() if parameter in ignored}
         sharded = self.shard(model)
         # Sharding renames submodules, and replaces all parameters of a model that was built in shards.
-        for name, parameter in sharded.named_parameters():
-            if canonical_name(name) in names:
-                self._average_gradient(parameter, sharded)
+        unsharded = [one for name, one in sharded.named_parameters() if canonical_name(name) in names]
+        referred = weakref.ref(sharded)
+
+        def reduces() -> bool:
+            model = referred()
+            return model is not None and self.reduces_gradients(model)
+
+        UnreducedGradients(sharded, unsharded, self.context.process.transport, reduces, replaces=True)
         return sharded
 
     def shard(self, model: Module) -> Module:
         """Shard a model on its device; return the model that trains."""
         raise NotImplementedError
-
-    def _unsharded(self, model: Module) -> list[Parameter]:
-        """Trainable parameters that are not sharded."""
-        return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
-
-    def _average_gradient(self, parameter: Parameter, model: Module) -> None:
-        """Average the gradient of an unsharded parameter in each backward of its model that reduces gradients.
-
-        Gradients that were averaged after an earlier backward are equal on all processes, so averaging them again has
-        no effect.
-        """
-        transport, referred = self.context.process.transport, weakref.ref(model)
-
-        def average(parameter: Tensor) -> None:
-            model = referred()
-            if parameter.grad is not None and model is not None and self.reduces_gradients(model):
-                transport.all_reduce(parameter.grad).wait()
-                parameter.grad /= transport.world_size
-
-        trains = parameter.requires_grad
-        # torch refuses hooks of frozen parameters, but a script may unfreeze this one later.
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trains)
 
     # ------------------------------------------------------------------ one step
 
