@@ -135,7 +135,7 @@ def test_the_comparison_can_be_turned_off(two: Processes, loop: Any) -> None:
 
 
 def message(rank: int, **changes: Any) -> dict[str, Any]:
-    posted = {"holds": "a", "sums": [1, 2], "names": ["w", "b"], "data": rank, "inputs": [str(rank), "x"]}
+    posted = {"places": ["a", "a"], "sums": [1, 2], "names": ["w", "b"], "data": rank, "inputs": [str(rank), "x"]}
     return {**posted, **changes}
 
 
@@ -144,7 +144,10 @@ def test_findings_name_the_first_parameter_and_the_sides() -> None:
     (sentence,) = findings([message(0), message(1, sums=[1, 3]), message(2)])
     assert "first in 'b'" in sentence
     assert "0, 2; 1" in sentence
-    assert findings([message(0), message(1, holds="b", sums=[3, 4])]) == []
+    assert findings([message(0), message(1, places=["b", "b"], sums=[3, 4])]) == []
+    # Only the second tensor is sharded.
+    (sentence,) = findings([message(0, places=["a", "b"]), message(1, places=["a", "c"], sums=[3, 4])])
+    assert "first in 'w'" in sentence
 
 
 def test_findings_on_inputs_need_processes_that_should_read_different_samples() -> None:

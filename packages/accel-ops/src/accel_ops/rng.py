@@ -16,8 +16,9 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import best_family, families
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.labels import RNGType
+from accel_state.run_state import data_shard
 
-__all__ = ("restore", "set_seed", "snapshot", "synchronize_rng_state", "synchronize_rng_states")
+__all__ = ("restore", "seed_again", "set_seed", "snapshot", "synchronize_rng_state", "synchronize_rng_states")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the generators of Python, numpy, torch and the device.
 
     Args:
-        seed: int from 0 to 2**32 - 1, also after the rank was added.
-        device_specific: add the rank to the seed, so that each process draws different numbers.
+        seed: int from 0 to 2**32 - 1, also after the index was added.
+        device_specific: add the index of the process's data shard to the seed, so that processes with different samples
+            draw different numbers. Without the mesh axes tp, cp and sp this is the rank. If the first Accelerator is
+            constructed later with such axes, it seeds again.
         deterministic: let torch use only deterministic algorithms.
 
     Raises:
@@ -77,7 +80,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     process = current.process_or_start() if device_specific else current.process_or_none()
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise _seed_error(seed, f"It is of type {type(seed).__name__}.")
-    chosen = int(seed) + (process.rank if process is not None and device_specific else 0)
+    shard = None if process is None or not device_specific else data_shard(process)
+    chosen = int(seed) + (0 if shard is None else shard[1])
     if not 0 <= chosen < 2**32:
         raise _seed_error(chosen, "numpy's generator takes seeds from 0 to 2**32 - 1.")
     random.seed(chosen)
@@ -86,6 +90,23 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     (best_family() if process is None else process.family).seed(chosen)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+    _seeded_apart.clear()
+    if shard is not None:
+        _seeded_apart.append((int(seed), shard[0]))
+
+
+_seeded_apart: Final[list[tuple[int, int]]] = []
+"""Seed and number of data shards of the last `set_seed`, if it seeded processes differently."""
+
+
+def seed_again() -> None:
+    """Seed again if processes were seeded for another number of data shards.
+
+    Called on every process when a run begins, because its mesh may show that processes read the same samples.
+    """
+    process = current.process_or_none()
+    if process is not None and _seeded_apart and _seeded_apart[0][1] != data_shard(process)[0]:
+        set_seed(_seeded_apart[0][0], device_specific=True)
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:

@@ -320,8 +320,13 @@ class PartialState(metaclass=Replaceable):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The shard of `inputs` for this process; see `accel_state.process.split_inputs`."""
-        yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
+        """The shard of `inputs` for this process; see `accel_state.process.split_inputs`.
+
+        Processes that must read the same samples, such as those of one tensor-parallel group, get the same shard.
+        """
+        from accel_state.run_state import data_shard
+
+        yield split_inputs(inputs, *data_shard(self._process), apply_padding)
 
     def on_main_process(self, function: F | None = None) -> F:
         """Decorator: run the function on the main process only; elsewhere it returns None."""

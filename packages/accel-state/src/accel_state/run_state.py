@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
 from accel_state.errors import Conflict, NoState, NotOffered, NotReady, SettingError
-from accel_state.identity import Run
+from accel_state.identity import Process, Run
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.process import PartialState, SharedState
 from accel_state.settings.environ import from_environment, resolve
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = (
     "AcceleratorState",
     "check_given",
+    "data_shard",
     "is_initialized",
     "parallelism_config_from_environment",
     "precision_name",
@@ -56,6 +57,21 @@ def parallelism_config_from_environment() -> ParallelismConfig | None:
     from accel_state.mesh import ParallelismConfig
 
     return ParallelismConfig()
+
+
+def data_shard(process: Process) -> tuple[int, int]:
+    """The number of data shards of the run, and the index of the one that a process reads.
+
+    Processes along the axes tp, cp and sp read the same samples. Before there is a run, the sizes of axes are those of
+    the environment.
+    """
+    run = current.run_or_none()
+    config = parallelism_config_from_environment() if run is None else run.parallelism_config
+    if config is None or process.world_size == 1:
+        return process.world_size, process.rank
+    # These axes are the innermost ones.
+    together = config.non_data_parallel_size
+    return process.world_size // together, process.rank // together
 
 
 def is_initialized() -> bool:

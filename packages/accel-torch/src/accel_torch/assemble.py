@@ -122,6 +122,10 @@ def assemble(
     gradient = GradientState.of(options.accumulation)
     run = _run(options, current.process(), gradient, {**given, **options.plugins})
     current.set_run(run)
+    if run.parallelism_config is not None:
+        from accel_ops.rng import seed_again
+
+        seed_again()
     return AcceleratorState(), gradient, run.backend
 
 

@@ -7,6 +7,9 @@ periodically; a difference is an error that names the first differing tensor and
 Each process writes digests of a sample of its parameters to the store of the run, and a thread of the main process
 compares them when all have arrived. If no prepared loader was read, digests of the first inputs are compared too:
 processes that train on the same samples learn no more than one process.
+
+Each tensor is compared between the processes that have the same shard of it: with tensor parallelism some tensors of an
+optimizer are sharded and others are not.
 """
 
 from __future__ import annotations
@@ -58,13 +61,12 @@ class ReplicaState(NamedTuple):
     """The contribution of one process to a check.
 
     Args:
-        holds: the shards of tensors that it has; processes with the same shards are replicas.
-        weights: a digest of these shards.
+        weights: a digest of the bits of its shards, by their place: processes with an equal place are replicas of the
+            tensors there.
         facts: values that must be equal on all processes, by name.
     """
 
-    holds: bytes
-    weights: bytes
+    weights: dict[bytes, bytes]
     facts: dict[str, Hashable]
 
 
@@ -101,18 +103,22 @@ class ReplicaChecker:
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sums = bit_sums(tensors)
-        holds = digest([self._strategy.shard_key(), *(part_of(tensor) for tensor in tensors)])
-        witness = ReplicaState(holds, digest(sums), {"optimizer steps": steps, **self._facts()})
+        places = places_of(self._strategy, tensors)
+        by_place: dict[bytes, list[int]] = {}
+        for place, bits in zip(places, sums, strict=True):
+            by_place.setdefault(place, []).append(bits)
+        weights = {place: digest(bits) for place, bits in by_place.items()}
+        witness = ReplicaState(weights, {"optimizer steps": steps, **self._facts()})
         witnesses: list[ReplicaState] = gather_object([witness])
         self._compare_facts(witnesses, steps)
-        if _agree(witnesses, [witness.weights for witness in witnesses]):
+        if _agree(witnesses):
             return
         # All processes have the same data, so all of them reach this line.
-        everyones: list[list[int]] = gather_object([sums])
+        everyones: list[list[tuple[bytes, int]]] = gather_object([list(zip(places, sums, strict=True))])
         for index, tensor in enumerate(tensors):
-            values = [sums[index] for sums in everyones]
-            if not _agree(witnesses, values):
-                raise _differ(f"the tensor {self._name(tensor, index)!r}", _sides(witnesses, values), steps)
+            sides = _sides([shards[index] for shards in everyones])
+            if sides:
+                raise _differ(f"the tensor {self._name(tensor, index)!r}", sides, steps)
 
     def _facts(self) -> dict[str, Hashable]:
         loaders: dict[str, Hashable] = {}
@@ -134,7 +140,7 @@ class ReplicaChecker:
             if name.startswith("the generator") and name not in self._shared_generators:
                 continue
             if name not in equal:
-                raise _differ(name, _sides(None, [witness.facts.get(name) for witness in witnesses]), steps)
+                raise _differ(name, _sides([(b"", witness.facts.get(name)) for witness in witnesses]), steps)
 
     def _name(self, tensor: Tensor, index: int) -> str:
         prepared = self._prepared()
@@ -184,13 +190,23 @@ def local_part(tensor: Any) -> Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
+def places_of(strategy: Strategy, tensors: Iterable[Tensor]) -> list[bytes]:
+    """For each tensor, a key of the shard that this process has; processes with an equal key are replicas of it."""
+    key, digests = strategy.shard_key(), {}
+    parts = [part_of(tensor) for tensor in tensors]
+    for part in set(parts):
+        digests[part] = digest([key, part])
+    return [digests[part] for part in parts]
+
+
 def part_of(tensor: Any) -> Hashable:
     """The index of this process's shard: its coordinates on the mesh axes that shard the tensor."""
     if not hasattr(tensor, "placements"):
-        return tuple(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    divided = zip(coordinate, tensor.placements, strict=False)
-    return tuple(tensor.shape), tuple(place for place, placement in divided if not placement.is_replicate())
+        return ()
+    mesh = tensor.device_mesh
+    coordinate, names = mesh.get_coordinate() or (), mesh.mesh_dim_names or tuple(enumerate(mesh.shape))
+    divided = zip(names, coordinate, tensor.placements, strict=False)
+    return tuple((name, place) for name, place, placement in divided if not placement.is_replicate())
 
 
 def digest(value: Any) -> bytes:
@@ -217,19 +233,24 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def _agree(witnesses: Sequence[ReplicaState], values: Sequence[Hashable]) -> bool:
+def _agree(witnesses: Sequence[ReplicaState]) -> bool:
     """Whether all replicas of each shard have the same value."""
-    pairs = {(witness.holds, value) for witness, value in zip(witnesses, values, strict=True)}
-    return len(pairs) == len({holds for holds, _ in pairs})
+    weights: dict[bytes, bytes] = {}
+    return all(
+        weights.setdefault(place, value) == value for witness in witnesses for place, value in witness.weights.items()
+    )
 
 
-def _sides(witnesses: Sequence[ReplicaState] | None, values: Sequence[Hashable]) -> list[list[int]]:
-    """Groups of processes with equal values, for the first shard whose replicas differ; the largest group first."""
-    parts = [b""] * len(values) if witnesses is None else [witness.holds for witness in witnesses]
-    for part in dict.fromkeys(parts):
+def _sides(shards: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
+    """Groups of processes with equal values, for the first place whose replicas differ; the largest group first.
+
+    Args:
+        shards: place and value of each process, by rank.
+    """
+    for place in dict.fromkeys(place for place, _ in shards):
         sides: dict[Hashable, list[int]] = {}
-        for rank, value in enumerate(values):
-            if parts[rank] == part:
+        for rank, (theirs, value) in enumerate(shards):
+            if theirs == place:
                 sides.setdefault(value, []).append(rank)
         if len(sides) > 1:
             return sorted(sides.values(), key=len, reverse=True)
@@ -241,8 +262,9 @@ def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
     return ReplicasDiffer(
         f"The replicas differ after {steps} optimizer steps (check_replicas_every).",
         f"They differ first in {what}. Processes that agree with each other: {groups}.",
-        "Look for code that only some processes run: conditional steps, weights changed by hand, another seed, or "
-        "data read outside of prepared loaders.",
+        "Look for code that only some processes run: conditional steps, weights changed by hand, another seed, "
+        "parameters unfrozen or added on some processes, or data read outside of prepared loaders. Look also for calls "
+        "that bypass the model that prepare() returned.",
     )
 
 
@@ -295,7 +317,7 @@ class ReplicaComparison:
         chosen = tensors[:: -(-len(tensors) // _TENSORS) or 1]
         name_of = self._names() or _nameless
         message = {
-            "holds": digest([self._strategy.shard_key(), *(part_of(tensor) for tensor in chosen)]).hex(),
+            "places": [place.hex() for place in places_of(self._strategy, chosen)],
             "sums": bit_sums([_sample(tensor) for tensor in chosen]),
             "names": [name_of(tensor) or f"parameter {index}" for index, tensor in enumerate(chosen)],
             "data": self._strategy.shards().index,
@@ -354,14 +376,14 @@ def _everyones(control: ControlStore, keys: Sequence[str], ended: threading.Even
 def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
     """The differences between the messages of all processes, as warnings."""
     found = []
-    for name, sides in _differing(messages):
+    if messages and (differing := _differing(messages)) is not None:
+        name, sides = differing
         found.append(
             f"Replicas differ after the second optimizer step, first in {name!r}. Processes that agree with each "
             f"other: {'; '.join(', '.join(map(str, side)) for side in sides)}. Each group trains independently. Call "
-            "the model that prepare() returned, and change weights equally on all processes. "
+            "the model that prepare() returned, and change, unfreeze and add weights equally on all processes. "
             "(Accelerator(check_replicas_every=0) disables this check; =100 compares all weights every 100 steps.)"
         )
-        break
     if _same_inputs(messages):
         found.append(
             "All processes train on the same samples: their first inputs are equal, and no prepared loader was read. "
@@ -370,20 +392,13 @@ def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _differing(messages: Sequence[dict[str, Any]]) -> list[tuple[str, list[list[int]]]]:
-    parts: dict[str, list[int]] = {}
-    for rank, message in enumerate(messages):
-        parts.setdefault(message["holds"], []).append(rank)
-    found = []
-    for ranks in parts.values():
-        for index, name in enumerate(messages[ranks[0]]["names"]):
-            sides: dict[int, list[int]] = {}
-            for rank in ranks:
-                sides.setdefault(messages[rank]["sums"][index], []).append(rank)
-            if len(sides) > 1:
-                found.append((name, sorted(sides.values(), key=len, reverse=True)))
-                break
-    return found
+def _differing(messages: Sequence[dict[str, Any]]) -> tuple[str, list[list[int]]] | None:
+    """The first parameter that differs, and the groups of processes that agree."""
+    for index, name in enumerate(messages[0]["names"]):
+        sides = _sides([(message["places"][index], message["sums"][index]) for message in messages])
+        if sides:
+            return name, sides
+    return None
 
 
 def _same_inputs(messages: Sequence[dict[str, Any]]) -> bool:
