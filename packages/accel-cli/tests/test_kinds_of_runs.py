@@ -126,7 +126,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         """
         import json, os
         from accel_plugins.transforms.config import TorchDynamoPlugin
-        from accel_state.run_state import parallelism_config_from_environment
+        from accel_state.data_shards import parallelism_config_from_environment
         mesh, dynamo = parallelism_config_from_environment(), TorchDynamoPlugin()
         print(json.dumps([mesh.tp_size, mesh.dp_shard_size, dynamo.to_dict(), os.environ["FSDP_VERSION"]]))
         """

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import AcceleratorState
+from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, SettingError
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -17,7 +18,6 @@ from accel_state.mesh import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel_state.run_state import parallelism_config_from_environment
 from accel_state.settings.environ import to_environment
 from accel_state.testing.processes import Processes
 

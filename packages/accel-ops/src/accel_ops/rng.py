@@ -12,11 +12,11 @@ import torch
 
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
+from accel_state.data_shards import data_shard
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import best_family, families
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.labels import RNGType
-from accel_state.run_state import data_shard
 
 __all__ = ("restore", "seed_again", "set_seed", "snapshot", "synchronize_rng_state", "synchronize_rng_states")
 

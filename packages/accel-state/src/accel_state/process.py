@@ -324,7 +324,7 @@ class PartialState(metaclass=Replaceable):
 
         Processes that must read the same samples, such as those of one tensor-parallel group, get the same shard.
         """
-        from accel_state.run_state import data_shard
+        from accel_state.data_shards import data_shard
 
         yield split_inputs(inputs, *data_shard(self._process), apply_padding)
 

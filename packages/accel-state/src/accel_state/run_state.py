@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
+from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NoState, NotOffered, NotReady, SettingError
-from accel_state.identity import Process, Run
+from accel_state.identity import Run
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.process import PartialState, SharedState
-from accel_state.settings.environ import from_environment, resolve
-from accel_state.settings.run import MeshSettings, RunSettings
+from accel_state.settings.environ import resolve
+from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 __all__ = (
     "AcceleratorState",
     "check_given",
-    "data_shard",
     "is_initialized",
-    "parallelism_config_from_environment",
     "precision_name",
 )
 
@@ -47,31 +46,6 @@ def precision_name(mixed_precision: PrecisionType | str | None) -> str:
     if mixed_precision is None:
         return str(resolve(RunSettings, {})["mixed_precision"].value)
     return str(settings_of(RunSettings)["mixed_precision"].parse(str(mixed_precision), "argument"))
-
-
-def parallelism_config_from_environment() -> ParallelismConfig | None:
-    """The `ParallelismConfig` that the launcher set, or None without ACCELERATE_USE_PARALLELISM_CONFIG."""
-    if not from_environment(MeshSettings).use_parallelism_config:
-        return None
-    # Loaded only if there is a mesh.
-    from accel_state.mesh import ParallelismConfig
-
-    return ParallelismConfig()
-
-
-def data_shard(process: Process) -> tuple[int, int]:
-    """The number of data shards of the run, and the index of the one that a process reads.
-
-    Processes along the axes tp, cp and sp read the same samples. Before there is a run, the sizes of axes are those of
-    the environment.
-    """
-    run = current.run_or_none()
-    config = parallelism_config_from_environment() if run is None else run.parallelism_config
-    if config is None or process.world_size == 1:
-        return process.world_size, process.rank
-    # These axes are the innermost ones.
-    together = config.non_data_parallel_size
-    return process.world_size // together, process.rank // together
 
 
 def is_initialized() -> bool:

@@ -18,6 +18,7 @@ from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.current import Process, Run
+from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.kwargs import InitProcessGroupKwargs
@@ -25,7 +26,6 @@ from accel_state.process import PartialState
 from accel_state.run_state import (
     AcceleratorState,
     check_given,
-    parallelism_config_from_environment,
     precision_name,
 )
 from accel_torch.options import Options
