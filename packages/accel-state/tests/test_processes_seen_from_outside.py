@@ -22,6 +22,7 @@ from accel_state.hang_report.progress import STATUS_FOLDER, TrainingProgress
 from accel_state.hang_report.rank_status import WorldStatus, read_world_status, request_world_status
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
+from accel_state.run_status import find
 from accel_state.run_status.find import find_run, running_runs
 from accel_state.run_status.folder import PREFIX, announce_run
 from accel_state.run_status.stacks import (
@@ -39,8 +40,9 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, in which no other run is."""
+    """The folder for temporary files, in which no other run is; runs beside the tests may write anywhere."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(find, "_USUAL", str(tmp_path))
     return tmp_path
 
 

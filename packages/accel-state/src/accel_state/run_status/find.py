@@ -23,6 +23,9 @@ __all__ = ("LaunchedRun", "find_run", "running_runs")
 
 _SHAPE: Final = record({"pid": integer(), "started": integer(), "folder": text(), "time": number()})
 _MOST_BYTES: Final = 64 * 1024
+_USUAL: Final = "/tmp"
+"""Folder for temporary files of launchers that were started without TMPDIR."""
+
 _LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
 
 
@@ -49,7 +52,7 @@ class LaunchedRun(NamedTuple):
 
 def running_runs() -> list[LaunchedRun]:
     """The runs of this user with a live launcher, the oldest first."""
-    found = {run.pid: run for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp")) for run in _runs_in(folder)}
+    found = {run.pid: run for folder in dict.fromkeys((tempfile.gettempdir(), _USUAL)) for run in _runs_in(folder)}
     return sorted(found.values(), key=lambda run: run.began)
 
 
