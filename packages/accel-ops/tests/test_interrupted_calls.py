@@ -266,10 +266,13 @@ def test_a_call_inside_a_call_is_refused_and_the_outer_one_is_right(two: Process
     assert "inside gather() at" in errors[0]
 
 
-def threads_in_another_order() -> dict[str, Any]:
+def threads_in_another_order(starts_late: bool) -> dict[str, Any]:
     """Two threads gather; on each process another one is the first."""
     state, outcomes = PartialState(cpu=True), {}
     rank, first_calls = state.process_index, threading.Event()
+    if rank == 0:
+        # Other processes may have created more threads.
+        threading.Thread(target=first_calls.wait).start()
     waiting = is_waiting()
 
     def work(name: str, is_first: bool) -> None:
@@ -278,19 +281,24 @@ def threads_in_another_order() -> dict[str, Any]:
         outcomes[name] = outcome_of(lambda: gather(torch.tensor([ord(name)])).tolist())
 
     threads = [threading.Thread(target=work, args=(name, (name == "b") == bool(rank))) for name in "ab"]
-    for thread in threads:
+    first = threads[rank]
+    for thread in [first] if starts_late else threads:
         thread.start()
     while not waiting():
         time.sleep(0.01)
     first_calls.set()
+    if starts_late:
+        first.join()
+        threads[1 - rank].start()
     for thread in threads:
         thread.join()
     outcomes["later"] = gather(torch.tensor([rank])).tolist()
     return outcomes
 
 
-def test_threads_that_meet_in_another_order_get_errors(two: Processes) -> None:
-    for outcomes in two.run(threads_in_another_order):
+@pytest.mark.parametrize("starts_late", [False, True])
+def test_threads_that_meet_in_another_order_get_errors(two: Processes, starts_late: bool) -> None:
+    for outcomes in two.run(threads_in_another_order, starts_late):
         assert outcomes.pop("later") == [0, 1]
         for outcome in outcomes.values():
             parts = ("ShapeMismatch: ", "in different threads", "'Thread (work)'", "'Thread (work) (2)'")
@@ -309,7 +317,7 @@ def racing_threads(rounds: int) -> list[Any]:
                 wrong.append((number, outcome))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
+    for thread in threads if current.process().rank else reversed(threads):
         thread.start()
     work(3)
     for thread in threads:
@@ -319,6 +327,29 @@ def racing_threads(rounds: int) -> list[Any]:
 
 def test_threads_never_get_the_values_of_others(two: Processes) -> None:
     assert two.run(racing_threads, 50) == [[], []]
+
+
+def short_threads(rounds: int) -> list[Any]:
+    """What pairs of threads get that make one call each."""
+    PartialState(cpu=True)
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        outcome = outcome_of(lambda: gather(torch.tensor([number])).tolist())
+        if outcome != [number, number] and "in different threads" not in str(outcome):
+            wrong.append((number, outcome))
+
+    for number in range(rounds):
+        threads = [threading.Thread(target=work, args=(2 * number + index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return wrong
+
+
+def test_short_threads_never_get_the_values_of_others(two: Processes) -> None:
+    assert two.run(short_threads, 50) == [[], []]
 
 
 def one_thread_after_another() -> list[Any]:

@@ -7,7 +7,7 @@ thread of its call.
 
 The thread in which the run began has no name here, because ranks may be threads of one process. Other threads have the
 name that Python or the user gave them, without the numbers that Python counts up for all threads of a process: other
-processes may have started more threads. Several threads with the same name are told apart by the order in which they
+processes may have started more threads. Several threads with the same name differ by the order in which they
 were created. Threads of native code, such as those of the backward pass, work for a thread that waits for them.
 """
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 import signal
 import threading
+from collections import Counter
 from contextlib import suppress
-from itertools import count
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ class Turn:
 
     Args:
         home: the thread in which the run began.
-        numbers: tell threads with the same name apart. Not for the transport of a group: each of several threads has
+        numbers: number threads with the same name. Not for the transport of a group: each of several threads has
             its own group, and starts when it likes.
 
     Attributes:
@@ -45,11 +45,12 @@ class Turn:
             processes; else None.
     """
 
-    __slots__ = ("_names", "_numbers", "home", "interrupted", "lock", "thread")
+    __slots__ = ("_counts", "_names", "_numbers", "home", "interrupted", "lock", "thread")
 
     def __init__(self, home: threading.Thread, numbers: bool = True) -> None:
         self.home = home
         self._numbers = numbers
+        self._counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.thread = 0
         self.interrupted: Any = None
@@ -79,7 +80,8 @@ class Turn:
     def _name_namesakes(self, thread: threading.Thread) -> None:
         """Name all threads with the stem of this one, in the order in which they were created.
 
-        Together: otherwise the second one would be the only one after the first one has ended.
+        Together, and also those that were not started: otherwise the first one to call would be number 1, and that may
+        be another one on each process. No number is used again: a thread that has ended may be late elsewhere.
         """
         if thread.name.startswith(_NATIVE):
             self._names[thread] = ""
@@ -88,12 +90,16 @@ class Turn:
         if not self._numbers:
             self._names[thread] = stem
             return
-        namesakes = sorted((other for other in threading.enumerate() if _stem_of(other) == stem), key=_number_of)
-        taken = {self._names[other] for other in namesakes if other in self._names}
-        names = (name for number in count(1) if (name := stem if number == 1 else f"{stem} ({number})") not in taken)
-        for other in namesakes:
+        for other in sorted((other for other in _existing() if _stem_of(other) == stem), key=_number_of):
             if other not in self._names:
-                self._names[other] = next(names)
+                self._counts[stem] += 1
+                self._names[other] = stem if self._counts[stem] == 1 else f"{stem} ({self._counts[stem]})"
+
+
+def _existing() -> list[threading.Thread]:
+    """The threads that run or will run. Python has no public list of those that were not started."""
+    created = getattr(threading, "_dangling", ())
+    return list(dict.fromkeys([*threading.enumerate(), *(thread for thread in created if thread.ident is None)]))
 
 
 def _stem_of(thread: threading.Thread) -> str:

@@ -1,0 +1,98 @@
+"""A handler raises while a process waits for a dispatched batch: the next collective is refused on all processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_data import prepare_data_loader
+from accel_ops import gather
+from accel_state import PartialState, current
+from accel_state.errors import AccelError
+from accel_state.protocol import protocol_state
+from accel_state.testing.processes import Processes
+
+INTERRUPTED = "interrupted"
+
+
+class Stop(RuntimeError):
+    """What the handler raises."""
+
+
+def stop(*_: Any) -> None:
+    raise Stop("now")
+
+
+def wait_until_interrupted() -> None:
+    store: Any = current.process().transport.store()
+    while not store.add(INTERRUPTED, 0):
+        time.sleep(0.01)
+
+
+class LateStream(IterableDataset[Any]):
+    """Numbers; on rank 0 those after the first batches come when rank 1 has been interrupted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(64):
+            if number == 16 and PartialState().process_index == 0:
+                wait_until_interrupted()
+            yield torch.tensor(number)
+
+
+def interrupt_the_wait_for_a_batch() -> None:
+    """Send a signal to this process when the main thread has been in a call of the loader for a while."""
+    log = protocol_state(current.process().transport).log
+    seen = None
+    while True:
+        call = log.active()
+        # The same call at two looks: it waits.
+        if call is not None and call.operation == "DataLoader.__next__" and call.number == seen:
+            break
+        seen = call.number if call is not None else None
+        time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def outcome() -> Any:
+    try:
+        return gather(torch.tensor([PartialState().process_index])).tolist()
+    except AccelError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def interrupted() -> list[Any]:
+    rank = PartialState(cpu=True).process_index
+    loader = prepare_data_loader(DataLoader(LateStream(), batch_size=2), dispatch_batches=True, put_on_device=False)
+    previous = signal.signal(signal.SIGUSR1, stop)
+    if rank == 1:
+        thread = threading.Thread(target=interrupt_the_wait_for_a_batch)
+        thread.start()
+        with pytest.raises(Stop):
+            list(loader)
+        thread.join()
+        store: Any = current.process().transport.store()
+        store.add(INTERRUPTED, 1)
+    else:
+        try:
+            list(loader)
+        except AccelError as error:
+            signal.signal(signal.SIGUSR1, previous)
+            # This process was in the loop when the other one refused its next call.
+            return [f"{type(error).__name__}: {error}", outcome()]
+    signal.signal(signal.SIGUSR1, previous)
+    return [outcome(), outcome()]
+
+
+def test_the_call_after_an_interrupted_loader_is_refused(two: Processes) -> None:
+    for refused, later in two.run(interrupted):
+        assert refused.startswith("ShapeMismatch: "), refused
+        assert "interrupted by Stop" in refused, refused
+        assert later == [0, 1]
