@@ -55,9 +55,9 @@ def convert_file_size_to_int(size: float | str) -> int:
         >>> convert_file_size_to_int("1.5GB"), convert_file_size_to_int("8Mb"), convert_file_size_to_int("1KiB")
         (1500000000, 1000000, 1024)
     """
-    number = as_int(size)
-    if number is not None:
-        size = number
+    whole = as_int(size)
+    if whole is not None:
+        size = whole
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf:
         return int(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
