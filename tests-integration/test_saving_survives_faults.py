@@ -46,11 +46,12 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_fault_sweep_loses_no_checkpoint(forking: ProcessPoolExecutor, name: str) -> None:
     every = EVERY_OF_SEVERAL if name.startswith(("shards", "two processes", "files of every kind")) else EVERY
     try:
-        tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)
+        tally = forking.submit(reliability.sweep, name, every=every).result(timeout=850)
     except NotOffered as reason:
         pytest.skip(str(reason))
 

@@ -226,7 +226,7 @@ class Together:
         if (ended.code, ended.companion_code) != (0, 0):
             raise AssertionError(f"The undisturbed processes ended with {ended.code} and {ended.companion_code}.")
 
-    def _session(self, rank: int, project: Path | None = None, deadline: float = 2.0) -> Session:
+    def _session(self, rank: int, project: Path | None = None, deadline: float = 10.0) -> Session:
         _place(rank, 2, self.port)
         current.clear()
         return Session(project or self.project, overwrite=self.overwrite, sharded=self.sharded, deadline=deadline)
@@ -273,7 +273,7 @@ class Together:
         """This run, to be hit by faults."""
         mine, other = self.hit, 1 - self.hit
         return faults.Workload(
-            self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=100.0
+            self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=300.0
         )
 
     def slow(self) -> str | None:
@@ -281,9 +281,10 @@ class Together:
         return self._refused(lambda rank: self._late(rank), "did not come within")
 
     def _late(self, rank: int) -> None:
-        session = self._session(rank, deadline=0.5)
+        session = self._session(rank, deadline=60.0)
         session.load()
         session.train(1)
+        session.accelerator.project_configuration.deadline = 0.5
         if rank == self.hit:
             time.sleep(3)
         session.save()

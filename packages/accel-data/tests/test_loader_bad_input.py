@@ -304,9 +304,10 @@ class Unreachable(Samples):
         self.mark = mark
 
     def __getitem__(self, index: int) -> int:
+        # The first call makes the folder, before another thread of the worker opens a socket in it for the first batch.
+        folder = Path(multiprocessing.util.get_temp_dir())
         if index == 3:
-            # Another thread of the worker opens one for the first batch.
-            while not (sockets := list(Path(multiprocessing.util.get_temp_dir()).glob("listener-*"))):
+            while not (sockets := list(folder.glob("listener-*"))):
                 time.sleep(0.01)
             for socket in sockets:
                 socket.unlink()

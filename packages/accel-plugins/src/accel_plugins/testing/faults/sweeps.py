@@ -343,6 +343,8 @@ def _strike_everywhere(kind: str, workload: Workload, every: int, error: int | N
                 log=kept.beside / "output",
             )
             if ended.hit is None:
+                if ended.code != 0:
+                    raise AssertionError(f"The undisturbed save ended with exit code {ended.code}.")
                 return tally
             wrong = "a process hung" if ended.hung else workload.check(workload.folder)
             tally.count(f"{_told(ended.hit, workload.folder)} (operation {at})", wrong)
