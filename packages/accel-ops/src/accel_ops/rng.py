@@ -93,6 +93,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     _seeded_apart.clear()
     if shard is not None:
         _seeded_apart.append((int(seed), shard[0]))
+        current.on_clear(_seeded_apart.clear)
 
 
 _seeded_apart: Final[list[tuple[int, int]]] = []

@@ -71,7 +71,9 @@ class UnreducedGradients:
                 self._average(parameter)
 
     def _average(self, parameter: Parameter) -> None:
-        if not (parameter.is_floating_point() or parameter.is_complex()) or self._transport.world_size == 1:
+        trainable = parameter.is_floating_point() or parameter.is_complex()
+        # Who shards a parameter reduces its gradient.
+        if not trainable or hasattr(parameter, "placements") or self._transport.world_size == 1:
             return
         self._parameters.append(weakref.ref(parameter))
         trains = parameter.requires_grad

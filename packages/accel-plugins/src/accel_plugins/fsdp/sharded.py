@@ -57,6 +57,7 @@ class ShardedStrategy(Strategy):
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or remove the backend.",
             )
         config.compute_in(context.precision.dtype)
+        context.precision.step_together(context.process.transport)
         loads_alone = "true" if config.cpu_ram_efficient_loading else "false"
         current.publish_for_run({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": loads_alone})
         self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
@@ -108,7 +109,6 @@ class ShardedStrategy(Strategy):
         return arrives_sharded(model, submesh(self.context.mesh, Axis.TENSOR))
 
     def setup(self, bundle: Bundle) -> Bundle:
-        self.context.precision.step_together(self.context.process.transport)
         before = bundle.parameter_names()
         for model in bundle.models:
             if self.arrives_sharded(model):

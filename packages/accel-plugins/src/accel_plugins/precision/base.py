@@ -90,7 +90,7 @@ class Precision:
     def step_together(self, transport: Transport) -> None:
         """Skip a step on all processes of the transport if the gradients of one of them overflowed.
 
-        Called by a strategy whose processes have different shards of the gradients, before it prepares models.
+        Called by a strategy whose processes have different shards of the gradients, when it is created.
         """
 
     def check(self, bundle: Bundle) -> None:
