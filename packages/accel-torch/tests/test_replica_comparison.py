@@ -105,7 +105,17 @@ def local_sgd(accelerator: Any) -> None:
         train(accelerator, loader, optimizer, model)
 
 
-@pytest.mark.parametrize("loop", [right, loader_divided_by_hand, constant_inputs, local_sgd])
+def several_accelerators(accelerator: Any) -> None:
+    """The second process trains with the second Accelerator before the main process reads messages of the first."""
+    right(accelerator)
+    other = Accelerator(cpu=True)
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    model, optimizer, loader = other.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), parts()[2])
+    train(other, loader, optimizer, model)
+
+
+@pytest.mark.parametrize("loop", [right, loader_divided_by_hand, constant_inputs, local_sgd, several_accelerators])
 def test_nothing_is_reported_of_a_right_run(two: Processes, loop: Any) -> None:
     assert two.run(logged, loop, {}) == [[], []]
 

@@ -14,6 +14,7 @@ optimizer are sharded and others are not.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -21,7 +22,7 @@ import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -297,9 +298,14 @@ class ReplicaComparison:
         prepared: the prepared objects, for the names of parameters; weakly referenced.
     """
 
+    # Messages of one Accelerator may still be in the store when the next one writes its own. All processes construct
+    # their Accelerators in the same order.
+    _indices: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, strategy: Strategy, prepared: PreparedObjects) -> None:
         self._strategy = strategy
         self._names = weakref.WeakMethod(prepared.parameter_name)
+        self._index = next(self._indices)
 
     def after_step(self, optimizer: Optimizer, number: int | None, inputs: Sequence[str]) -> None:
         """Write this process's digests to the store, and start the comparison.
@@ -323,7 +329,7 @@ class ReplicaComparison:
             "data": self._strategy.shards().index,
             "inputs": list(inputs),
         }
-        keys = [f"replicas/{number}/{rank}" for rank in range(process.world_size)]
+        keys = [f"replicas/{self._index}/{number}/{rank}" for rank in range(process.world_size)]
         ended = threading.Event()
         current.on_clear(ended.set)
         threading.Thread(
