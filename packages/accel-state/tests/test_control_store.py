@@ -262,3 +262,34 @@ except StoreUnreachable:
     host.stop()
     output, _ = ending.communicate("\n", timeout=PATIENT)
     assert (output, ending.returncode) == ("left\n", 0)
+
+
+POLLING = """
+import threading
+import torch.distributed as dist
+from accel_state.errors import StoreUnreachable
+from accel_state.transport.control import ControlStore
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+polling = threading.Barrier(9)
+
+def poll():
+    control = ControlStore(store, rank=0, secret="of the run")
+    control.check(["absent"], 250)
+    polling.wait()
+    try:
+        while True:
+            control.check(["absent"], 250)
+    except StoreUnreachable:
+        pass
+
+for _ in range(8):
+    threading.Thread(target=poll, daemon=True).start()
+polling.wait()
+"""
+
+
+def test_threads_that_poll_do_not_abort_a_process_at_its_end() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", POLLING], capture_output=True, text=True, timeout=PATIENT, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")

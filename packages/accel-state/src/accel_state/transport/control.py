@@ -417,6 +417,8 @@ class _Line:
         while (request := self.requests.get()) is not None:
             self.under_way = request
             try:
+                if _ending:
+                    raise RuntimeError("The interpreter is ending.")
                 store = dial() if store is None else store
                 request.answer = request.action(store)
             except BaseException as error:
@@ -428,9 +430,13 @@ class _Line:
 
 _lines: Final[WeakSet[_Line]] = WeakSet()
 
+_ending: Final[list[bool]] = []
+"""Not empty once the interpreter ends: then no request begins, for example of a thread that polls the store."""
+
 
 @atexit.register
 def _wait_for_requests() -> None:
+    _ending.append(True)
     until = time.monotonic() + _FAREWELL
     for request in [line.under_way for line in list(_lines)]:
         if request is not None:
