@@ -693,6 +693,20 @@ def wrapped_by_the_script(accelerator: Any) -> None:
     train(accelerator, loader, lambda inputs: wrapped(inputs).square().mean(), optimizer)
 
 
+def attacked_inputs(accelerator: Any) -> None:
+    """An optimizer of each process changes inputs, beside the training of a prepared model."""
+    model, optimizer, loader = accelerator.prepare(*parts())
+    noise = torch.zeros(2, requires_grad=True)
+    attack = torch.optim.SGD([noise], lr=0.1)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs + noise.detach()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        (-(inputs + noise).square().mean()).backward()
+        attack.step()
+        attack.zero_grad()
+
+
 def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> None:
     loops = [
         frozen_part,
@@ -703,6 +717,7 @@ def test_no_warning_where_all_that_trains_is_synchronised(two: Processes) -> Non
         prepared_after_its_optimizer,
         optimizer_that_steps_copies,
         wrapped_by_the_script,
+        attacked_inputs,
     ]
     for found in two.run(on_two_with, loops, {"check_replicas_every": 0}):
         assert dict(zip(loops, found, strict=True)) == {loop: [] for loop in loops}

@@ -298,7 +298,8 @@ class MisuseGuard:
         """Detect gradients of parameters in no prepared model, which no process averages with the others."""
         if self._independent or "membership" in self._warned:
             return
-        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        # An optimizer of plain tensors, such as inputs that an attack changes, trains no model.
+        trained = [one for one in parameters if one.grad is not None and isinstance(one, torch.nn.Parameter)]
         if all(any(known.has_any([parameter]) for known in self._models) for parameter in trained):
             return
         # The models of other Accelerators and of an unpickled one, and parameters that were added later.
@@ -317,7 +318,7 @@ class MisuseGuard:
                 "membership",
                 f"An optimizer steps with gradients of a model that was not prepared: {len(outside)} of {len(trained)} "
                 f"parameters with gradients, the first of shape {shape}, belong to no model that prepare() returned.",
-                "Their gradients are not averaged over the processes, so each process trains different weights.",
+                "Unless the script averages their gradients itself, each process trains different weights.",
                 "Pass the model to prepare() (evaluation_mode=True is not for training), and call the one that it "
                 "returns.",
             )
