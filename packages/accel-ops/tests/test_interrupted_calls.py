@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +30,11 @@ from accel_ops.pending import async_all_gather_bytes
 from accel_ops.rng import synchronize_rng_states
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, NotReady, ShapeMismatch
+from accel_state.hang_report.call_log import CallLog
 from accel_state.process import wait_for_everyone
-from accel_state.protocol import protocol_state
+from accel_state.protocol import HeaderCall, protocol_state
 from accel_state.testing.processes import Processes
+from accel_state.turn import Turn
 
 LARGE = 200_000
 """Elements of a tensor that does not fit into a header."""
@@ -170,6 +173,100 @@ def test_an_interrupt_of_the_refused_call_is_not_lost(two: Processes) -> None:
     assert "was interrupted by Stop" in first
     assert first == second
     assert values == others == [0, 1]
+
+
+FUNCTIONS: dict[str, Any] = {
+    "begin": Turn.begin,
+    "name": Turn.name,
+    "enter": CallLog.enter,
+    "exit": HeaderCall.__exit__,
+    "end": Turn.end,
+}
+"""Functions of a call at whose beginning Python may handle a signal."""
+
+
+def interrupted_at(function: str) -> tuple[list[Any], list[int]]:
+    """Rank 0 is interrupted at the beginning of a function of its call, as by a signal that Python handles there."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code is FUNCTIONS[function].__code__:
+            sys.settrace(None)
+            raise Stop
+
+    outcomes = []
+    if state.is_main_process:
+        tracing = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(Stop):
+                gather(torch.tensor([0]))
+        finally:
+            sys.settrace(tracing)
+    else:
+        outcomes.append(outcome_of(lambda: gather(torch.tensor([1])).tolist()))
+    outcomes.append(refused())
+    return outcomes, gather(torch.tensor([10 + state.process_index])).tolist()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_call_may_be_interrupted_at_its_begin_and_end(two: Processes, function: str) -> None:
+    (first, values), (second, others) = two.run(interrupted_at, function)
+    assert "was interrupted by" in first[0]
+    assert second[-1] == first[0]
+    assert second[0] == [0, 1] or "was interrupted by" in second[0]
+    assert values == others == [10, 11]
+
+
+def interrupted_while_another_thread_calls() -> tuple[list[Any], list[int]]:
+    """Rank 0 is interrupted while it waits for the call of another thread to end."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    outcomes: list[Any] = []
+
+    def in_thread() -> None:
+        outcomes.append(outcome_of(lambda: gather_object([state.process_index])))
+
+    thread = threading.Thread(target=in_thread, name="background")
+    if state.is_main_process:
+        waiting, turn = is_waiting(), protocol_state(current.process().transport).turn
+        thread.start()
+        while not waiting():
+            time.sleep(0.01)
+        previous = signal.signal(signal.SIGUSR1, stop)
+        main = threading.main_thread().ident
+
+        def send() -> None:
+            # Until this thread waits for the lock of the turn.
+            while sys._current_frames()[main].f_code is not type(turn).begin.__code__:  # type: ignore[index]
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with pytest.raises(Stop):
+            gather(torch.tensor([0]))
+        sender.join()
+        signal.signal(signal.SIGUSR1, previous)
+        tell("interrupted")
+        thread.join()
+    else:
+        wait_until("interrupted")
+        thread.start()
+        thread.join()
+        outcomes.append(outcome_of(lambda: gather(torch.tensor([1])).tolist()))
+    outcomes.append(refused())
+    return outcomes, gather(torch.tensor([10 + state.process_index])).tolist()
+
+
+def test_a_call_may_be_interrupted_while_it_waits_for_its_turn(two: Processes) -> None:
+    (first, values), (second, others) = two.run(interrupted_while_another_thread_calls)
+    assert first[0] == second[0] == [0, 1]
+    assert "was interrupted by Stop" in second[1]
+    assert "was interrupted by Stop" in first[1]
+    assert first[1] == second[2]
+    assert values == others == [10, 11]
 
 
 def differs_from_the_interrupted_call() -> tuple[str, list[int]]:

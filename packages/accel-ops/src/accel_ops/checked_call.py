@@ -537,6 +537,7 @@ class CheckedCall(HeaderCall):
         )
         # Comparing with the last call of the same line costs less than hashing the signature. Another code object at
         # the same address does no harm, because the whole signature is compared.
+        assert self._site is not None
         sites, site = self._state.sites, (id(self._site[0]), self._site[1], self._operation)
         last = sites.get(site)
         if last is not None and last[0] == signature:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -522,7 +522,7 @@ class InterruptedCall(NamedTuple):
         call: the call; it knows whether more data follow its header.
         text: its operation and the line of the user's code.
         cause: name of the exception.
-        owes: whether the other processes wait for another header of this call.
+        owes: how many more headers the other processes wait for before that of the next call.
         header: the buffers of its header; None if the header has arrived, or was not sent.
         work: the exchange of its headers, if it is still under way.
         broken: whether the other processes wait for data that this process does not send any more.
@@ -531,7 +531,7 @@ class InterruptedCall(NamedTuple):
     call: HeaderCall
     text: str
     cause: str
-    owes: bool
+    owes: int
     header: EagerHeader | None = None
     work: Work | None = None
     broken: bool = False
@@ -573,18 +573,23 @@ class HeaderCall:
         # Whether the call exchanges other headers afterwards.
         self._more = False
         self._thread = ""
+        self._site: tuple[CodeType, int] | None = None
         self._no_grad = torch.no_grad()
 
     def __enter__(self) -> Any:
         turn = self._state.turn
         self._check_not_inside_a_call()
         try:
-            turn.begin()
+            turn.begin(self)
             # A pending call has the thread that started it.
             self._thread = self._thread or turn.name()
             self._site = self._state.log.enter(self._operation)
             self._no_grad.__enter__()
-        except BaseException:
+        except BaseException as error:
+            # The other processes may wait for this call.
+            self._interrupt(type(error).__name__)
+            if self._site is not None:
+                self._state.log.leave()
             turn.end()
             raise
         return self
@@ -611,6 +616,10 @@ class HeaderCall:
         state = self._state
         if state.turn.thread != threading.get_ident():
             return
+        if state.turn.is_left():
+            state.turn.call._interrupt("a signal")
+            state.turn.end()
+            return
         outer = state.log.active()
         raise NotReady(
             f"Cannot call {self._operation}() inside {f'{outer}' if outer else 'another collective'}.",
@@ -628,16 +637,16 @@ class HeaderCall:
                 raise
         # All processes raise these, or this one cannot reach the others.
         elif not (self._sent and isinstance(error, (ShapeMismatch, CollectiveError))):
-            self._interrupt(error)
+            self._interrupt(type(error).__name__)
 
-    def _interrupt(self, error: BaseException) -> None:
+    def _interrupt(self, cause: str) -> None:
         """Remember that this call was interrupted, so that the next one is refused on all processes."""
-        state, cause, text = self._state, type(error).__name__, self._text()
+        state, text, owes = self._state, self._text(), 0
         before = state.turn.interrupted
         if before is not None:
             if self._under_way is None:
                 return
-            text, cause = before.text, before.cause
+            text, cause, owes = before.text, before.cause, before.owes
         state.monitor.interruption = f"{text} was interrupted by {cause}"
         if self._moves:
             # The other processes wait for the data of this one, and must not wait until their timeout.
@@ -647,7 +656,7 @@ class HeaderCall:
             # The next call must not overwrite the buffers.
             kept = copy.copy(state.header)
             state.header.renew()
-        owes = not self._sent or (kept is not None and self._more)
+        owes += not self._sent or (kept is not None and self._more)
         state.turn.interrupted = InterruptedCall(self, text, cause, owes, kept, self._under_way, self._moves)
 
     def _refuse_after(self, interrupted: InterruptedCall) -> NoReturn:
@@ -676,7 +685,8 @@ class HeaderCall:
                 f"{failed} The other processes waited for its data.",
                 "Restart the run.",
             )
-        if interrupted.owes:
+        for owes in reversed(range(interrupted.owes)):
+            self._state.turn.interrupted = self._state.turn.interrupted._replace(owes=owes)
             with suppress(ShapeMismatch):
                 self._exchange(_NO_FINGERPRINT, description, 0, _REFUSES, more=True)
         self._state.turn.interrupted, self._state.monitor.interruption = None, ""
@@ -798,6 +808,8 @@ class HeaderCall:
 
     def _location_of_call(self) -> Location | None:
         """The line of the user's code that called this."""
+        if self._site is None:
+            return None
         call = self._state.log.last()
         return call.location if call else None
 
@@ -863,10 +875,10 @@ class PendingCall(HeaderCall):
             with self:
                 self._refuse_after(state.turn.interrupted)
         try:
-            state.turn.begin()
+            state.turn.begin(self)
             self._start(data)
         except BaseException as error:
-            self._interrupt(error)
+            self._interrupt(type(error).__name__)
             raise
         finally:
             state.turn.end()

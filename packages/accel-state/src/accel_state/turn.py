@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import threading
 from collections import Counter
-from contextlib import suppress
+from types import FrameType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -41,11 +42,12 @@ class Turn:
     Attributes:
         lock: held during a call; calls of other threads wait.
         thread: identifier of the thread whose call is under way; 0 if there is none.
+        call: that call; None if there is none.
         interrupted: the `InterruptedCall` of a call that was interrupted, until the next one was refused on all
             processes; else None.
     """
 
-    __slots__ = ("_counts", "_names", "_numbers", "home", "interrupted", "lock", "thread")
+    __slots__ = ("_counts", "_names", "_numbers", "call", "home", "interrupted", "lock", "thread")
 
     def __init__(self, home: threading.Thread, numbers: bool = True) -> None:
         self.home = home
@@ -53,20 +55,35 @@ class Turn:
         self._counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.thread = 0
+        self.call: Any = None
         self.interrupted: Any = None
         self._names: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
-    def begin(self) -> None:
-        """Wait for this thread's turn; the caller has checked that it is not inside a call."""
+    def begin(self, call: object) -> None:
+        """Wait for the turn of a call of this thread; the caller has checked that it is not inside another one."""
         self.lock.acquire()
+        self.call = call
         self.thread = threading.get_ident()
 
     def end(self) -> None:
         """End the turn of this thread, if it has it: a signal may have interrupted `begin`."""
         if self.thread == threading.get_ident():
+            self.call = None
             self.thread = 0
-        with suppress(RuntimeError):
+        # Without a call in between, after which Python could handle a signal.
+        try:
             self.lock.release()
+        except RuntimeError:
+            return
+
+    def is_left(self) -> bool:
+        """Whether this thread has left its call although the turn did not end, because a signal interrupted the end."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if any(value is self.call for value in frame.f_locals.values()):
+                return False
+            frame = frame.f_back
+        return True
 
     def name(self) -> str:
         """The name of this thread, equal on all processes; empty for the thread in which the run began."""
