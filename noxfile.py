@@ -201,8 +201,7 @@ def base(session: nox.Session) -> None:
 def isolated(session: nox.Session, package: str) -> None:
     """Install one package's wheel with nothing but what it declares, and run its own tests outside the source tree."""
     look_through_to_base(session)
-    testing = "[testing]" if "testing" in extras_of(package) else ""
-    session.install("-q", "-c", str(WHEELS / "constraints.txt"), f"{wheel_of(package)}{testing}")
+    session.install("-q", "-c", str(WHEELS / "constraints.txt"), str(wheel_of(package)), *tests_need(package))
     outside_the_sources(session, package)
 
 
@@ -210,16 +209,14 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", PUBLISHED, ids=PUBLISHED)
 def isolated_lowest(session: nox.Session, package: str) -> None:
     """Run one package's tests with the lowest versions that it allows, on the oldest Python."""
-    extras = ["testing"] if "testing" in extras_of(package) else []
     tool = str(ROOT / "tools" / "lowest_versions.py")
-    lowest = str(session.run(program("python"), tool, package, *extras, silent=True, external=True))
+    lowest = str(session.run(program("python"), tool, package, silent=True, external=True))
     constraints = Path(session.create_tmp()) / "lowest.txt"
     own = "".join(f"{name} @ {wheel_of(name).as_uri()}\n" for name in PUBLISHED)
     constraints.write_text(own + lowest, encoding="utf-8")
     project = nox.project.load_toml(PROJECT)
     tools = nox.project.dependency_groups(project, "test")
-    wheel = f"{package}{'[testing]' if extras else ''} @ {wheel_of(package).as_uri()}"
-    session.install("-q", "-c", str(constraints), wheel, *tools)
+    session.install("-q", "-c", str(constraints), str(wheel_of(package)), *tests_need(package), *tools)
     outside_the_sources(session, package)
 
 
@@ -246,17 +243,17 @@ def test_with(session: nox.Session, versions: Mapping[str, str]) -> None:
     exact = [f"{name}=={version}" for name, version in versions.items()]
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join([*kept, *exact]), encoding="utf-8")
-    own = editable(f"{name}[testing]" if "testing" in extras_of(name) else name for name in PACKAGES)
+    own = [*editable(PACKAGES), *(need for name in PACKAGES for need in tests_need(name))]
     tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
     session.install("-q", "-c", str(constraints), *tools, *own, *exact)
     tests = session.posargs or ["-m", "not slow", *(f"packages/{name}/tests" for name in PACKAGES)]
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ENVIRONMENT)
 
 
-def extras_of(package: str) -> list[str]:
-    """The extras that a package offers."""
-    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
-    return list(project.get("optional-dependencies", {}))
+def tests_need(package: str) -> list[str]:
+    """What the tests of a package need beside the package itself."""
+    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
+    return list(nox.project.dependency_groups(project, "test"))
 
 
 def outside_the_sources(session: nox.Session, package: str) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from protocol_1_backend.config import ExampleConfig
 from protocol_1_backend.manifest import MANIFEST
 
-from accel_plugins.testing import BackendSuite, Case
-from accel_plugins.testing import backend_tasks as tasks
+from accel_testing.backends import BackendSuite, Case, tasks
 
 
 class TestProtocol1(BackendSuite):

@@ -17,7 +17,7 @@ from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state.errors import AccelError
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
 

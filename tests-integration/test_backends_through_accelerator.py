@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from accel_testing.accelerator import AcceleratorSuite
 from accel_torch import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from accel_torch.testing import AcceleratorSuite
 
 
 class TestSingle(AcceleratorSuite):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from bench.case import Case, Scope
 from bench.cases.gpu import CASES
 from bench.on_gpu import write_report

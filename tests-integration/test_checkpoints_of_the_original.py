@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import ReservedPort, run_command
+from accel_testing.processes import ReservedPort, run_command
 
 ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON", "")
 HERE = Path(__file__).parent

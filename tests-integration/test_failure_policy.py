@@ -16,8 +16,8 @@ from typing import Any, Final
 import pytest
 from catalogues.failures import CATALOGUE, Action, Failure
 
-from accel_state.testing.preloaded import PreloadedPython
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.preloaded import PreloadedPython
+from accel_testing.processes import Finished, run_command
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import reliability_gadgets as attacks
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 
 @pytest.mark.parametrize(("reader", "every"), [("metadata", 53), ("torch", 97), ("old torch", 101)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 SESSION = ROOT / "tools" / "gpu" / "session.py"
@@ -84,7 +84,7 @@ def test_a_run_on_the_cpu_is_reported(tmp_path: Path) -> None:
 HOSTILE = """
 import os, time
 import torch
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 
 @on_devices("cpu", differs="nothing")
 def test_a(device):
@@ -150,7 +150,7 @@ def test_a_mark_that_does_not_say_what_differs_is_refused(tmp_path: Path) -> Non
     (tmp_path / "test_silent.py").write_text(
         "import pytest\n\n@pytest.mark.cuda\ndef test_nothing():\n    pass\n", encoding="utf-8"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "accel_state.testing.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "accel_testing.plugin", "-p", "no:cacheprovider"]
     done = run_command([*command, str(tmp_path)], env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert done.returncode == 4
     assert "does not state what is different on a GPU" in done.stderr

@@ -11,7 +11,8 @@ from typing import Any, Final
 import pytest
 from catalogues.broken_backends import CATALOGUE
 
-from accel_plugins.testing import BackendSuite, Processes
+from accel_testing.backends import BackendSuite
+from accel_testing.processes import Processes
 
 HERE = str(Path(__file__).parent)
 

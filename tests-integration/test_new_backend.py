@@ -12,7 +12,7 @@ import pytest
 from accel_cli.main import main
 from accel_plugins.commands.new_backend import COMMAND
 from accel_state.settings.extension import extensions
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 

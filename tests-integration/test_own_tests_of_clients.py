@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 PROGRAM = Path(__file__).parent / "clients" / "own_tests.py"
 PASSES = "def test_that_passes():\n    pass\n"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.fresh import LAUNCH_VARIABLES
-from accel_state.testing.processes import Finished, Processes, run_command
+from accel_testing.fresh import LAUNCH_VARIABLES
+from accel_testing.processes import Finished, Processes, run_command
 from documents import Block, Page, pages
 
 PAGES = pages()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from catalogues.resume_omissions import CATALOGUE
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")

@@ -20,8 +20,8 @@ from typing import IO, Any
 import pytest
 
 from accel_state.run_status.stacks import py_spy_program
-from accel_state.testing.processes import Finished, ReservedPort, run_command
-from accel_state.testing.simulated_device import POSSIBLE
+from accel_testing.processes import Finished, ReservedPort, run_command
+from accel_testing.simulated_device import POSSIBLE
 
 ACCEL = (sys.executable, "-m", "accel_cli.main")
 
@@ -100,7 +100,7 @@ ON_A_DEVICE = """
     from pathlib import Path
 
     import torch
-    from accel_state.testing.simulated_device import simulated_device
+    from accel_testing.simulated_device import simulated_device
     from accel_torch import Accelerator
 
     with simulated_device():

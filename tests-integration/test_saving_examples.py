@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import Conflict, Missing
 from accel_state.settings.installed import importable
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 LIBRARIES = ("accelerate", "accel_torch")
 SAMPLES = 12

@@ -6,10 +6,10 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+import faults
 import pytest
 
 import reliability
-from accel_plugins.testing import faults
 from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_torch
 import accelerate
 from accel_state.errors import Conflict, NotOffered, NotReady
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, LoggerType

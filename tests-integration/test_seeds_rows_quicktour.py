@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_state.errors import Missing
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 from accelerate import BnbQuantizationConfig, init_empty_weights
 from accelerate.utils import load_and_quantize_model
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import Conflict, Missing
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accelerate import Accelerator, load_checkpoint_and_dispatch
 from accelerate.utils import (
     BnbQuantizationConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_plugins.testing import BackendSuite
+from accel_testing.backends import BackendSuite
 
 
 class TestLocalSteps(BackendSuite):

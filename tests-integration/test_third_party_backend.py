@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 # The first test also builds and installs.
 pytestmark = [pytest.mark.usefixtures("preloaded_python")]

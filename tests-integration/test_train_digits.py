@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.processes import Finished, run_command
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "docs" / "tutorials" / "train_digits.py")

@@ -32,10 +32,11 @@ PACKAGES = (
     "accel-ops",
     "accel-data[torchdata]",
     "accel-bigmodel[plots]",
-    "accel-tracking[plots,tensorboard,testing]",
-    "accel-plugins[testing]",
-    "accel-cli[completion,testing,wizard]",
-    "accel-torch[testing]",
+    "accel-tracking[plots,tensorboard]",
+    "accel-plugins",
+    "accel-cli[completion,wizard]",
+    "accel-torch",
+    "accel-testing[backends,launchers,trackers]",
     "accelerate",
 )
 

@@ -95,7 +95,7 @@ def light_modules(packages: Path) -> list[str]:
     for package, pattern in LIGHT:
         source = packages / package / "src"
         paths = (path.relative_to(source) for path in sorted(source.glob(pattern)))
-        files = [path for path in paths if path.name != "__main__.py" and "testing" not in path.parts]
+        files = [path for path in paths if path.name != "__main__.py"]
         if not files:
             sys.exit(f"light: the rule {package}/{pattern} matches no file; correct it in {Path(__file__).name}")
         found.update(dict.fromkeys(map(module_name, files)))

@@ -215,7 +215,8 @@ def epoch_of_indices(world: int) -> Callable[[], object]:
 # ---------------------------------------------------------------- requests to the store of the run
 def requests_of_start(world: int) -> float:
     """The largest number of requests of a rank in the rendezvous."""
-    from accel_ops.testing.counting_store import on_all_ranks, simulated_ranks
+    from counting_store import on_all_ranks, simulated_ranks
+
     from accel_state.transport.rendezvous import check_ranks
 
     ranks = simulated_ranks(world)
@@ -226,8 +227,9 @@ def requests_of_start(world: int) -> float:
 
 def agreement_of_save(world: int, folder: Path) -> dict[str, float]:
     """What the ranks of a save, eight on each node, need to agree: requests, and CPU time of the quickest rank."""
+    from counting_store import on_all_ranks, simulated_ranks
+
     from accel_ops import agreement
-    from accel_ops.testing.counting_store import on_all_ranks, simulated_ranks
     from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 
     ranks = simulated_ranks(world, ranks_per_node=min(world, 8))
@@ -361,6 +363,10 @@ def in_interpreters(worlds: Iterable[int]) -> dict[str, list[float]]:
             found.setdefault(name, []).append(float(f"{value:.4g}"))
         print(f"{world:,} ranks", flush=True)
     return found
+
+
+# The simulated ranks belong to tests.
+sys.path.append(str(ROOT / "tests-integration"))
 
 
 def main(given: Sequence[str]) -> int:

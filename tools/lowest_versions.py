@@ -1,9 +1,10 @@
 """Print the lowest versions that a package allows, as constraints to install it under.
 
-    python tools/lowest_versions.py PACKAGE [EXTRA...]
+    python tools/lowest_versions.py PACKAGE
 
-A lower bound that no test installs is a guess. The packages that this one requires from this repository are not listed,
-but their own lower bounds count too: the highest of all bounds for a name is the lowest version that can be installed.
+A lower bound that no test installs is a guess. The requirements of the package's tests (its dependency group `test`)
+count too. Packages of this repository are not listed, but their own lower bounds count: the highest of all bounds for a
+name is the lowest version that can be installed.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def projects(packages: Path) -> dict[str, dict[str, Any]]:
-    """The [project] table of each package."""
-    tables = (tomli.loads(path.read_text(encoding="utf-8"))["project"] for path in packages.glob("*/pyproject.toml"))
-    return {table["name"]: table for table in tables}
+    """The [project] table of each package, with the dependency group `test` as its entry "tests"."""
+    files = (tomli.loads(path.read_text(encoding="utf-8")) for path in packages.glob("*/pyproject.toml"))
+    return {
+        file["project"]["name"]: {**file["project"], "tests": file.get("dependency-groups", {}).get("test", [])}
+        for file in files
+    }
 
 
-def requirements(known: dict[str, dict[str, Any]], name: str, extras: Iterable[str]) -> Iterator[Requirement]:
-    """What a package requires from others, with all that its siblings require."""
-    waiting = [(name, "")] + [(name, extra) for extra in extras]
+def requirements(known: dict[str, dict[str, Any]], name: str) -> Iterator[Requirement]:
+    """What a package and its tests require from others, with all that its siblings require."""
+    waiting = [Requirement(line) for line in (name, *known[name]["tests"])]
     seen: set[tuple[str, str]] = set()
     while waiting:
-        place = waiting.pop()
-        if place in seen:
+        requirement = waiting.pop()
+        if requirement.name not in known:
+            yield requirement
             continue
-        seen.add(place)
-        project = known[place[0]]
-        lines = project["optional-dependencies"][place[1]] if place[1] else project.get("dependencies", [])
-        for requirement in map(Requirement, lines):
-            if requirement.name in known:
-                waiting += [(requirement.name, extra) for extra in ("", *sorted(requirement.extras))]
-            else:
-                yield requirement
+        project = known[requirement.name]
+        for extra in ("", *requirement.extras):
+            if (requirement.name, extra) in seen:
+                continue
+            seen.add((requirement.name, extra))
+            lines = project["optional-dependencies"][extra] if extra else project.get("dependencies", [])
+            waiting += map(Requirement, lines)
 
 
 def lowest(found: Iterable[Requirement]) -> dict[str, Version]:
@@ -64,13 +68,11 @@ def lowest(found: Iterable[Requirement]) -> dict[str, Version]:
 def main(arguments: list[str], packages: Path = ROOT / "packages") -> int:
     """Prints the constraints and returns the exit code."""
     known = projects(packages)
-    name, *extras = arguments or [""]
-    missing = [extra for extra in extras if extra not in known.get(name, {}).get("optional-dependencies", {})]
-    if name not in known or missing:
-        print(f"lowest versions: there is no package {name!r} with {missing or 'that name'}", file=sys.stderr)
+    if len(arguments) != 1 or arguments[0] not in known:
+        print(f"lowest versions: name one package: {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     try:
-        bounds = lowest(requirements(known, name, extras))
+        bounds = lowest(requirements(known, arguments[0]))
     except ValueError as error:
         print(f"lowest versions: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """Runs tests in a copy of the repository, each time in a new process that is forked from one that has imported torch.
 
 The forked process has imported none of our packages, so it imports the current ones of the copy. The
-processes of fixtures such as `two` are forked from it too (see `accel_state.testing.fork_server`), before the first
+processes of fixtures such as `two` are forked from it too (see `accel_testing.fork_server`), before the first
 test. All of them record the lines that a test executes in one piece of shared memory.
 """
 
@@ -336,7 +336,7 @@ def _fork_servers() -> None:
 
     Each waits for the socket that the `ForkServer` of a test would give to a process that it starts.
     """
-    from accel_state.testing import fork_server
+    from accel_testing import fork_server
 
     ready: list[tuple[socket.socket, _Started]] = []
     for _rank in range(_RANKS):

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from accel_state.testing.processes import ReservedPort
+from accel_testing.processes import ReservedPort
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests-integration" / "parity"
 RECORDED = FOLDER / "recorded.json"

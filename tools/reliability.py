@@ -8,6 +8,8 @@ The tests run a tenth or less of each sweep (tests-integration/test_saving_survi
 it in `tools/reliability_<topic>.py` and give it one line in `SWEEPS`.
 """
 
+# ruff: noqa: E402 - the harness of faults belongs to tests.
+
 from __future__ import annotations
 
 import argparse
@@ -21,6 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests-integration"))
+
+import faults
 import torch
 
 import reliability_containers as containers
@@ -28,11 +34,9 @@ import reliability_damaged_files as damaged
 import reliability_gadgets as gadgets
 import reliability_hangs as hangs
 import reliability_runs as runs
-from accel_plugins.testing import faults
 from mutants_report import PART_OF_MUTANTS
 from reliability_data_writes import data_writes
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 
 Sweep = Callable[[Path, int], faults.Tally]
@@ -50,8 +54,7 @@ operation or makes that operation fail. A loss of power is simulated on a model 
 lengths with zeros as contents, or everything. In rows with "no rename-exchange", a filter of the kernel refuses to
 exchange two names, as NFS does. Containers are namespaces of the kernel. Rows that begin with "read" are pickles that
 attack the reader: there *survived* means that the file was read, or refused with a typed error, without running code,
-crashing, hanging or exceeding its memory limit. The harness is `accel_plugins.testing.faults`; [the
-guide](how-to/checkpoints.md) shows how to use it on your own saving code.
+crashing, hanging or exceeding its memory limit. The harness is `tests-integration/faults`.
 
 Writes through `.data` happen before each tensor that an asynchronous save copies during training; they stay, or are
 reverted before the copy is complete. The saved state must then be that of a single moment.

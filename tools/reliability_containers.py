@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import faults
+
 import reliability_runs as runs
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.testing import faults
 from accel_state.errors import NotOffered
 
 __all__ = ("neighbours", "restarts")

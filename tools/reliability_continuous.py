@@ -36,6 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import faults
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,7 +44,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.checkpoint.manifest import read_manifest
 from accel_plugins.checkpoint.retention import checkpoints, find_newest
-from accel_plugins.testing import faults
 from accel_torch import Accelerator, ContinuousSavePolicy, DataLoaderConfiguration, ProjectConfiguration
 
 __all__ = ("CharGPT", "random_kills")

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import faults
 import torch
 import yaml
 from torch import nn
@@ -45,9 +46,8 @@ from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.sharded_save import PortableWriter
 from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
 from accel_plugins.fsdp.weights import merge_weights
-from accel_plugins.testing import faults
 from accel_state.errors import AccelError
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accel_torch import Accelerator, ProjectConfiguration
 from accel_tracking.trackers.jsonl import FORMAT, read_run
 

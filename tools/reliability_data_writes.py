@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import faults
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.checkpoint.background import Snapshot
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.testing import faults
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accel_torch import Accelerator, ProjectConfiguration
 
 __all__ = ("data_writes",)

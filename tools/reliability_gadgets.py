@@ -29,11 +29,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy
 import torch
+from faults import Tally
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_bigmodel.weight_files.torch_files import torch_rules
 from accel_plugins.checkpoint import pickled, shards
-from accel_plugins.testing.faults import Tally
 from accel_state.errors import CheckpointError
 
 __all__ = ("READERS", "AuditHook", "code_in_a_field", "gadgets", "outcome", "sweep")

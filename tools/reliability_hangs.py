@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from accel_plugins.testing.faults import Tally
+from faults import Tally
+
 from accel_state.errors import NotOffered
 
 __all__ = ("absences", "cuts")

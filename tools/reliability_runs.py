@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faults
 import torch
 from torch import nn
 
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import checkpoints, find_newest
-from accel_plugins.testing import faults
 from accel_state import current
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import ReservedPort
+from accel_testing.fresh import fresh
+from accel_testing.processes import ReservedPort
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 __all__ = ("Run", "Together")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pytest
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.processes import Finished, run_command
 
 Play = Callable[..., Any]
 

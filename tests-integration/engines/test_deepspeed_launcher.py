@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.testing import LauncherSuite
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.launchers import LauncherSuite
+from accel_testing.processes import Finished, run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),

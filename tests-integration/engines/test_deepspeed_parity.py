@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from accel_state.settings.installed import importable
+from accel_testing.parity import check_parity
 from accel_torch.check_parity.command import ParityReport
-from accel_torch.testing import check_parity
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
     pytest.mark.timeout(1200),
     pytest.mark.usefixtures("preloaded_python"),
 ]
-PRELOADED = ("deepspeed", "accel_torch.accelerator", "accel_torch.testing.parity")
+PRELOADED = ("deepspeed", "accel_torch.accelerator", "accel_testing.parity")
 
 CLIPPED = 0.1
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.processes import Finished, run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),

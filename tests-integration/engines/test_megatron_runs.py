@@ -13,8 +13,8 @@ from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state import PartialState, current
 from accel_state.errors import NotOffered
 from accel_state.settings.installed import importable
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Finished, Processes, run_command
+from accel_testing.fresh import fresh
+from accel_testing.processes import Finished, Processes, run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("megatron.core"), reason="needs megatron-core: nox -s engines-megatron"),

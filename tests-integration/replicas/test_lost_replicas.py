@@ -26,7 +26,7 @@ from torch import nn
 
 pytest.importorskip("torchft")
 
-from accel_state.testing.simulated_device import POSSIBLE
+from accel_testing.simulated_device import POSSIBLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

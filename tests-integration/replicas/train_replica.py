@@ -60,7 +60,7 @@ def main(
     """Train."""
     torch.set_num_threads(1)
     if device == "simulated":
-        from accel_state.testing.simulated_device import MODULE
+        from accel_testing.simulated_device import MODULE
 
         MODULE.plug_in(1, 2**30)
         # torchft orders work on the streams of an accelerator, and a device that is written in Python has none.

@@ -12,7 +12,7 @@ import pytest
 from resumed_runs import STEPS, TRAIN, ended, losses, losses_on_one_machine, wait_until
 from slurm.cluster import Cluster
 
-from accel_cli.testing import LauncherSuite
+from accel_testing.launchers import LauncherSuite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -232,7 +232,7 @@ class Session:
         settings = self.folder / "pytest.ini"
         settings.write_text("[pytest]\nmarkers =\n    slow: takes more than ten seconds\n", encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), "-q"]
-        command += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "accel_state.testing.plugin"]
+        command += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "accel_testing.plugin"]
         command += ["-p", "session_recorder", "--basetemp", str(self.folder / f"tests-{events.stem}"), *files]
         environment = {**self.environment, "GPU_SESSION_EVENTS": str(events)}
         if plan is not None:

@@ -37,9 +37,13 @@ LIBRARY = (
     "accel_ray",
     "accel_torchft",
     "accel_torch",
+    "accel_testing",
     "accelerate",
 )
 """The packages from the lowest upward."""
+
+_UNDOCUMENTED = ("accel_testing.backends.sequences", "accel_testing.fork_server", "accel_testing.preloaded")
+"""Modules that only the tests of this repository use."""
 
 ENGINES = ("deepspeed", "megatron", "ray", "torch_xla", "torchft")
 """Libraries that modules of ours import at their top, and that need not be installed to document those modules."""
@@ -96,7 +100,7 @@ def read_library(packages: Iterable[str] = LIBRARY) -> Modules:
         for name in packages:
             found[name] = importlib.import_module(name)
             below = pkgutil.walk_packages(found[name].__path__, f"{name}.")
-            names = sorted(module.name for module in below if not module.name.endswith("__main__"))
+            names = sorted({module.name for module in below if not module.name.endswith("__main__")} - {*_UNDOCUMENTED})
             found |= {module: importlib.import_module(module) for module in names}
     return found
 

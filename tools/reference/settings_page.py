@@ -59,7 +59,7 @@ def classes_with_settings(root: Path = ROOT) -> list[type]:
     for path in sorted(root.glob("packages/*/src/**/*.py")):
         name = ".".join(path.with_suffix("").relative_to(root).parts[3:])
         if (
-            ".testing." not in name
+            not name.startswith("accel_testing.")
             and name != "accel_state.settings.schema"
             and _DEFINES.search(path.read_text("utf-8"))
         ):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from accel_state.testing.public_names import check_public_names
+from accel_testing.public_names import check_public_names
 
 
 @pytest.mark.parametrize("package", ["accel_bigmodel", "accel_bigmodel.weight_files"])

@@ -25,7 +25,7 @@ from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
-from accel_state.testing.profiling import count_calls
+from accel_testing.profiling import count_calls
 
 
 class Block(nn.Module):

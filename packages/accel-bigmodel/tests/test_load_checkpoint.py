@@ -24,7 +24,7 @@ from accel_bigmodel import (
     save_weights,
 )
 from accel_state.errors import CheckpointError, Missing, SettingError, ShapeMismatch
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model, save_weights
 from accel_state.errors import AccelError, CheckpointError, ShapeMismatch
 from accel_state.process import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from accel_bigmodel import (
     save_weights,
 )
 from accel_bigmodel.estimate import build_model, estimate_memory
-from accel_state.testing.simulated_device import POSSIBLE, simulated_device
+from accel_testing.simulated_device import POSSIBLE, simulated_device
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),

@@ -23,7 +23,7 @@ from accel_bigmodel import (
     set_module_tensor_to_device,
 )
 from accel_state.devices.select import family_of
-from accel_state.testing.plugin import on_devices, room_for
+from accel_testing.plugin import on_devices, room_for
 
 
 @pytest.fixture(autouse=True)

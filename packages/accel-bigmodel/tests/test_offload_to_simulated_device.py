@@ -40,7 +40,7 @@ from accel_bigmodel.device_map import resolve_device
 from accel_bigmodel.prefetch import BlockReader
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_state.errors import SettingError
-from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
+from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
 
 if not POSSIBLE:
     pytest.skip("this torch cannot have a device written in Python", allow_module_level=True)

@@ -9,7 +9,7 @@ from torch import nn
 from accel_bigmodel.pipeline import find_pippy_batch_size, generate_device_map, prepare_pippy
 from accel_state.errors import AccelError, Missing, NotOffered, SettingError
 from accel_state.process import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 # Seconds a call may take: it imports and traces on a busy machine.
 TRACING = 250

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from accel_bigmodel.weight_files import range_reader
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_state.errors import CheckpointError
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 
 BEGIN = 13
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.processes import Finished, run_command
 
 ENTRY = (sys.executable, "-m", "accel_cli.main")
 

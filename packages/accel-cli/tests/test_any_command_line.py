@@ -12,9 +12,9 @@ from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.request import read_request
 from accel_cli.launch.settings import CARRIED
 from accel_cli.parser import Parser
-from accel_cli.testing import make_plan
 from accel_state.errors import AccelError
 from accel_state.settings.schema import settings_of
+from accel_testing.launchers import make_plan
 
 OF_PROCESSES = (*CARRIED, *launcher_settings())
 

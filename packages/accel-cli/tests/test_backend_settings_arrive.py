@@ -8,8 +8,8 @@ from accel_cli.launch.backends import backend_settings
 from accel_cli.launch.launcher import LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes
 from accel_cli.launch.request import request_of
-from accel_cli.testing import make_plan
 from accel_state.settings.schema import BOOLEAN, SWITCH, plain_value, settings_of
+from accel_testing.launchers import make_plan
 
 CANDIDATES = ("3", "true", "false", "text")
 

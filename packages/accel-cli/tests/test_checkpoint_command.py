@@ -18,7 +18,7 @@ from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.recovery import Claim
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 FACTS = {"step": 1, "positions": [{"epoch": 2, "batch": 30, "sample": 120}], "seed": 4}
 

@@ -25,8 +25,8 @@ from accel_cli.doctor.examine import ERROR, EXAMINATIONS, OK, WARNING, lines_of
 from accel_cli.doctor.nodes import Meeting, Member, compare, connect, listen, meet, receive
 from accel_cli.launch.rendezvous import is_own_address
 from accel_state.errors import LaunchError, SettingError
-from accel_state.testing.processes import ReservedPort
 from accel_state.untrusted import anything
+from accel_testing.processes import ReservedPort
 
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
 SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})

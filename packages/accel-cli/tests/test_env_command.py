@@ -15,7 +15,7 @@ from accel_cli.commands.env import describe
 from accel_cli.distributions import requirements, versions
 from accel_cli.launch.options import launch_classes
 from accel_state.settings.schema import settings_of
-from accel_state.testing.simulated_device import POSSIBLE
+from accel_testing.simulated_device import POSSIBLE
 
 
 def test_versions_are_those_of_the_installed_distributions():
@@ -57,7 +57,7 @@ def with_devices(tmp_path: Path, count: int, body: str = "") -> dict[str, str]:
     (metadata_of / "entry_points.txt").write_text("[torch.backends]\nvendor = vendor_devices:load\n")
     (folder / "vendor_devices.py").write_text(
         "def load():\n"
-        "    from accel_state.testing.simulated_device import DeviceModule, MODULE\n"
+        "    from accel_testing.simulated_device import DeviceModule, MODULE\n"
         f"    MODULE.plug_in({count}, 3 * 2**30)\n{body}"
     )
     return {"PYTHONPATH": str(folder)}

@@ -10,12 +10,12 @@ from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
 from accel_cli.launch.launcher import LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
-from accel_cli.testing import make_plan
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
+from accel_testing.launchers import make_plan
 
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 

@@ -8,10 +8,10 @@ from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.deepspeed import DEEPSPEED_LAUNCHERS
 from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
-from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
+from accel_testing.launchers import make_plan
 
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")

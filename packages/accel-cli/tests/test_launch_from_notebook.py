@@ -11,7 +11,7 @@ import pytest
 
 from accel_cli.launch.notebook import debug_launcher, notebook_launcher
 from accel_state.errors import SettingError
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
-from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.network import SECRET_VARIABLE
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
+from accel_testing.launchers import make_plan
 
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 JOB = Script("script", "job.py", ("--lr", "1"))

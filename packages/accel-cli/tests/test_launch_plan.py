@@ -10,12 +10,12 @@ from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.launch.torchrun import AGENT
-from accel_cli.testing import make_plan
 from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, Given
 from accel_state.settings.schema import settings_of
+from accel_testing.launchers import make_plan
 
 JOB = Script("script", "job.py", ("--lr", "1e-3"))
 ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1"}

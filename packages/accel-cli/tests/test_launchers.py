@@ -13,10 +13,10 @@ from typing import ClassVar
 import pytest
 
 from accel_cli.launch.launcher import LauncherManifest
-from accel_cli.testing import LauncherSuite
 from accel_state.errors import PluginError
 from accel_state.proc import state_of
-from accel_state.testing.processes import run_command
+from accel_testing.launchers import LauncherSuite
+from accel_testing.processes import run_command
 
 
 class TestLocal(LauncherSuite):

@@ -6,7 +6,7 @@ import pytest
 
 from accel_cli.launch.agent import _seated
 from accel_cli.launch.rendezvous import seat_at
-from accel_state.testing.processes import ReservedPort
+from accel_testing.processes import ReservedPort
 
 OPTIONS = ["--nnodes=2", "--rdzv-backend=c10d"]
 

@@ -11,8 +11,8 @@ from accel_cli.launch import slurm
 from accel_cli.launch.launchers import SLURM, choose_launcher
 from accel_cli.launch.request import request_of
 from accel_cli.launch.torchrun import AGENT
-from accel_cli.testing import prepare_launch
 from accel_state.errors import Conflict, SettingError
+from accel_testing.launchers import prepare_launch
 
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "ENVIRONMENT": "BATCH"}
 STEP = {

@@ -14,7 +14,7 @@ import pytest
 
 from accel_cli.launch.rendezvous import Port, owner_of
 from accel_state.errors import SettingError
-from accel_state.testing.processes import ReservedPort
+from accel_testing.processes import ReservedPort
 
 PLACE = """
     import json, os

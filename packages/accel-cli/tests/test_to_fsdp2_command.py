@@ -12,7 +12,7 @@ import yaml
 from accel_cli.commands.convert import current_key
 from accel_plugins.fsdp.conversion import CONVERSION
 from accel_state.errors import SettingError
-from accel_state.testing.processes import Finished
+from accel_testing.processes import Finished
 
 
 def convert(config: dict[str, Any]) -> Any:

@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data import audit, prepare_data_loader
-from accel_data.testing.streams import Stream
 from accel_state import GradientState, PartialState
 from accel_state.errors import UnknownKind
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.streams import Stream
 
 
 def in_the_middle() -> None:

@@ -17,9 +17,9 @@ from accel_data import Audit, audit, prepare_data_loader
 from accel_data.batch_codec import cut
 from accel_state import GradientState, PartialState, current
 from accel_state.settings.installed import importable
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
 from accel_state.transport.base import LocalTransport
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 

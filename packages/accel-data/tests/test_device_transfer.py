@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data import prepare_data_loader, skip_first_batches
-from accel_data.testing.streams import Stream
 from accel_state.errors import DataError
+from accel_testing.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

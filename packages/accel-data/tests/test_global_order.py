@@ -21,11 +21,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import MixtureDataset, SeedableRandomSampler, ShardPlan, prepare_data_loader
-from accel_data.testing.streams import Stream
 from accel_ops import gather_object
 from accel_state import PartialState
 from accel_state.errors import Conflict, SettingError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
+from accel_testing.streams import Stream
 
 SEED = 7
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from accel_data import audit, prepare_data_loader, skip_first_batches
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 datasets = pytest.importorskip("datasets", reason="reads data sets of Hugging Face, an optional library")
 pytest.importorskip("torchdata", reason="wraps the loader of torchdata, an optional library")

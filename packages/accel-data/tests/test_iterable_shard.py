@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_data import IterableDatasetShard
-from accel_data.testing.streams import Stream
 from accel_state.errors import SettingError
+from accel_testing.streams import Stream
 
 
 class Sized(Stream):

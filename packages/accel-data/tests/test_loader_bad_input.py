@@ -14,12 +14,12 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from accel_data import prepare_data_loader, skip_first_batches
-from accel_data.testing.streams import Stream
 from accel_ops import gather_object
 from accel_state import GradientState, PartialState
 from accel_state.errors import DataError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.streams import Stream
 
 
 class Samples(Dataset[int]):

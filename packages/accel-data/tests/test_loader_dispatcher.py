@@ -17,8 +17,8 @@ from accel_ops import gather
 from accel_state import GradientState, PartialState
 from accel_state.errors import CollectiveError, Conflict, DataError, SettingError, ShapeMismatch
 from accel_state.protocol import EagerHeader
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 Pair = namedtuple("Pair", ["x", "name"])
 
@@ -279,7 +279,7 @@ def test_samples_that_are_not_batched(two: Processes) -> None:
 
 
 def counted_traffic() -> list[tuple[str, int]]:
-    from accel_ops.testing.recording_transport import recording
+    from accel_testing.recording_transport import recording
 
     PartialState(cpu=True)
     loader = prepared(DataLoader(torch.zeros(64, 1000), batch_size=8))  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
-from accel_data.testing.streams import Stream
 from accel_state import GradientState
 from accel_state.errors import DataError, SettingError, UnknownKind
+from accel_testing.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

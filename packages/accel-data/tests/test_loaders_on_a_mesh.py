@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel_data import audit, prepare_data_loader
 from accel_state import PartialState
 from accel_state.errors import SettingError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 class Samples(Dataset[torch.Tensor]):

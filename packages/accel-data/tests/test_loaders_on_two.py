@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 
 from accel_data import drop_padding, prepare_data_loader, skip_first_batches
 from accel_state import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 def epochs(seed_differs: bool, seedable: bool, kind: str, rng_types: list[str] | None) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accel_data import MixtureDataset, audit, prepare_data_loader
 from accel_state import PartialState
 from accel_state.errors import CheckpointError, Conflict, SettingError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

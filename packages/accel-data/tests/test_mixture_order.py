@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_data.interleave import Interleaving
 from accel_data.permutation import Permutation
-from accel_state.testing.profiling import count_calls
+from accel_testing.profiling import count_calls
 
 Schedule = list[tuple[int, list[int]]]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, prepare_data_loader
-from accel_state.testing.profiling import count_calls, profile
+from accel_testing.profiling import count_calls, profile
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 SLEEP = 0.02
 

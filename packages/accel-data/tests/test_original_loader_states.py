@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderAdapter, prepare_data_loader
 from accel_state.errors import CheckpointError, NotOffered
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 stateful_dataloader = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="wraps the loader of torchdata, an optional library"

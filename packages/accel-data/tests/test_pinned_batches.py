@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from accel_data import prepare_data_loader
-from accel_data.testing.streams import Stream
-from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
+from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
+from accel_testing.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

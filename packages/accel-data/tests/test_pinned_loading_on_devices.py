@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 
 SAMPLES, WIDTH = 12, 2**16
 

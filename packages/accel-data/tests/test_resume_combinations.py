@@ -17,9 +17,9 @@ from accel_data import prepare_data_loader, skip_first_batches
 from accel_ops import gather_object
 from accel_ops.rng import restore, snapshot
 from accel_state import PartialState, current
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
 from accel_state.transport.base import DONE, LocalTransport, Work
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 

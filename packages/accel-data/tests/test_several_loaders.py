@@ -9,10 +9,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accel_data import drop_padding, prepare_data_loader
-from accel_data.testing.streams import Stream
 from accel_ops import gather
 from accel_state import GradientState, PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
+from accel_testing.streams import Stream
 
 
 def loaders(workers: int) -> list[Any]:

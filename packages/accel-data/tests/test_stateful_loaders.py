@@ -23,10 +23,10 @@ from accel_data import (
     skip_first_batches,
 )
 from accel_data.seeding import SampleSeed, SeededSamples, SeededStream
-from accel_data.testing.streams import Stream
 from accel_state import PartialState
 from accel_state.errors import Conflict
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
+from accel_testing.streams import Stream
 
 stateful_dataloader = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="wraps the loader of torchdata, an optional library"

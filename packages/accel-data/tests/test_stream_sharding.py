@@ -17,8 +17,8 @@ from accel_data.streams import own_shard
 from accel_ops import gather
 from accel_state import PartialState
 from accel_state.errors import Conflict, DataError, ShapeMismatch
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 class Files(IterableDataset[int]):

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from accel_data import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from accel_data.dispatch import global_steps
 from accel_data.sharding import ShardPlan
-from accel_data.testing.streams import Stream
+from accel_testing.streams import Stream
 
 KINDS = ("sequential", "random", "seedable", "replacement", "custom sampler", "custom")
 

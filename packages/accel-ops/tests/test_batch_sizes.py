@@ -11,8 +11,8 @@ import torch
 from accel_ops import find_executable_batch_size
 from accel_state import PartialState
 from accel_state.errors import CollectiveError, OutOfMemory, SettingError, UnknownKind
-from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import MODULE, NAME, POSSIBLE, simulated_device
+from accel_testing.processes import Processes
+from accel_testing.simulated_device import MODULE, NAME, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

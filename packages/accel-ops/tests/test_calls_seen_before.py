@@ -12,11 +12,11 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_ops import broadcast, gather, reduce
-from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
-from accel_state.testing.profiling import profile
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.profiling import profile
+from accel_testing.recording_transport import recording
 
 CALLS: dict[str, Callable[[Any], Any]] = {"gather": gather, "reduce": reduce, "broadcast": broadcast}
 

@@ -17,7 +17,7 @@ from accel_ops.packing import as_bytes
 from accel_ops.tree import flatten, leaves_with_paths
 from accel_state import PartialState
 from accel_state.protocol import HEADER_BYTES, eager_header_bytes
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")
 

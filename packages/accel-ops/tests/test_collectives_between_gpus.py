@@ -10,10 +10,10 @@ import torch
 
 from accel_ops import broadcast, gather, gather_object, pad_across_processes, reduce
 from accel_ops.checked_call import LARGE
-from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.errors import ShapeMismatch
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 
 pytestmark = pytest.mark.cuda(differs="NCCL moves tensors between GPUs, and gloo the headers on the host", gpus=2)
 

@@ -21,8 +21,8 @@ from accel_ops import (
 from accel_ops.agreement import StoreBarrier
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, ShapeMismatch, UnknownKind
-from accel_state.testing.fresh import fresh
-from accel_state.testing.threads import run_as_threads
+from accel_testing.fresh import fresh
+from accel_testing.threads import run_as_threads
 
 WORLD = 64
 

@@ -30,10 +30,10 @@ from accel_ops import (
     scatter,
     where_is_everyone,
 )
-from accel_ops.testing.recording_transport import recording
 from accel_state import ParallelismConfig, PartialState, current
 from accel_state.run_state import AcceleratorState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 
 
 def own_group(*lists: list[int]) -> Any:

@@ -30,8 +30,8 @@ from accel_ops import (
     scatter,
 )
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.threads import run_as_threads
+from accel_testing.fresh import fresh
+from accel_testing.threads import run_as_threads
 
 Pair = namedtuple("Pair", "first second")
 

@@ -18,8 +18,8 @@ from accel_ops import (
 )
 from accel_ops.checked_call import LARGE
 from accel_state import PartialState
-from accel_state.testing.plugin import on_devices, working_on
-from accel_state.testing.processes import Processes
+from accel_testing.plugin import on_devices, working_on
+from accel_testing.processes import Processes
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 

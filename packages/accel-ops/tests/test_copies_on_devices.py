@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel_ops import send_to_device
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 
 ELEMENTS = 2**20
 ROUNDS = 6

@@ -24,7 +24,7 @@ from accel_ops import (
 )
 from accel_state import PartialState
 from accel_state.errors import ShapeMismatch, UnknownKind
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")
 

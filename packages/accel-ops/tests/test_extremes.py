@@ -12,7 +12,7 @@ import torch
 from accel_ops import reduce
 from accel_state import PartialState
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 DTYPES = (
     torch.float32,

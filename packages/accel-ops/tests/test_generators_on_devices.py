@@ -11,8 +11,8 @@ import torch
 from accel_ops import set_seed, synchronize_rng_states
 from accel_ops.rng import restore, snapshot
 from accel_state import PartialState, current
-from accel_state.testing.plugin import on_devices, working_on
-from accel_state.testing.processes import Processes
+from accel_testing.plugin import on_devices, working_on
+from accel_testing.processes import Processes
 
 
 def drawn(device: torch.device) -> list[list[float]]:

@@ -33,8 +33,8 @@ from accel_state.errors import AccelError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog
 from accel_state.process import wait_for_everyone
 from accel_state.protocol import HeaderCall, protocol_state
-from accel_state.testing.processes import Processes
 from accel_state.turn import Turn
+from accel_testing.processes import Processes
 
 LARGE = 200_000
 """Elements of a tensor that does not fit into a header."""

@@ -23,8 +23,8 @@ from accel_state import PartialState
 from accel_state.errors import AccelError, SettingError, ShapeMismatch, UnknownKind
 from accel_state.logging import get_logger
 from accel_state.process import wait_for_everyone
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 @pytest.fixture(scope="module", params=[2, 4])

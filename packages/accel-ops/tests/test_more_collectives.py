@@ -10,9 +10,9 @@ import torch
 
 from accel_ops import SettingError, ShapeMismatch, UnknownKind, all_to_all, gather, reduce, reduce_scatter
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
-from accel_state.testing.threads import run_as_threads
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.threads import run_as_threads
 
 COUNTS = [2, 5, 16]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_ops import ConvertOutputsToFp32, convert_outputs_to_fp32, convert_to_fp32, send_to_device
-from accel_state.testing.profiling import profile
+from accel_testing.profiling import profile
 
 
 class Movable:

@@ -21,11 +21,11 @@ from accel_ops import (
     synchronize_rng_states,
 )
 from accel_ops.checked_call import LARGE
-from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.protocol import HEADER_BYTES, eager_header_bytes
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 
 HEADER = ("all_gather", eager_header_bytes(2))
 MANY_SMALL = 3 * 48_000

@@ -10,8 +10,8 @@ import torch
 
 from accel_ops import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce, scatter
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 CALLS: dict[str, Callable[[], Any]] = {
     "gather of a number": lambda: gather(3),

@@ -23,8 +23,8 @@ from accel_ops import gather, gather_object, reduce, where_is_everyone
 from accel_state import PartialState, current
 from accel_state.errors import CollectiveError
 from accel_state.process import wait_for_everyone
-from accel_state.testing.processes import Processes, RankOutcome, run_command
 from accel_state.transport.torch_dist import TorchDistTransport
+from accel_testing.processes import Processes, RankOutcome, run_command
 
 HERE = Path(__file__).name
 TIMEOUT = 20.0

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from accel_ops import collectives, conversion, objects, reduction, rng, shape, tree
-from accel_state.testing.public_names import check_public_names
+from accel_testing.public_names import check_public_names
 
 
 def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:

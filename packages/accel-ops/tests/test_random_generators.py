@@ -15,8 +15,8 @@ from accel_ops import gather_object, set_seed, synchronize_rng_state, synchroniz
 from accel_ops.rng import restore, snapshot
 from accel_state import PartialState, RNGType
 from accel_state.errors import CheckpointError, SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ import torch
 
 from accel_ops import gather
 from accel_ops.pending import ScatterStream, open_scatter_stream
-from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState, current
 from accel_state.errors import CollectiveError, ShapeMismatch
-from accel_state.testing.processes import Processes
 from accel_state.transport.torch_dist import TorchDistTransport
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 
 SIZES = (64, 64, 5000, 5000, 4096, 100_000, 16, 200_000, 200_000)
 

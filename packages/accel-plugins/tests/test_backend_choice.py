@@ -17,7 +17,7 @@ from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_state import PartialState, current
 from accel_state.errors import Conflict, Missing, NotOffered, PluginError, SettingError
 from accel_state.gradient import GradientState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.usefixtures("cpu_state")
 

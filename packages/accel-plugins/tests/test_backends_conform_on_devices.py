@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import pytest
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.testing import BackendSuite
-from accel_state.testing.plugin import GPU_PROCESSES
-from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import POSSIBLE
+from accel_testing.backends import BackendSuite
+from accel_testing.plugin import GPU_PROCESSES
+from accel_testing.processes import Processes
+from accel_testing.simulated_device import POSSIBLE
 
 Run = Callable[..., list[Any]]
 
@@ -27,7 +27,7 @@ OFFLOADED = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP"
 class OnSimulated(BackendSuite):
     @pytest.fixture
     def driver(self) -> str:
-        return "accel_plugins.testing.reference_loop:SimulatedSession"
+        return "accel_testing.backends.reference_loop:SimulatedTraining"
 
 
 @simulated
@@ -58,7 +58,7 @@ class OnCUDA(BackendSuite):
 
     @pytest.fixture
     def driver(self) -> str:
-        return "accel_plugins.testing.reference_loop:CUDASession"
+        return "accel_testing.backends.reference_loop:CUDATraining"
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from accel_plugins.checkpoint.sharded_save import SavePlans, neighbours, write_shards
 from accel_plugins.checkpoint.shards import read_metadata, read_whole
 from accel_state import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 ROWS = 64
 

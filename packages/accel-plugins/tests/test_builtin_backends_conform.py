@@ -6,8 +6,8 @@ import pytest
 
 from accel_plugins import DistributedDataParallelKwargs
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.testing import BackendSuite
-from accel_plugins.testing.backend_suite import Run
+from accel_testing.backends import BackendSuite
+from accel_testing.backends.suite import Run
 
 
 class TestSingle(BackendSuite):

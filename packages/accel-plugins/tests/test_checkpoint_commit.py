@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import FileRecord, read_manifest, record_of, verify
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 def write(target: Path, text: str, **options: bool) -> None:

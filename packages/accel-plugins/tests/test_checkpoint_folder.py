@@ -23,8 +23,8 @@ from accel_plugins.resolve import choose as choose_backend
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 class Counter:

@@ -16,9 +16,9 @@ from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_state import PartialState, current
 from accel_state.gradient import GradientState
-from accel_state.testing.plugin import SIMULATED, working_on
-from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import POSSIBLE
+from accel_testing.plugin import SIMULATED, working_on
+from accel_testing.processes import Processes
+from accel_testing.simulated_device import POSSIBLE
 
 VALUES = torch.arange(1.0, 7.0)
 

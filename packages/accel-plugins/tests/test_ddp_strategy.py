@@ -25,7 +25,7 @@ from accel_state import PartialState, current
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.labels import DEVICE_MAP
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 def started(precision: str = "no", **options: Any) -> Strategy:

@@ -13,7 +13,7 @@ from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_state import PartialState, current
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -19,7 +19,7 @@ import torch
 from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_state.errors import CheckpointError
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 PLAIN: dict[str, Any] = {
     "numbers": [1, -5, 2**70, 1.5, 1j, None, True],

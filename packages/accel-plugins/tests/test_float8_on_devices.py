@@ -14,10 +14,10 @@ from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Manifest
 from accel_plugins.precision.config import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.single.manifest import MANIFEST as SINGLE
-from accel_plugins.testing import Case
-from accel_plugins.testing.reference_loop import CUDASession
-from accel_state.testing.plugin import on_devices
-from accel_state.testing.processes import Processes
+from accel_testing.backends import Case
+from accel_testing.backends.reference_loop import CUDATraining
+from accel_testing.plugin import on_devices
+from accel_testing.processes import Processes
 
 SHARDED = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=500)
 RECIPES = {"torchao": AORecipeKwargs, "transformer_engine": TERecipeKwargs}
@@ -44,9 +44,9 @@ class Wide(nn.Module):
 
 def train(case: Case, library: str | None) -> dict[str, Any]:
     handlers = [] if library is None else [RECIPES[library]()]
-    session = CUDASession(case, Wide(), handlers=handlers)
-    losses = session.train()[0]
-    kinds = sorted({type(part).__name__ for part in session.strategy.unwrap(session.made).modules()})
+    training = CUDATraining(case, Wide(), handlers=handlers)
+    losses = training.train()[0]
+    kinds = sorted({type(part).__name__ for part in training.strategy.unwrap(training.made).modules()})
     return {"losses": losses, "kinds": kinds}
 
 

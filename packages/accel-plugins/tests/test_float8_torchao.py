@@ -22,10 +22,10 @@ from accel_plugins.precision.fp8 import (
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from accel_plugins.testing import Case, Session
 from accel_state import PartialState, current
 from accel_state.errors import SettingError
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.processes import Processes as Group
 
 # torchao tells of kernels that its wheel lacks here, and of what torch will change.
 pytestmark = [
@@ -79,16 +79,16 @@ def test_inner_layers_compute_in_8_bits_and_keep_their_parameters(recipe: str | 
 
 
 def train(given: Case, recipe: str | None) -> dict[str, Any]:
-    session = Session(given, Wide(), handlers=recipes(recipe))
-    losses = session.train()[0]
-    inner = session.strategy.unwrap(session.model)
+    training = Training(given, Wide(), handlers=recipes(recipe))
+    losses = training.train()[0]
+    inner = training.strategy.unwrap(training.model)
     kinds = sorted({type(part).__name__ for part in inner.modules() if isinstance(part, nn.Linear)})
-    held = {id(p) for group in session.optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
     return {
         "losses": losses,
         "kinds": kinds,
-        "held": held == {id(parameter) for parameter in session.model.parameters()},
-        "weights": {name: type(value).__name__ for name, value in session.strategy.state_dict(session.model).items()},
+        "held": held == {id(parameter) for parameter in training.model.parameters()},
+        "weights": {name: type(value).__name__ for name, value in training.strategy.state_dict(training.model).items()},
     }
 
 
@@ -111,15 +111,15 @@ def test_losses_stay_near_those_of_full_precision(
 
 
 def train_full(given: Case) -> list[float]:
-    return Session(given, Wide()).train()[0]
+    return Training(given, Wide()).train()[0]
 
 
 def save_and_load(given: Case, folder: str) -> list[list[float]]:
-    session = Session(given, Wide(), handlers=recipes(None))
-    session.train()
-    session.save(Path(folder))
-    expected = session.train()[0]
-    resumed = Session(given, Wide(), handlers=recipes(None))
+    training = Training(given, Wide(), handlers=recipes(None))
+    training.train()
+    training.save(Path(folder))
+    expected = training.train()[0]
+    resumed = Training(given, Wide(), handlers=recipes(None))
     resumed.load(Path(folder))
     return [expected, resumed.train()[0]]
 

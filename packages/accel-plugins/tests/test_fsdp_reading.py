@@ -13,7 +13,7 @@ from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_plugins.fsdp import weights
 from accel_state.errors import CheckpointError
 from accel_state.process import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 class Tied(nn.Module):

@@ -22,15 +22,15 @@ from accel_plugins.fsdp.policies import blocks_to_shard, shard_groups
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
-from accel_plugins.testing import Case, Session
-from accel_plugins.testing.backend_tasks import clipped_plain, count_collectives
-from accel_plugins.testing.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
 from accel_plugins.transforms.compile import Compile
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.backends.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
+from accel_testing.backends.tasks import clipped_plain, count_collectives
+from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -43,10 +43,10 @@ def case(*arguments: Any, **options: Any) -> Case:
 
 
 def train(given: Case) -> dict[str, Any]:
-    session = Session(given)
-    losses, norms = session.train()
-    sharded = [isinstance(parameter, DTensor) for parameter in session.model.parameters()]
-    return {"losses": losses, "norms": norms, "sharded": sharded, "weights": session.weights()}
+    training = Training(given)
+    losses, norms = training.train()
+    sharded = [isinstance(parameter, DTensor) for parameter in training.model.parameters()]
+    return {"losses": losses, "norms": norms, "sharded": sharded, "weights": training.weights()}
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ def test_every_option_trains_like_one_process(two: Group, options: dict[str, Any
 
 def sent_at_start(given: Case) -> list[int]:
     """Elements of each tensor that is broadcast while a model is prepared, and again for one that is sharded."""
-    session = given.open()
+    training = given.open()
     sent: list[int] = []
     broadcast = torch.distributed.broadcast
 
@@ -84,8 +84,8 @@ def sent_at_start(given: Case) -> list[int]:
 
     torch.distributed.broadcast = counting
     try:
-        prepared = session.strategy.setup(Bundle.of([given.make(session.process.rank)])).models[0]
-        session.strategy.setup(Bundle.of([prepared]))
+        prepared = training.strategy.setup(Bundle.of([given.make(training.process.rank)])).models[0]
+        training.strategy.setup(Bundle.of([prepared]))
     finally:
         torch.distributed.broadcast = broadcast
     return sent
@@ -148,10 +148,10 @@ def test_parameters_that_stay_whole_train_and_are_clipped_with_the_others(
 
 
 def clip_values(given: Case) -> dict[str, Any]:
-    session = Session(given)
-    session.backward(next(iter(batches(given))))
-    session.clip()
-    return session.gradients()
+    training = Training(given)
+    training.backward(next(iter(batches(given))))
+    training.clip()
+    return training.gradients()
 
 
 def test_values_are_clipped_in_both_kinds_of_parameters(two: Group) -> None:
@@ -176,10 +176,10 @@ def train_in_two_dtypes(given: Case, dtype: torch.dtype) -> dict[str, Any]:
     model.body.to(dtype)
     if given.manifest is FSDP2:  # the first version joins what trains and what is frozen, of one dtype
         model.body[0].bias.requires_grad_(False)  # type: ignore[union-attr]
-    session = Session(given, model)
-    dtypes = {parameter.dtype for parameter in session.model.parameters() if parameter.requires_grad}
-    losses, _ = session.train()
-    states = {value.dtype for state in session.optimizer.state.values() for value in state.values()}
+    training = Training(given, model)
+    dtypes = {parameter.dtype for parameter in training.model.parameters() if parameter.requires_grad}
+    losses, _ = training.train()
+    states = {value.dtype for state in training.optimizer.state.values() for value in state.values()}
     return {"dtypes": dtypes, "states": states, "losses": losses}
 
 
@@ -199,7 +199,7 @@ def test_weights_keep_their_dtype_without_mixed_precision(two: Group) -> None:
 
 def keep_dtype(given: Case) -> set[torch.dtype]:
     PartialState(cpu=True)
-    return {parameter.dtype for parameter in Session(given, make_model().bfloat16()).model.parameters()}
+    return {parameter.dtype for parameter in Training(given, make_model().bfloat16()).model.parameters()}
 
 
 class Tied(Small):
@@ -224,11 +224,11 @@ def load_from_first(given: Case) -> dict[str, Any]:
         if not first:
             nn.Module.__init__(model)
             _on_meta(model)
-    session = Session(given, model)
-    weights = session.weights()
+    training = Training(given, model)
+    weights = training.weights()
     with torch.no_grad():
-        output = session.model(torch.ones(2, 6))
-    tied = session.user_model.again.weight is session.user_model.body[2].weight  # type: ignore[union-attr, index]
+        output = training.model(torch.ones(2, 6))
+    tied = training.user_model.again.weight is training.user_model.body[2].weight  # type: ignore[union-attr, index]
     return {"weights": weights, "output": output.tolist(), "tied": tied}
 
 
@@ -258,14 +258,14 @@ def refusal(given: Case, what: str) -> str:
     if what == "meta":
         model = model.to("meta")
     try:
-        session = Session(given, model)
+        training = Training(given, model)
         if what == "stepped":
             optimizer = torch.optim.Adam(model.parameters())
             nn.functional.mse_loss(make_model()(torch.ones(1, 6)), torch.ones(1, 3)).backward()
             optimizer.state[next(iter(model.parameters()))]["step"] = 1
-            session.strategy.check(Bundle.of([model, optimizer]))
+            training.strategy.check(Bundle.of([model, optimizer]))
         if what == "stranger":
-            session.strategy.check(Bundle.of([make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1)]))
+            training.strategy.check(Bundle.of([make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1)]))
     except AccelError as error:
         return type(error).__name__ if error.obstacle and error.remedy else f"{error} lacks a part"
     return "nothing was raised"
@@ -374,7 +374,7 @@ def test_a_launcher_asks_for_it_by_its_variable(two: Group) -> None:
 
 
 def version(given: Case) -> int:
-    return int(Session(given).strategy.config.fsdp_version)
+    return int(Training(given).strategy.config.fsdp_version)
 
 
 def test_the_backend_named_is_what_its_settings_are_for(two: Group) -> None:

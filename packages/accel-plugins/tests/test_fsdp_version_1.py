@@ -21,12 +21,12 @@ from accel_plugins import extract_model_from_parallel
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
-from accel_plugins.testing import Case, Session
-from accel_plugins.testing.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.mesh import ParallelismConfig
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.backends.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
+from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -39,16 +39,16 @@ def case(**options: Any) -> Case:
 
 
 def train(given: Case) -> dict[str, Any]:
-    session = Session(given)
-    losses, norms = session.train()
-    blocks = len(FullyShardedDataParallel.fsdp_modules(session.model))
-    bare = extract_model_from_parallel(session.model)
+    training = Training(given)
+    losses, norms = training.train()
+    blocks = len(FullyShardedDataParallel.fsdp_modules(training.model))
+    bare = extract_model_from_parallel(training.model)
     return {
         "losses": losses,
         "norms": norms,
         "blocks": blocks,
-        "weights": session.weights(),
-        "unwrapped": bare is session.user_model is session.strategy.unwrap(session.model),
+        "weights": training.weights(),
+        "unwrapped": bare is training.user_model is training.strategy.unwrap(training.model),
     }
 
 
@@ -104,7 +104,7 @@ def unsharded(given: Case) -> list[float]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated")
-        return Session(given).train()[0]
+        return Training(given).train()[0]
 
 
 def test_parameters_may_stay_whole(two: Group) -> None:
@@ -138,9 +138,9 @@ def load_from_first(given: Case) -> dict[str, Any]:
     model = Fleeting(7)
     if current.process().rank:
         model = model.to("meta")
-    session = Session(given, model)
+    training = Training(given, model)
     with torch.no_grad():
-        return {"weights": session.weights(), "output": session.model(torch.ones(2, 6)).tolist()}
+        return {"weights": training.weights(), "output": training.model(torch.ones(2, 6)).tolist()}
 
 
 def test_only_the_first_process_has_to_load_weights(two: Group) -> None:
@@ -161,7 +161,7 @@ def filled(module: nn.Module) -> None:
 
 def initialise(given: Case) -> dict[str, Any]:
     PartialState(cpu=True)
-    return Session(given.but(config=Plugin(1, param_init_fn=filled)), make_model().to("meta")).weights()
+    return Training(given.but(config=Plugin(1, param_init_fn=filled)), make_model().to("meta")).weights()
 
 
 def test_modules_without_values_get_them_from_a_function(two: Group) -> None:
@@ -174,10 +174,10 @@ def test_modules_without_values_get_them_from_a_function(two: Group) -> None:
 
 def refusal(given: Case, what: str) -> str:
     try:
-        session = Session(given)
+        training = Training(given)
         if what == "part":
-            session.backward(next(iter(batches(given))))
-            session.strategy.clip_norm(list(session.model.parameters())[:1], 1.0)
+            training.backward(next(iter(batches(given))))
+            training.strategy.clip_norm(list(training.model.parameters())[:1], 1.0)
     except AccelError as error:
         return f"{type(error).__name__}: {error}" if error.obstacle and error.remedy else f"{error} lacks a part"
     return "nothing was raised"

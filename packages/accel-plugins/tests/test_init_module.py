@@ -14,8 +14,8 @@ from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.single.manifest import MANIFEST as SINGLE
-from accel_plugins.testing import Case, Session
-from accel_state.testing.processes import Processes
+from accel_testing.backends import Case, Training
+from accel_testing.processes import Processes
 
 FSDP = Case(FSDP2, Plugin(fsdp_version=2))
 
@@ -70,17 +70,17 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def prepared(case: Case, seed: int, **options: Any) -> tuple[Session, Any, Any, float]:
-    session = Session(case, nn.Linear(1, 1))
+def prepared(case: Case, seed: int, **options: Any) -> tuple[Training, Any, Any, float]:
+    training = Training(case, nn.Linear(1, 1))
     torch.manual_seed(seed)
-    with session.strategy.init_module(**options):
+    with training.strategy.init_module(**options):
         model = Model()
     drawn = torch.rand(()).item()
     bundle = Bundle.of([model, torch.optim.SGD(model.parameters(), lr=0.1)])
-    session.strategy.check(bundle)
-    bundle.models[:] = [session.strategy.place(model)]
-    bundle = session.strategy.setup(bundle)
-    return session, bundle.models[0], bundle.optimizers[0], drawn
+    training.strategy.check(bundle)
+    bundle.models[:] = [training.strategy.place(model)]
+    bundle = training.strategy.setup(bundle)
+    return training, bundle.models[0], bundle.optimizers[0], drawn
 
 
 def step(model: Any, optimizer: Any) -> None:
@@ -90,9 +90,9 @@ def step(model: Any, optimizer: Any) -> None:
 
 def values_and_step(case: Case, seeds: list[int]) -> str:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    session = Session(case, nn.Linear(1, 1))
-    rank = session.process.rank
-    session, model, optimizer, drawn = prepared(case, seeds[rank])
+    training = Training(case, nn.Linear(1, 1))
+    rank = training.process.rank
+    training, model, optimizer, drawn = prepared(case, seeds[rank])
     alone = expected(seeds[0])
     after = torch.rand(()).item()
     torch.manual_seed(seeds[rank])
@@ -122,8 +122,8 @@ def test_ignored_modules_get_full_values(two: Processes) -> None:
 
 def held() -> tuple[int, int, int]:
     """Bytes of the shards while a model waits for `prepare`, of its full parameters, and of parameters in memory."""
-    session = Session(FSDP, nn.Linear(1, 1))
-    with session.strategy.init_module():
+    training = Training(FSDP, nn.Linear(1, 1))
+    with training.strategy.init_module():
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     parameters = list(model.parameters())
     shards = [vars(parameter)["_accel_shard"] for parameter in parameters]
@@ -153,16 +153,16 @@ def test_an_empty_model_takes_loaded_weights(two: Processes) -> None:
 
 
 def arrives_sharded() -> str:
-    session = Session(FSDP, nn.Linear(1, 1))
+    training = Training(FSDP, nn.Linear(1, 1))
     alone, model = expected(), expected()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     groups = {id(module): module for module in model.modules() if isinstance(module, FSDPModule)}
     bundle = Bundle.of([model, torch.optim.SGD(model.parameters(), lr=0.1)])
-    session.strategy.check(bundle)
-    bundle.models[:] = [session.strategy.place(model)]
-    bundle = session.strategy.setup(bundle)
+    training.strategy.check(bundle)
+    bundle.models[:] = [training.strategy.place(model)]
+    bundle = training.strategy.setup(bundle)
     assert bundle.models[0] is model
     assert {id(module) for module in model.modules() if isinstance(module, FSDPModule)} == groups.keys()
     step(model, bundle.optimizers[0])
@@ -182,9 +182,9 @@ def test_one_process_builds_on_its_device(one: Processes) -> None:
 
 @pytest.mark.usefixtures("cpu_state")
 def test_an_empty_model_of_one_process_is_not_initialised() -> None:
-    session = Session(Case(SINGLE), nn.Linear(1, 1))
+    training = Training(Case(SINGLE), nn.Linear(1, 1))
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with session.strategy.init_module(empty_init=True):
+    with training.strategy.init_module(empty_init=True):
         nn.Linear(4, 4)
     assert torch.equal(torch.get_rng_state(), before)

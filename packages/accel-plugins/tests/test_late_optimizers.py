@@ -10,10 +10,10 @@ import pytest
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
-from accel_plugins.testing import Case, Session
-from accel_plugins.testing.reference_loop import Plain, make_model, make_optimizer, near
 from accel_state.errors import Conflict
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.backends.reference_loop import Plain, make_model, make_optimizer, near
+from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -23,7 +23,7 @@ CASES = [Case(FSDP1, Plugin(1, use_orig_params=whole, **IN_BLOCKS)) for whole in
 CASES += [Case(FSDP2, Plugin(2, **IN_BLOCKS))]
 
 
-class Late(Session):
+class Late(Training):
     """Prepares the model first, and then an optimizer made of the prepared model."""
 
     def prepare(self, bundle: Bundle) -> Bundle:
@@ -38,13 +38,13 @@ class Late(Session):
 
 
 def train(given: Case, folder: str) -> dict[str, Any]:
-    session = Late(given)
-    losses, norms = session.train()
-    session.save(Path(folder))
-    weights = session.weights()
+    training = Late(given)
+    losses, norms = training.train()
+    training.save(Path(folder))
+    weights = training.weights()
     again = Late(given)
     again.load(Path(folder))
-    return {"losses": losses, "norms": norms, "weights": weights, "further": [again.train(), session.train()]}
+    return {"losses": losses, "norms": norms, "weights": weights, "further": [again.train(), training.train()]}
 
 
 @pytest.mark.parametrize("adam", [True, False])
@@ -61,12 +61,12 @@ def test_they_train_like_one_process_and_are_saved(two: Group, given: Case, adam
 
 
 def refused(given: Case, released: bool) -> str:
-    session = Session(given)
+    training = Training(given)
     if released:
-        session.strategy.release([session.made], [session.optimizer])
-    optimizer = make_optimizer(given, session.model if released else make_model())
+        training.strategy.release([training.made], [training.optimizer])
+    optimizer = make_optimizer(given, training.model if released else make_model())
     try:
-        session.strategy.check(Bundle.of([optimizer]))
+        training.strategy.check(Bundle.of([optimizer]))
     except Conflict as error:
         return str(error)
     return "nothing was raised"

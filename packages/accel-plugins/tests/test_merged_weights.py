@@ -13,8 +13,9 @@ from accel_bigmodel.weight_files import load_weights
 from accel_plugins import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.fsdp.weights import merge_weights
-from accel_plugins.testing import Case, Processes
 from accel_state.errors import CheckpointError, SettingError
+from accel_testing.backends import Case
+from accel_testing.processes import Processes
 
 Saved = tuple[Path, dict[str, list[object]]]
 

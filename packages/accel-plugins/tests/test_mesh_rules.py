@@ -15,10 +15,10 @@ from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Duty, Manifest
 from accel_plugins.resolve import choose
 from accel_plugins.single.manifest import MANIFEST as SINGLE
-from accel_plugins.testing import fresh
 from accel_state import PartialState
 from accel_state.errors import Conflict
 from accel_state.mesh import ParallelismConfig
+from accel_testing.fresh import fresh
 
 ANY = Manifest("any", "a.b:C", axes=frozenset(Axis))
 SUBSETS = [frozenset(axes) for size in range(6) for axes in itertools.combinations(Axis, size)]

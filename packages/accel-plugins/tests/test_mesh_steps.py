@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_plugins import order
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing import Case, Session
-from accel_plugins.testing.sequences import COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.compile import Compile
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_plugins.transforms.sequence_sharding import shard_sequences
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.backends.sequences import COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
+from accel_testing.processes import Processes as Group
 
 R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.TENSOR)
 
@@ -78,7 +78,7 @@ ORDERS: dict[tuple[str, frozenset[Axis]], str] = {
 
 def orders(cases: list[Case]) -> list[str]:
     """The steps of preparing with each set of transforms."""
-    strategy = Session(cases[0], SequenceModel()).strategy
+    strategy = Training(cases[0], SequenceModel()).strategy
     return [", ".join(step.name for step in order.steps(case.manifest, strategy, case.transforms)) for case in cases]
 
 
@@ -106,13 +106,13 @@ class Recording(TorchDispatchMode):
 
 
 def collectives_of_a_step(case: Case) -> dict[str, int]:
-    session = Session(case, SequenceModel())
-    inputs, targets = session.slice(data()[0])
+    training = Training(case, SequenceModel())
+    inputs, targets = training.slice(data()[0])
 
     def step() -> None:
-        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
-            session.strategy.backward(loss_of(session.model, inputs, targets))
-        session.step()
+        with shard_sequences(training.strategy.context, [inputs, targets], [1, 1]):
+            training.strategy.backward(loss_of(training.model, inputs, targets))
+        training.step()
 
     step()
     step()

@@ -15,13 +15,13 @@ from torch import nn
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing import Case, Session
-from accel_plugins.testing.reference_loop import near as near_to
-from accel_plugins.testing.sequences import BY_BLOCK, COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.sequence_sharding import shard_sequences
 from accel_state import PartialState, current
-from accel_state.testing.processes import Processes as Group
+from accel_testing.backends import Case, Training
+from accel_testing.backends.reference_loop import near as near_to
+from accel_testing.backends.sequences import BY_BLOCK, COMBINATIONS, SequenceModel, case_of, data, loss_of, name_of
+from accel_testing.processes import Processes as Group
 
 R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.TENSOR)
 
@@ -48,19 +48,19 @@ def reference(clip: float | None) -> dict[str, Any]:
 
 
 def train(case: Case, clip: float | None) -> dict[str, Any]:
-    session = Session(case, SequenceModel())
+    training = Training(case, SequenceModel())
     losses, norms = [], []
     for batch in data():
-        inputs, targets = session.slice(batch)
-        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
-            loss = loss_of(session.model, inputs, targets)
-            session.strategy.backward(loss)
+        inputs, targets = training.slice(batch)
+        with shard_sequences(training.strategy.context, [inputs, targets], [1, 1]):
+            loss = loss_of(training.model, inputs, targets)
+            training.strategy.backward(loss)
         if clip is not None:
-            norm: Any = session.strategy.clip_norm(list(session.model.parameters()), clip)
+            norm: Any = training.strategy.clip_norm(list(training.model.parameters()), clip)
             norms.append(float(norm))
-        session.step()
-        losses.append(session.mean(loss.item()))
-    return {"losses": losses, "norms": norms, "weights": session.weights()}
+        training.step()
+        losses.append(training.mean(loss.item()))
+    return {"losses": losses, "norms": norms, "weights": training.weights()}
 
 
 near = partial(near_to, rel=2e-4, abs=2e-5)
@@ -112,7 +112,7 @@ def test_mixed_precision_stays_near_it(four: Group, manifest: Manifest, axes: tu
 def load_from_first(case: Case) -> dict[str, Any]:
     PartialState(cpu=True)
     model = SequenceModel() if current.process().rank == 0 else SequenceModel().to("meta")
-    return Session(case, model).weights()
+    return Training(case, model).weights()
 
 
 def test_only_the_first_process_has_to_load_weights_that_are_divided_twice(four: Group) -> None:
@@ -123,30 +123,30 @@ def test_only_the_first_process_has_to_load_weights_that_are_divided_twice(four:
 
 
 def save(case: Case, folder: str) -> list[float]:
-    session = Session(case, SequenceModel())
-    steps(session)
-    session.save(Path(folder))
-    return steps(session)
+    training = Training(case, SequenceModel())
+    steps(training)
+    training.save(Path(folder))
+    return steps(training)
 
 
 def resume(case: Case, folder: str) -> list[float]:
-    session = Session(case, SequenceModel())
+    training = Training(case, SequenceModel())
     with torch.no_grad():
-        for parameter in session.model.parameters():
+        for parameter in training.model.parameters():
             parameter.zero_()
-    session.load(Path(folder))
-    return steps(session)
+    training.load(Path(folder))
+    return steps(training)
 
 
-def steps(session: Session) -> list[float]:
+def steps(training: Training) -> list[float]:
     losses = []
     for batch in data():
-        inputs, targets = session.slice(batch)
-        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
-            loss = loss_of(session.model, inputs, targets)
-            session.strategy.backward(loss)
-        session.step()
-        losses.append(session.mean(loss.item()))
+        inputs, targets = training.slice(batch)
+        with shard_sequences(training.strategy.context, [inputs, targets], [1, 1]):
+            loss = loss_of(training.model, inputs, targets)
+            training.strategy.backward(loss)
+        training.step()
+        losses.append(training.mean(loss.item()))
     return losses
 
 

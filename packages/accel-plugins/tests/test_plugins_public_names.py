@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from accel_state.testing.public_names import check_public_names
+from accel_testing.public_names import check_public_names
 
 TORCH_FREE = (
     "accel_plugins",
@@ -23,7 +23,7 @@ TORCH_FREE = (
 )
 
 
-@pytest.mark.parametrize("package", ["accel_plugins", "accel_plugins.precision", "accel_plugins.testing"])
+@pytest.mark.parametrize("package", ["accel_plugins", "accel_plugins.precision", "accel_testing.backends"])
 def test_public_names_of_accel_plugins(package: str) -> None:
     check_public_names(package)
 

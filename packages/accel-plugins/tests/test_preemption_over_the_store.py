@@ -22,8 +22,8 @@ from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE
-from accel_state.testing.processes import Processes
 from accel_state.transport.control import ControlStore
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 

@@ -23,7 +23,7 @@ from accel_plugins.checkpoint.manifest import (
     record_of,
 )
 from accel_state.current import Process
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from accel_plugins.fsdp import weights
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
 from accel_state.process import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 def wide(seed: int) -> nn.Sequential:

@@ -18,7 +18,7 @@ from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.gradient import GradientState
 from accel_state.mesh import ParallelismConfig
-from accel_state.testing.processes import Processes as Group
+from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

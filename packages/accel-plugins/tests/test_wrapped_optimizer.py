@@ -11,7 +11,7 @@ from accel_plugins import AcceleratedOptimizer
 from accel_plugins.precision import GradScalerKwargs, choose
 from accel_state.devices.select import family_of
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_plugins import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 SYNCS = (True, False, True, True, False)
 

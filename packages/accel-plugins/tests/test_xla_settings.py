@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from accel_plugins import resolve
-from accel_plugins.testing import run_command
 from accel_plugins.xla.config import XLAPlugin
 from accel_plugins.xla.manifest import MANIFEST, present
 from accel_state import current
@@ -16,6 +15,7 @@ from accel_state.errors import Missing, SettingError
 from accel_state.process import PartialState
 from accel_state.settings.environ import publish
 from accel_state.settings.installed import importable
+from accel_testing.processes import run_command
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

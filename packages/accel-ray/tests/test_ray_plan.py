@@ -12,10 +12,10 @@ import pytest
 
 from accel_cli.launch.launchers import choose_launcher, find_launcher
 from accel_cli.launch.request import request_of
-from accel_cli.testing import prepare_launch
 from accel_ray.cluster import Layout
 from accel_state.errors import SettingError
 from accel_state.settings.installed import importable
+from accel_testing.launchers import prepare_launch
 
 Plan = Callable[..., Any]
 

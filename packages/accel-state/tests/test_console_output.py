@@ -9,7 +9,7 @@ import pytest
 from accel_state import PartialState, current, tqdm
 from accel_state.errors import Missing, SettingError
 from accel_state.settings import installed
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 pytest.importorskip("tqdm")
 pytest.importorskip("rich")

@@ -9,8 +9,8 @@ import torch
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.torch_family import CUDA
-from accel_state.testing.device_suite import DeviceSuite
-from accel_state.testing.processes import Processes
+from accel_testing.devices import DeviceSuite
+from accel_testing.processes import Processes
 
 
 @pytest.mark.cuda(differs="kernels, generators, memory and the scaler are those of a real device")

@@ -20,9 +20,9 @@ from accel_state.devices.torch_family import CUDA, MPS, TorchFamily, unlisted_fa
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered
 from accel_state.labels import DistributedType, RNGType
-from accel_state.testing.device_suite import DeviceSuite
-from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import BACKEND, NAME, POSSIBLE, simulated_device
+from accel_testing.devices import DeviceSuite
+from accel_testing.processes import Processes
+from accel_testing.simulated_device import BACKEND, NAME, POSSIBLE, simulated_device
 
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 

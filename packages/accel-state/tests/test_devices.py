@@ -18,7 +18,7 @@ from accel_state.errors import NotOffered, PluginError, SettingError
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.settings.extension import Extension
 from accel_state.settings.run import ProcessSettings
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 
 
 def test_cpu_family_is_present_and_has_the_lowest_priority() -> None:

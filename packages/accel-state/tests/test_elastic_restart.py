@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 SCRIPT = """
 import os, signal, sys

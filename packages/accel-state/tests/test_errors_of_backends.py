@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from accel_state import PartialState
 from accel_state.process import wait_for_everyone
-from accel_state.testing.processes import Processes, ReservedPort
 from accel_state.uncaught import explain_backend_error
+from accel_testing.processes import Processes, ReservedPort
 
 HERE = Path(__file__).name
 TIMEOUT = 20.0

@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_state import PartialState, current
 from accel_state.protocol import HeaderCall
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
-from accel_state.testing.threads import run_as_threads
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.threads import run_as_threads
 
 
 @pytest.fixture(autouse=True)

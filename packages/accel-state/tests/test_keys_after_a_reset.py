@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_state import PartialState, current
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 
 def told_before_and_after() -> list[bool]:

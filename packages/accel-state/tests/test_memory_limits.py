@@ -10,7 +10,7 @@ import torch
 
 from accel_state import PartialState
 from accel_state.memory import clear_device_cache, release_memory, should_reduce_batch_size
-from accel_state.testing.simulated_device import MODULE, POSSIBLE, simulated_device
+from accel_testing.simulated_device import MODULE, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

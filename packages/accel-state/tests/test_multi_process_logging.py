@@ -8,8 +8,8 @@ import pytest
 
 from accel_state import PartialState, get_logger
 from accel_state.errors import NotReady
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 def records() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from accel_state.mesh import (
     TorchTensorParallelConfig,
 )
 from accel_state.settings.environ import to_environment
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -13,8 +13,8 @@ import torch
 from accel_state import AcceleratorState, DistributedType, InitProcessGroupKwargs, PartialState, current
 from accel_state.errors import CollectiveError, Conflict, NotReady, SettingError, ShapeMismatch, UnknownKind
 from accel_state.process import split_inputs
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes, ProcessesFailed
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes, ProcessesFailed
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -13,7 +13,7 @@ from accel_state.errors import SettingError
 from accel_state.network import get_free_port, is_port_in_use
 from accel_state.process import do_nothing, wait_for_everyone
 from accel_state.run_state import is_initialized
-from accel_state.testing.processes import ReservedPort
+from accel_testing.processes import ReservedPort
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -65,7 +65,7 @@ def test_a_port_in_use_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        monkeypatch.setattr("accel_state.testing.processes._PORTS", (port, port))
+        monkeypatch.setattr("accel_testing.processes._PORTS", (port, port))
         with pytest.raises(OSError, match="no free port"):
             ReservedPort().reserve()
 

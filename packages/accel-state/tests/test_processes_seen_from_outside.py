@@ -33,7 +33,7 @@ from accel_state.run_status.stacks import (
     py_spy_stack,
     user_frame,
 )
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

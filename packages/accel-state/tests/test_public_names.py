@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_state import labels
-from accel_state.testing.public_names import check_public_names
+from accel_testing.public_names import check_public_names
 
 INIT = """
 from accel_state.lazy import lazy_stub

@@ -19,9 +19,9 @@ from accel_state import PartialState, current
 from accel_state.devices.cpu import CPU
 from accel_state.errors import CollectiveError, SettingError
 from accel_state.network import SECRET_VARIABLE
-from accel_state.testing.processes import Processes
 from accel_state.topology import read_topology
 from accel_state.transport.rendezvous import init_transport
+from accel_testing.processes import Processes
 
 
 def come() -> None:

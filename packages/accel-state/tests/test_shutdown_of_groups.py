@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.processes import Finished, run_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 

@@ -16,7 +16,7 @@ from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.hang_report.rank_status import read_statuses, request_stacks
 from accel_state.hang_report.report import describe_ranks
 from accel_state.process import wait_for_everyone
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 HERE = Path(__file__).name
 

@@ -11,7 +11,7 @@ import torch
 from accel_state import PartialState, processors, start
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from accel_state import PartialState, current
-from accel_state.testing.processes import Processes
 from accel_state.transport.base import Transport
 from accel_state.transport.gloo import ALL_TO_ALL_LIMIT
+from accel_testing.processes import Processes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 SIZES = (0, 1, 7, ALL_TO_ALL_LIMIT)

@@ -21,8 +21,8 @@ from accel_plugins.manifest import Duty
 from accel_state import AcceleratorState, current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientState
-from accel_state.testing.processes import run_command
-from accel_state.testing.public_names import check_public_names
+from accel_testing.processes import run_command
+from accel_testing.public_names import check_public_names
 from accel_torch import (
     Accelerator,
     AutocastKwargs,

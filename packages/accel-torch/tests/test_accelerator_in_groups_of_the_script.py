@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_state.testing.fresh import fresh
-from accel_state.testing.threads import run_as_threads
+from accel_testing.fresh import fresh
+from accel_testing.threads import run_as_threads
 from accel_torch import Accelerator
 
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.mesh import PERMITTED
-from accel_plugins.testing.reference_loop import near as near_to
-from accel_plugins.testing.sequences import PLAN, SequenceModel, sequences
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state.errors import AccelError, Conflict
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.backends.reference_loop import near as near_to
+from accel_testing.backends.sequences import PLAN, SequenceModel, sequences
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import (
     Accelerator,
     DataLoaderConfiguration,

@@ -15,7 +15,7 @@ from accel_data import DataLoaderConfiguration
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.precision.config import AutocastKwargs
 from accel_state.errors import Conflict, SettingError, UnknownKind
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 from accel_tracking import GeneralTracker
 

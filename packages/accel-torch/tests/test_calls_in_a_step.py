@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.testing.profiling import profile
+from accel_testing.profiling import profile
 from accel_torch import Accelerator
 from accel_torch.observers import RUN_OBSERVERS
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from accel_state.errors import CheckpointError, Conflict
 from accel_state.run_state import AcceleratorState
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 from accel_torch import Accelerator
 
 BACKEND = '''

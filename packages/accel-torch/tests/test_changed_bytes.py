@@ -15,7 +15,7 @@ from torch import nn
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.shards import names_in
 from accel_state.errors import AccelError
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accel_torch import Accelerator
 
 ROUNDS = 250

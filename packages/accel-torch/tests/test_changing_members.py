@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_data import DataLoaderConfiguration, SeedableRandomSampler
-from accel_plugins.testing.reference_loop import near
 from accel_state.errors import Conflict, DataError, NotOffered, NotReady
 from accel_state.run_state import AcceleratorState
-from accel_state.testing.processes import Processes
+from accel_testing.backends.reference_loop import near
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
 BACKEND = '''

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.errors import SettingError
-from accel_state.testing.processes import run_command
+from accel_testing.parity import check_parity
+from accel_testing.processes import run_command
 from accel_torch.check_parity import causes
 from accel_torch.check_parity.comparison import compare_masks, compare_runs, remarks
 from accel_torch.check_parity.notes import RunFacts, RunNotes, StepNotes, joined
 from accel_torch.check_parity.tolerances import Tolerance, update_tolerance
-from accel_torch.testing import check_parity
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 PRELOADED = ("accel_torch.accelerator",)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 from accel_torch.check_resume.comparison import Notes, compare_notes, controls
 from accel_torch.check_resume.digests import digests_of, sample_digests
 

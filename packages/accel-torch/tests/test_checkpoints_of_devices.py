@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_state.testing.plugin import on_devices, working_on
-from accel_state.testing.processes import Processes
+from accel_testing.plugin import on_devices, working_on
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}

@@ -15,8 +15,8 @@ from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.remote import RemoteCheckpoints
 from accel_plugins.checkpoint.store import FileStore
 from accel_state.errors import CheckpointError, Conflict, SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 from accel_torch import Accelerator, TorchDynamoPlugin
 
 STEPS, ACCUMULATION = 8, 2

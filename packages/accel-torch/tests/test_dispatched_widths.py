@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderConfiguration
 from accel_state.errors import DataError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

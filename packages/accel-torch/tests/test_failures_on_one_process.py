@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 from accel_torch.options import ProjectConfiguration
 

@@ -17,8 +17,8 @@ import pytest
 
 from accel_state.errors import SettingError
 from accel_state.goodput.summary import GoodputSummary, read_goodput
-from accel_state.testing.preloaded import PreloadedPython
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.preloaded import PreloadedPython
+from accel_testing.processes import Finished, run_command
 from accel_torch import Accelerator
 
 pytestmark = [

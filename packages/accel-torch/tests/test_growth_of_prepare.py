@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_state.testing.fresh import fresh
-from accel_state.testing.profiling import count_calls
+from accel_testing.fresh import fresh
+from accel_testing.profiling import count_calls
 from accel_torch import Accelerator
 
 

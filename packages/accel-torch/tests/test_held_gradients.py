@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from accel_ops import reduce
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 
 BACKENDS = ["ddp", "fsdp1", "fsdp2"]

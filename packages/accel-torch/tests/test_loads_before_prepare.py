@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_state.errors import CheckpointError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

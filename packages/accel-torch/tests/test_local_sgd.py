@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ops.testing.recording_transport import recording
 from accel_state.errors import NotOffered, SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
 
 

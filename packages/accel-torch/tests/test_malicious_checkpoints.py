@@ -15,8 +15,8 @@ from torch import nn
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 

@@ -12,7 +12,7 @@ from accel_bigmodel import dispatch_model, get_max_memory, infer_auto_device_map
 from accel_bigmodel.estimate import estimate_memory
 from accel_ops import find_executable_batch_size
 from accel_state.devices.select import family_of
-from accel_state.testing.plugin import on_devices, room_for
+from accel_testing.plugin import on_devices, room_for
 from accel_torch import Accelerator
 
 WIDTH = 1024

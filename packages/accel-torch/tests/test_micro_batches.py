@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_state import PartialState
 from accel_state.errors import AccelError, CollectiveError, NotReady, OutOfMemory, SettingError
 from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
-from accel_state.testing.plugin import on_devices, room_for
-from accel_state.testing.processes import Processes, run_command
+from accel_testing.plugin import on_devices, room_for
+from accel_testing.processes import Processes, run_command
 from accel_torch import Accelerator, find_micro_batch_size
 from accel_torch.micro_batches import Search
 

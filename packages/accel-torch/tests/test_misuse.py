@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state import PartialState
 from accel_state.errors import Conflict
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, LocalSGD, MisuseWarning, ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.errors import Conflict
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 
 

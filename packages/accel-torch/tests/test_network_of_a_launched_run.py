@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from accel_state.exit_codes import RESUME
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the sockets of Linux"),

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from accel_bigmodel import load_checkpoint_in_model
 from accel_ops.dtensors import full_tensor
-from accel_state.testing.plugin import SIMULATED, working_on
-from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import MODULE, POSSIBLE
+from accel_testing.plugin import SIMULATED, working_on
+from accel_testing.processes import Processes
+from accel_testing.simulated_device import MODULE, POSSIBLE
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have the simulated device here")

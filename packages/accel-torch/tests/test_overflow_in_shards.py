@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from accel_plugins.testing.reference_loop import near as near_to
-from accel_state.testing.processes import Processes
+from accel_testing.backends.reference_loop import near as near_to
+from accel_testing.processes import Processes
 from accel_torch import (
     Accelerator,
     FullyShardedDataParallelPlugin,

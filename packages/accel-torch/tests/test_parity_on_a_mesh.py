@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing.sequences import COMBINATIONS, PLAN, SequenceModel, name_of, sequences
-from accel_torch.testing import check_parity
+from accel_testing.backends.sequences import COMBINATIONS, PLAN, SequenceModel, name_of, sequences
+from accel_testing.parity import check_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
-PRELOADED = ("accel_torch.accelerator", "accel_torch.testing.parity")
+PRELOADED = ("accel_torch.accelerator", "accel_testing.parity")
 
 SAMPLES, STEPS = 8, 3
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel_state.errors import SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProfileKwargs, ProfilerActivity
 from accel_torch.profile import summary
 

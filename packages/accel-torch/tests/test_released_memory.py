@@ -20,7 +20,7 @@ from accel_plugins.single.strategy import SingleStrategy
 from accel_state import AcceleratorState
 from accel_state.gradient import GradientState
 from accel_state.hang_report.progress import PROGRESS
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

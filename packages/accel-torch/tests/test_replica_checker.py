@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ops.testing.recording_transport import recording
 from accel_state.errors import SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
-from accel_state.testing.profiling import profile
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.profiling import profile
+from accel_testing.recording_transport import recording
 from accel_torch import Accelerator, ReplicasDiffer, set_seed
 from accel_torch.replicas import bit_sums
 

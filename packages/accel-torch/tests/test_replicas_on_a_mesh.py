@@ -15,7 +15,7 @@ from torch import nn
 from accel_ops import gather_object
 from accel_ops.rng import set_seed
 from accel_state import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import (
     Accelerator,
     FullyShardedDataParallelPlugin,

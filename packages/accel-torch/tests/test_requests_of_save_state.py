@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.testing.processes import Processes
 from accel_state.transport.control import ControlStore
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
 
 OURS = ("MainThread", "accel-save")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_data import MixtureDataset
 from accel_ops import gather_object
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration
 
 SAMPLES, BATCH = 61, 2

@@ -19,8 +19,8 @@ from accel_plugins.checkpoint.boundaries import Preemption
 from accel_state import PartialState, current
 from accel_state.errors import SettingError
 from accel_state.exit_codes import RESUME
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Finished, Processes, run_command
+from accel_testing.fresh import fresh
+from accel_testing.processes import Finished, Processes, run_command
 from accel_torch import ProjectConfiguration
 
 pytestmark = [

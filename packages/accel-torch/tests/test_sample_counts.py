@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accel_data import MixtureDataset
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 from accel_tracking.commands.samples import describe_samples
 

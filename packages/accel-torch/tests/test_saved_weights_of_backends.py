@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.testing.sequences import PLAN, SequenceModel
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.backends.sequences import PLAN, SequenceModel
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import (
     Accelerator,
     FullyShardedDataParallelPlugin,

@@ -19,8 +19,8 @@ from accel_plugins.checkpoint import background, state
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import find_newest
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
 
 

@@ -17,8 +17,8 @@ from accel_bigmodel import disk_offload
 from accel_bigmodel.weight_files import load_weights
 from accel_plugins.checkpoint.pickled import load, save
 from accel_state.errors import CheckpointError, SettingError, UnknownKind
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
 from accel_torch.folders import follow_number
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accel_torch import selftest
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

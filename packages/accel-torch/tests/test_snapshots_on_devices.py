@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 from accel_torch import Accelerator, ProjectConfiguration
 
 WIDTH = 512

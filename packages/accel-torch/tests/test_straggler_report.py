@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, GeneralTracker
 from accel_torch.stopwatch import SHARES, Stopwatch
 from accel_torch.straggler import shares, table

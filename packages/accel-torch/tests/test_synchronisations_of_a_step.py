@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 from accel_torch import Accelerator, GradScalerKwargs
 
 STEPS = 4

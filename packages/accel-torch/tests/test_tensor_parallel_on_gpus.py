@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accel_state.mesh import ParallelismConfig
-from accel_state.testing.plugin import GPU_PROCESSES, on_devices, working_on
-from accel_state.testing.processes import Processes
+from accel_testing.plugin import GPU_PROCESSES, on_devices, working_on
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, TorchTensorParallelPlugin
 
 PLAN = {"up": "colwise", "down": "rowwise"}

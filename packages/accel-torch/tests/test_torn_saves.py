@@ -20,8 +20,8 @@ from accel_plugins.checkpoint import background
 from accel_plugins.checkpoint.background import Snapshot
 from accel_plugins.checkpoint.manifest import read_manifest, verify
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, LocalSGD, ProjectConfiguration
 
 REAL_COPY = Snapshot.copy

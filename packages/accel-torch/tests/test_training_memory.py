@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from accel_bigmodel.commands.estimate_memory import COMMAND
 from accel_state import PartialState
 from accel_state.errors import SettingError
-from accel_state.testing.plugin import Processes
-from accel_state.testing.processes import Finished, run_command
+from accel_testing.plugin import Processes
+from accel_testing.processes import Finished, run_command
 from accel_torch.training_memory import is_estimating
 from accel_torch.training_memory.comparison import (
     ModelFacts,

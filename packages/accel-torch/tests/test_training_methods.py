@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops import gather
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.testing.plugin import on_devices
+from accel_testing.plugin import on_devices
 from accel_torch import Accelerator, GradScalerKwargs
 
 STEPS, BATCH = 6, 8

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_data.testing.streams import Stream
-from accel_ops.testing.recording_transport import recording
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
+from accel_testing.streams import Stream
 from accel_torch import Accelerator
 
 

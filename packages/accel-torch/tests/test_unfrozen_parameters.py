@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from accel_plugins.testing.reference_loop import near
 from accel_state.errors import NotOffered
-from accel_state.testing.processes import Processes
+from accel_testing.backends.reference_loop import near
+from accel_testing.processes import Processes
 from accel_torch import (
     Accelerator,
     DistributedDataParallelKwargs,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.errors import NotOffered, SettingError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 
 KINDS = ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
 BATCH = 4

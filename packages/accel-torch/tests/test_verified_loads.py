@@ -17,8 +17,8 @@ from accel_plugins.checkpoint import manifest as manifests
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 

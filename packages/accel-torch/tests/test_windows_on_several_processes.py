@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_torch import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torchft")
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.testing import BackendSuite
-from accel_state.testing.processes import Processes
-from accel_torch.testing import AcceleratorSuite
+from accel_testing.accelerator import AcceleratorSuite
+from accel_testing.backends import BackendSuite
+from accel_testing.processes import Processes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torchft")
 
-from accel_cli.testing import LauncherSuite
+from accel_testing.launchers import LauncherSuite
 
 DIES_ONCE = """
 import os, pathlib, signal, sys, time

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from accel_cli.testing import prepare_launch
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.settings.installed import Requirement
+from accel_testing.launchers import prepare_launch
 from accel_torchft import TorchFTConfig
 from accel_torchft.launcher import ReplicaGroups
 from accel_torchft.manifest import BACKENDS, TORCHFT

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.aim import AimTracker
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.clearml import ClearMLTracker, _title_and_series
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ClearML's own

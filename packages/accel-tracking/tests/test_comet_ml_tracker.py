@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.comet_ml import CometMLTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Comet's own

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking import JSONLinesTracker, read_run
-from accel_tracking.testing import Curves, TrackerSuite
 
 
 class TestJSONLines(TrackerSuite):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel_state.errors import SettingError
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.mlflow import MLflowTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite, leveldb_records
+from accel_testing.trackers import Curves, TrackerSuite, leveldb_records
 from accel_tracking.trackers.swanlab import SwanLabTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # swanlab's own

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.tensorboard import TensorBoardTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # tensorboard's own

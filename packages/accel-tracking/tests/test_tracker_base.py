@@ -8,7 +8,7 @@ import pytest
 
 from accel_state.errors import Missing, NotOffered
 from accel_state.settings.installed import Requirement
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accel_tracking import GeneralTracker, LibraryTracker, is_main_process, on_main_process
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel_state.errors import NotOffered, SettingError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accel_tracking import GeneralTracker, TrackerGroup, read_run, register_tracker_class, registry
 
 

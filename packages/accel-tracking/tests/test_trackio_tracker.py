@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite
+from accel_testing.trackers import Curves, TrackerSuite
 from accel_tracking.trackers.trackio import TrackioTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trackio's own

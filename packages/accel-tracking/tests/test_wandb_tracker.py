@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing import Curves, TrackerSuite, leveldb_records
+from accel_testing.trackers import Curves, TrackerSuite, leveldb_records
 from accel_tracking.trackers.wandb import WandBTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # wandb's own

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelerate
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 from accelerate.commands.config import default_config_file, get_config_parser
 from accelerate.commands.config.config import config_command
 from accelerate.commands.env import env_command, env_command_parser

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accel_state.errors import CheckpointError, SettingError
-from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
+from accel_testing.fresh import fresh
+from accel_testing.processes import Processes
 
 
 def sharded(kind: str, seed: int) -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from accel_state.errors import Missing
-from accel_state.testing.processes import run_command
+from accel_testing.processes import run_command
 from accelerate.commands import launch, to_fsdp2, tpu
 from accelerate.commands.config import config_args, default, update
 from accelerate.commands.menu import BulletMenu, helpers, keymap

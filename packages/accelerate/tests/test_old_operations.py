@@ -10,7 +10,7 @@ import torch
 
 from accel_ops import ShapeMismatch
 from accel_state import PartialState
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accelerate.utils.operations import (
     broadcast,
     broadcast_object_list,

@@ -17,7 +17,7 @@ import accel_ops.conversion
 import accelerate.accelerator
 import accelerate.utils
 import accelerate.utils.operations
-from accel_state.testing.fresh import fresh
+from accel_testing.fresh import fresh
 from accelerate import Accelerator
 
 ADDRESSES = ("accelerate.utils.gather", "accelerate.utils.operations.gather", "accelerate.accelerator.gather")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accelerate import PartialState
 from accelerate.state import SharedDict, ThreadLocalSharedDict
 from accelerate.utils import get_pretty_name, merge_dicts, recursive_getattr

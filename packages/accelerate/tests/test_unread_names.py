@@ -19,7 +19,7 @@ import accelerate.accelerator
 import accelerate.data_loader
 import accelerate.utils.fsdp_utils
 from accel_state.errors import AccelError
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.local_sgd import LocalSGD

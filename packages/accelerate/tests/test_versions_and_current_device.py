@@ -12,7 +12,7 @@ from packaging.version import Version
 from accel_state.devices.select import best_family
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.installed import installed_version
-from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
+from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
 from accelerate.legacy import versions
 from accelerate.utils import compare_versions, is_torch_version
 from accelerate.utils.environment import check_cuda_fp8_capability, get_current_device_type

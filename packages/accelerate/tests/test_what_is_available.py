@@ -16,7 +16,7 @@ from accel_state.devices import select
 from accel_state.errors import Missing, SettingError
 from accel_state.settings import installed
 from accel_state.settings.installed import _found, installed_version
-from accel_state.testing.simulated_device import POSSIBLE, simulated_device
+from accel_testing.simulated_device import POSSIBLE, simulated_device
 from accelerate.legacy import availability
 
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")

@@ -13,9 +13,9 @@ from torch import nn
 from accel_backend_example import ExampleConfig
 from accel_backend_example.manifest import MANIFEST
 from accel_plugins.checkpoint import pickled
-from accel_plugins.testing import Case, Processes
-from accel_plugins.testing import backend_tasks as tasks
 from accel_state.errors import CheckpointError, SettingError
+from accel_testing.backends import Case, tasks
+from accel_testing.processes import Processes
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_backend_example import ExampleConfig
-from accel_plugins.testing import BackendSuite
+from accel_testing.backends import BackendSuite
 
 
 class TestExample(BackendSuite):

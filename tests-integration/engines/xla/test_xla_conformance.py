@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from accel_plugins.testing import BackendSuite
 from accel_plugins.xla.config import XLAPlugin
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import Processes
+from accel_testing.backends import BackendSuite
+from accel_testing.processes import Processes
 
 pytestmark = [
     pytest.mark.skipif(not importable("torch_xla"), reason="needs torch_xla: nox -s engines-xla"),

@@ -27,9 +27,9 @@ from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.labels import DistributedType
 from accel_state.process import PartialState
 from accel_state.settings.installed import importable
-from accel_state.testing.processes import Processes
 from accel_state.topology import Topology
 from accel_state.transport.xla import XLATransport
+from accel_testing.processes import Processes
 
 pytestmark = [
     pytest.mark.skipif(not importable("torch_xla"), reason="needs torch_xla: nox -s engines-xla"),

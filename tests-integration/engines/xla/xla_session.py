@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from accel_plugins.testing.reference_loop import Session
 from accel_state.process import PartialState
+from accel_testing.backends.reference_loop import Training
 
 __all__ = ("XLASession",)
 
 
-class XLASession(Session):
+class XLASession(Training):
     """The kit's loop on an XLA device."""
 
     def start(self) -> None:

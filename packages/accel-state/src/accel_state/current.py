@@ -57,7 +57,7 @@ class _SlotOfThread(_Slot, threading.local):
 
 @contextmanager
 def slot_per_thread() -> Iterator[None]:
-    """Use a separate slot for each thread inside the block, for `accel_state.testing.threads`."""
+    """Use a separate slot for each thread inside the block, for `accel_testing.threads`."""
     global _slot
     before, _slot = _slot, _SlotOfThread()
     try:

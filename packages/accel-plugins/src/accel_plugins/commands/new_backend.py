@@ -36,7 +36,7 @@ requires-python = ">=3.10"
 dependencies = ["accel-plugins>=0.1,<0.2", "accel-state>=0.1,<0.2", "torch>=2.9"]
 
 [project.optional-dependencies]
-testing = ["accel-plugins[testing]>=0.1,<0.2"]
+testing = ["accel-testing[backends]>=0.1,<0.2"]
 
 # accel finds the backend by this entry point: the name that users choose, and the Manifest object.
 [project.entry-points."accel.backends"]
@@ -213,7 +213,7 @@ _TESTS: Final = '''\
 from __future__ import annotations
 
 from {module}.config import {title}Config
-from accel_plugins.testing import BackendSuite
+from accel_testing.backends import BackendSuite
 
 
 class Test{title}(BackendSuite):

@@ -38,7 +38,7 @@ NOT_PROVIDED: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate.kwargs_handlers": ("It was removed before 1.0.", "Import from accelerate.utils."),
     "accelerate.test_utils": (
         "The test helpers of the original library are not part of the drop-in.",
-        "Use accel_state.testing (real processes, clean state) and accel_plugins.testing (suites for backends).",
+        "Use accel_testing (real processes, clean state) and accel_testing.backends (suites for backends).",
     ),
 }
 """Modules that cannot be imported: obstacle and remedy by module."""

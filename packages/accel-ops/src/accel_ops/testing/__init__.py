@@ -1,1 +1,0 @@
-"""Tools for tests of code that uses the collectives."""

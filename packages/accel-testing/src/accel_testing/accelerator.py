@@ -1,0 +1,234 @@
+"""The tests of a backend through an Accelerator, and the functions that they run in the processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_bigmodel.load import load_state_dict
+from accel_plugins import resolve
+from accel_plugins.bundle import Bundle
+from accel_plugins.manifest import Ability
+from accel_state import current
+from accel_state.choices import DynamoBackend
+from accel_state.kwargs import KwargsHandler
+from accel_state.settings.environ import to_environment
+from accel_state.settings.schema import settings_of
+from accel_testing.backends import BackendSuite
+from accel_testing.backends.reference_loop import BATCH, Case, Plain, Small, Training, loss_of
+from accel_testing.backends.suite import Run, needs
+from accel_torch import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+
+__all__ = ("AcceleratorSuite", "AcceleratorTraining", "CompilingTraining")
+
+
+class AcceleratorTraining(Training):
+    """The code that users write, with the backend of a test case."""
+
+    def make_strategy(self, handlers: Sequence[Any]) -> None:
+        """Construct an Accelerator and return its strategy."""
+        case = self.case
+        given: dict[str, Any] = {}
+        if isinstance(case.config, KwargsHandler):
+            handlers = [*handlers, case.config]
+        elif case.config is not None:
+            # Settings of another backend are given through that backend's argument.
+            manifests = [found.manifest for found in resolve.available() if found.manifest is not None]
+            theirs = (one for one in manifests if resolve.config_among(one, [case.config]) is not None)
+            given = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
+        self.accelerator = Accelerator(
+            cpu=current.process().device.type == "cpu",
+            mixed_precision=case.precision,
+            backend=case.manifest.name,
+            kwargs_handlers=list(handlers),
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=case.accumulation, sync_each_batch=not case.no_sync
+            ),
+            **given,
+            **self.arguments(),
+        )
+        self.process = current.process()
+        self.gradient = self.accelerator.gradient_state
+        self.strategy = self.accelerator._backend.strategy
+
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments for the Accelerator."""
+        return {}
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """The method of the Accelerator."""
+        given: list[list[Any]] = [bundle.models, bundle.optimizers, bundle.schedulers]
+        prepared: Any = self.accelerator.prepare(*(item for items in given for item in items))
+        made = list(prepared) if isinstance(prepared, (list, tuple)) else [prepared]
+        for items in given:
+            items[:], made = made[: len(items)], made[len(items) :]
+        return bundle
+
+    def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
+        """A prepared loader of the global batches, which are read without training."""
+        if self.manifest.traits.elastic:
+            # In training mode, loaders would wait for optimizer steps.
+            self.model.eval()
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+        loader: Iterable[Any] = self.accelerator.prepare(DataLoader(TensorDataset(inputs, targets), batch_size=BATCH))
+        return loader
+
+    def save(self, folder: Path, step: int = 0) -> None:
+        """The method of the Accelerator, which counts the steps."""
+        self.accelerator.save_state(folder)
+
+    def load(self, folder: Path) -> int:
+        """The method of the Accelerator."""
+        self.accelerator.load_state(folder)
+        return self.accelerator.step
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Each micro-batch under `accumulate`."""
+        parts, total = self.micro_batches(batch), 0.0
+        for inputs, targets in parts:
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, inputs, targets)
+                self.accelerator.backward(loss)
+            total += loss.item()
+        return total / len(parts)
+
+    def complete_gradients(self) -> None:
+        """The method of the Accelerator."""
+        self.accelerator.unscale_gradients(self.optimizer)
+
+    def clip(self) -> float | None:
+        """The methods of the Accelerator."""
+        norm: Any = None
+        if self.case.clip_norm is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.case.clip_norm, self.case.norm_type)
+        if self.case.clip_value is not None:
+            self.accelerator.clip_grad_value_(self.model.parameters(), self.case.clip_value)
+        return None if norm is None else float(norm)
+
+    def step(self) -> bool:
+        """The methods of the optimizer."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return not self.accelerator.optimizer_step_was_skipped
+
+    def mean(self, value: float) -> float:
+        """The method of the Accelerator."""
+        return float(self.accelerator.reduce(torch.tensor(value, dtype=torch.float64), "mean"))
+
+    def weights(self) -> dict[str, list[Any]]:
+        """The state dict of the Accelerator."""
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
+
+
+class CompilingTraining(AcceleratorTraining):
+    """Compiles the model without generating code, so that it takes little time."""
+
+    def arguments(self) -> dict[str, Any]:
+        """`torch.compile` with the backend "eager"."""
+        return {"dynamo_plugin": TorchDynamoPlugin(backend=DynamoBackend.EAGER)}
+
+
+class AcceleratorSuite(BackendSuite):
+    """The tests of every backend through an Accelerator, and tests of what only an Accelerator does."""
+
+    @pytest.fixture
+    def driver(self) -> str:
+        """The Accelerator."""
+        return "accel_testing.accelerator:AcceleratorTraining"
+
+    def test_unwrap_model_gives_the_users_model(self, run: Run) -> None:
+        assert set(run(unwraps_users_model, self.case())) == {True}
+
+    def test_free_memory_keeps_nothing_and_another_run_can_follow(self, run: Run) -> None:
+        case = self.case()
+        answers = run(free_and_train_again, case)
+        for answer, expected in zip(answers, self.reference(run, case), strict=True):
+            assert answer["kept"] == []
+            assert answer["losses"] == self.near(expected["losses"])
+
+    def test_a_compiled_model_trains_alike(self, run: Run) -> None:
+        case = self.case(accumulation=2)
+        compiled = case.but(training="accel_testing.accelerator:CompilingTraining")
+        for answer, expected in zip(run(train_compiled, compiled), self.reference(run, case), strict=True):
+            assert answer["compiled"]
+            assert answer["is_users_class"]
+            assert answer["losses"] == self.near(expected["losses"])
+            assert not answer["weights"] or answer["weights"] == self.near(expected["weights"])
+
+    def test_settings_reach_the_strategy_through_the_environment(self, run: Run) -> None:
+        """Values for `config`, preferably not the defaults."""
+        if self.config is not None and settings_of(type(self.config)):
+            variables = to_environment(self.config)
+            for found in run(settings_from_environment, self.case(), variables):
+                assert found == variables
+
+    @needs(Ability.STATE_DICT, Ability.SYNCHRONOUS)
+    def test_save_model_writes_the_weights_of_one_process(self, run: Run, tmp_path: Path) -> None:
+        run(train_and_save_model, self.case(), str(tmp_path))
+        written = {name: value.tolist() for name, value in load_state_dict(tmp_path / "model.safetensors").items()}
+        assert written == self.near(Plain(self.case()).run().weights())
+
+
+def unwraps_users_model(case: Case) -> bool:
+    """Whether `unwrap_model` returns the user's model."""
+    training: Any = case.open()
+    return isinstance(training.accelerator.unwrap_model(training.model), Small)
+
+
+def free_and_train_again(case: Case) -> dict[str, Any]:
+    """What `free_memory` left in memory after training, and the losses of another run in the same process."""
+    training: Any = case.open()
+    training.train()
+    kept = {"model": weakref.ref(training.user_model), "optimizer": weakref.ref(training.optimizer.optimizer)}
+    accelerator = training.accelerator
+    prepared = [vars(training).pop("model"), vars(training).pop("optimizer")]
+    vars(training).clear()
+    prepared[:] = accelerator.free_memory(*prepared)
+    gc.collect()
+    alive = [name for name, seen in kept.items() if seen() is not None]
+    return {"kept": alive, "losses": case.open().train()[0]}
+
+
+def train_compiled(case: Case) -> dict[str, Any]:
+    """Losses and weights of a compiled model, and the type of the unwrapped model."""
+    training: Any = case.open()
+    losses, _ = training.train()
+    bare = training.accelerator.unwrap_model(training.model, keep_torch_compile=False)
+    return {
+        "compiled": any(hasattr(module, "_orig_mod") for module in training.model.modules()),
+        "is_users_class": isinstance(bare, Small),
+        "losses": losses,
+        "weights": training.weights(),
+    }
+
+
+def settings_from_environment(case: Case, variables: dict[str, str]) -> dict[str, str]:
+    """Environment variables of the strategy's settings that the launcher set."""
+    with mock.patch.dict(os.environ, variables):
+        training = case.but(config=None).open()
+        return to_environment(training.strategy.config)
+
+
+def train_and_save_model(case: Case, folder: str) -> None:
+    """Train, and write only the weights."""
+    training: Any = case.open()
+    training.train()
+    training.accelerator.save_model(training.model, folder)
+    training.accelerator.wait_for_everyone()

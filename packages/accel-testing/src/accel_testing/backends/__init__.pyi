@@ -1,0 +1,4 @@
+from accel_testing.backends.reference_loop import Case as Case
+from accel_testing.backends.reference_loop import FakeStrategy as FakeStrategy
+from accel_testing.backends.reference_loop import Training as Training
+from accel_testing.backends.suite import BackendSuite as BackendSuite

@@ -1,0 +1,583 @@
+"""The tests that every backend passes.
+
+    class TestExample(BackendSuite):
+        target = "accel_example.manifest:MANIFEST"
+
+The suite runs the backend in real processes over gloo on the CPU and compares it with plain torch on the same global
+batches. Tests of abilities that the manifest `lacks` are skipped. A subclass may override a test only with the mark
+`pytest.mark.xfail(strict=True, reason=...)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from accel_plugins.manifest import Ability, Duty, Manifest
+from accel_plugins.resolve import memory_plans, strategy_class
+from accel_plugins.strategy import Strategy
+from accel_state.errors import AccelError, PluginError
+from accel_state.labels import DistributedType
+from accel_state.settings.environ import from_environment, to_environment
+from accel_state.settings.schema import settings_of
+from accel_testing.backends import tasks
+from accel_testing.backends.reference_loop import Case, Plain, make_model
+from accel_testing.processes import Processes
+
+__all__ = ("BackendSuite",)
+
+Run = Callable[..., list[Any]]
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def needs(*abilities: Ability) -> Callable[[T], T]:
+    """Skip a test if the manifest lacks one of the abilities."""
+
+    def mark(test: T) -> T:
+        test.needs = abilities  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class BackendSuite:
+    """The tests of a backend; subclass this in a test file and set `target`.
+
+    Attributes:
+        target: the manifest as "module:attribute".
+        config: the settings object for the tests; None: read from the environment.
+        processes: number of processes to start.
+        tolerance: maximum relative difference between losses, weights and gradients of the backend and of plain
+            PyTorch.
+    """
+
+    target: ClassVar[str]
+    config: ClassVar[Any] = None
+    processes: ClassVar[int] = 2
+    tolerance: ClassVar[float] = 2e-5
+    _driver: str = Case.training
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, value in vars(cls).items():
+            if name.startswith("test_") and hasattr(BackendSuite, name) and not _expected_to_fail(value):
+                raise PluginError(
+                    f"{cls.__name__} overrides {name}.",
+                    "A test of the suite may only be overridden by a strict expected failure with a reason.",
+                    "Mark it pytest.mark.xfail(strict=True, reason=...), or add the missing ability to `lacks` in the "
+                    "manifest.",
+                )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def group(cls) -> Iterator[Processes]:
+        """The processes; override this fixture to start them in another way."""
+        with Processes(cls.processes) as group:
+            yield group
+
+    @pytest.fixture
+    def driver(self) -> str:
+        """ "module:class" of the `Training` that calls the strategy; the default is the kit's short training loop."""
+        return Case.training
+
+    @pytest.fixture
+    def run(self, group: Processes) -> Run:
+        """Calls a function of `backend_tasks` in every process and returns the results by rank."""
+        return group.run
+
+    @pytest.fixture(autouse=True)
+    def _take_driver(self, driver: str) -> None:
+        self._driver = driver
+
+    @pytest.fixture(autouse=True)
+    def _skip_what_is_declared_away(self, request: pytest.FixtureRequest) -> None:
+        for ability in getattr(request.function, "needs", ()):
+            if ability in self.manifest.lacks:
+                pytest.skip(f"{self.manifest.name} declares that it lacks {ability}")
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest under test."""
+        module, _, attribute = self.target.partition(":")
+        found: Manifest = getattr(importlib.import_module(module), attribute)
+        return found
+
+    def case(self, **changes: Any) -> Case:
+        """The case of a training run with this backend."""
+        return Case(self.manifest, self.config, training=self._driver, **changes)
+
+    def reference(self, run: Run, case: Case) -> list[dict[str, Any]]:
+        """The expected losses and weights of each process: those of plain PyTorch in one process.
+
+        Strategies of local steps train differently, so they are compared with a second run of the same strategy.
+        """
+        if Ability.SYNCHRONOUS in self.manifest.lacks:
+            return run(tasks.train, case)
+        plain = Plain(case).run()
+        return [{"losses": plain.losses, "weights": plain.weights()}] * self.processes
+
+    def near(self, expected: Any) -> Any:
+        """An object that equals `expected` within the tolerance, in nested lists and dicts."""
+        if isinstance(expected, dict):
+            return {name: self.near(value) for name, value in expected.items()}
+        if isinstance(expected, list) and expected and isinstance(expected[0], (list, dict)):
+            return [self.near(value) for value in expected]
+        return pytest.approx(expected, rel=self.tolerance, abs=self.tolerance / 10)
+
+    def written(self, answers: list[dict[str, Any]]) -> list[Any]:
+        """The weights of processes that have complete ones; the first process must have them."""
+        assert answers[0]["weights"], "the first process has no complete weights to write"
+        return [answer["weights"] for answer in answers if answer["weights"]]
+
+    # ------------------------------------------------------------------- the manifest
+
+    def test_the_manifest_fits_this_version_of_the_interface(self) -> None:
+        assert isinstance(self.manifest, Manifest)
+        assert self.manifest.common_protocol is not None
+        assert self.manifest.label is None or self.manifest.label in DistributedType
+
+    def test_the_strategy_is_one_and_keeps_the_signatures(self) -> None:
+        strategy = strategy_class(self.manifest)
+        for name, value in inspect.getmembers(Strategy, inspect.isfunction):
+            if name.startswith("_"):
+                continue
+            asked = inspect.signature(value).parameters
+            offered = inspect.signature(getattr(strategy, name)).parameters
+            open_ended = {parameter.kind for parameter in offered.values()}
+            if not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} <= open_ended:
+                assert list(offered)[: len(asked)] == list(asked), (
+                    f"{name} has the parameters {list(offered)}, expected {list(asked)}"
+                )
+
+    def test_manifest_and_settings_load_without_torch(self) -> None:
+        modules = {self.target, self.manifest.config, self.manifest.present or ""}
+        imports = ", ".join(sorted(target.partition(":")[0] for target in modules if target))
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; sys.exit('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], timeout=250, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, f"importing {imports} imports torch, or fails:\n{done.stderr}"
+
+    def test_settings_have_defaults_and_survive_pickling(self) -> None:
+        if self.manifest.config:
+            settings = _imported(self.manifest.config)()
+            assert pickle.loads(pickle.dumps(settings)) == settings
+
+    def test_settings_survive_the_way_through_the_environment(self) -> None:
+        if self.manifest.config and settings_of(_imported(self.manifest.config)):
+            config = _imported(self.manifest.config)
+            usual, changed = from_environment(config, {}), list(_changed_by_one_variable(config))
+            for settings in (usual, *changed):
+                assert from_environment(config, to_environment(settings)) == settings
+            if any(known.variable for known in settings_of(config).values()):
+                assert any(settings != usual for settings in changed), "no environment variable changes a setting"
+
+    def test_memory_plans_set_fields_of_the_settings(self) -> None:
+        if not self.manifest.memory_plans:
+            pytest.skip(f"the memory of {self.manifest.name} is not estimated")
+        plans = memory_plans(self.manifest)
+        assert any(plans.trains_on(processes) for processes in (1, 2, 8)), (
+            "there is no memory plan for 1, 2 or 8 processes"
+        )
+        known = settings_of(_imported(self.manifest.config)) if self.manifest.config else {}
+        for variant, recompute in itertools.product(plans.variants, (False, True)):
+            for name, value in plans.settings(variant, ("Block",), recompute).items():
+                assert name in known, f"{name} is not a setting of the backend"
+                assert known[name].flag, f"{name} has no launch flag"
+                assert known[name].key, f"{name} has no key in the config file"
+                assert known[name].parse(known[name].type.format(value), "plan") is not None
+
+    def test_presence_is_answered_by_yes_or_no(self, run: Run) -> None:
+        if self.manifest.present is not None:
+            assert all(isinstance(answer, bool) for answer in run(tasks.is_present, self.case()))
+
+    # ---------------------------------------------------------------------- preparing
+
+    def test_checking_changes_nothing(self, run: Run) -> None:
+        for answer in run(tasks.check_twice, self.case()):
+            assert all(answer.values()), answer
+
+    def test_the_optimizer_holds_the_parameters_that_train(self, run: Run) -> None:
+        for answer in run(tasks.look_at_prepared, self.case()):
+            assert (answer["held_but_not_trained"], answer["trained_but_not_held"], answer["held_twice"]) == (0, 0, 0)
+
+    def test_unwrapping_gives_the_users_model(self, run: Run) -> None:
+        names = sorted(name for name, _ in make_model().named_parameters())
+        for answer in run(tasks.look_at_prepared, self.case()):
+            assert answer["is_users_class"]
+            assert answer["names"] == names
+            assert answer["same_again"]
+
+    def test_forward_computes_what_the_plain_model_computes_also_after_unwrapping(self, run: Run) -> None:
+        for answer in run(tasks.forward_and_unwrap, self.case()):
+            assert answer["first"] == self.near(answer["plain"])
+            assert answer["second"] == answer["first"]
+
+    def test_forward_takes_names_and_the_model_follows_eval_and_train(self, run: Run) -> None:
+        for answer in run(tasks.call_as_users_do, self.case()):
+            assert answer["named"] == self.near(answer["plain"])
+            assert answer["modes"] == [{False}, {True}]
+
+    def test_slices_cover_the_batch(self, run: Run) -> None:
+        shards = [answer["shards"] for answer in run(tasks.train, self.case(steps=1))]
+        counts, indices = {count for count, _ in shards}, {index for _, index in shards}
+        assert len(counts) == 1
+        assert indices == set(range(counts.pop()))
+
+    def test_a_model_that_is_only_evaluated_needs_no_optimizer(self, run: Run) -> None:
+        for answer in run(tasks.prepare_without_optimizer, self.case()):
+            assert answer["outputs"] == self.near(answer["plain"])
+
+    @needs(Ability.STATE_DICT)
+    def test_init_module_gives_a_model_the_values_of_the_first_process(self, run: Run) -> None:
+        for answer in run(tasks.build_inside, self.case()):
+            assert answer["weights"] == self.near(answer["expected"])
+
+    @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    def test_several_models_train_side_by_side(self, run: Run) -> None:
+        expected = tasks.several_models_plain(self.case())
+        for weights in self.written(run(tasks.several_models, self.case())):
+            assert weights == self.near(expected)
+
+    @needs(Ability.NO_SYNC, Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    def test_no_sync_holds_back_the_model_that_is_given(self, run: Run) -> None:
+        for answer in run(tasks.no_sync_of_one, self.case()):
+            assert answer["inside"][0] == answer["outside"][0]
+            assert self.processes == 1 or answer["inside"][1] < answer["outside"][1]
+
+    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
+        """Each process creates its model from a different seed; afterwards weights and buffers are equal."""
+        answers = run(tasks.look_at_start, self.case())
+        for weights in self.written(answers):
+            assert weights == answers[0]["first"]
+        for answer in answers:
+            assert answer["buffers"] == answers[0]["buffers"]
+
+    def test_set_up_leaves_each_process_its_random_numbers(self, run: Run) -> None:
+        """Processes with different samples have different dropout masks."""
+        draws = {answer["shard"]: answer["draws"] for answer in run(tasks.look_at_start, self.case())}
+        assert len({tuple(numbers) for numbers in draws.values()}) == len(draws)
+
+    def test_a_loader_gives_every_batch_in_each_epoch(self, run: Run) -> None:
+        for answer in run(tasks.read_loader, self.case()):
+            assert answer["epochs"] == [answer["expected"]] * 2
+            assert answer["length"] == len(answer["expected"])
+
+    def test_settings_of_another_backend_are_refused(self, run: Run) -> None:
+        if self.manifest.config:
+            assert set(run(tasks.refuse_foreign_settings, self.case())) == {"Conflict"}
+
+    # ----------------------------------------------------------------------- training
+
+    @needs(Ability.SYNCHRONOUS)
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_losses_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
+        case = self.case(adam=adam)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @needs(Ability.SYNCHRONOUS)
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_weights_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
+        case = self.case(adam=adam)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    def test_schedulers_step_once_at_each_step(self, run: Run) -> None:
+        case = self.case(scheduled=True)
+        for answer in run(tasks.train, case):
+            assert answer["rates"] == self.near(Plain(case).run().rates)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process(self, run: Run) -> None:
+        case = self.case(scheduled=True)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_groups_of_parameters_keep_their_options(self, run: Run) -> None:
+        case = self.case(grouped=True)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:
+        written = self.written(run(tasks.train, self.case()))
+        assert all(weights == written[0] for weights in written)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_a_smaller_last_batch_trains_too(self, run: Run) -> None:
+        case = self.case(tail=12)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_gradients_are_those_of_one_process(self, run: Run) -> None:
+        for gradients in run(tasks.gradients_of, self.case()):
+            assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_backward_passes_its_arguments_on(self, run: Run) -> None:
+        expected = {name: _doubled(value) for name, value in tasks.gradients_plain(self.case()).items()}
+        for gradients in run(tasks.weighted_backward, self.case()):
+            assert gradients == self.near(expected)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_a_closure_computes_the_gradients_of_a_step_or_is_refused(self, run: Run) -> None:
+        case = self.case()
+        for answer in run(tasks.step_with_closure, case):
+            assert answer["refused"] in ("", "NotOffered")
+            assert not answer["weights"] or answer["weights"] == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
+        case = self.case(model="tied")
+        for gradients in run(tasks.gradients_of, case):
+            assert gradients == self.near(tasks.gradients_plain(case))
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_frozen_weights_stay_while_others_train_as_in_one_process(self, run: Run) -> None:
+        case = self.case(model="frozen")
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    @pytest.mark.parametrize("accumulation", [2, 3])
+    def test_accumulation_equals_the_big_batch(self, run: Run, accumulation: int) -> None:
+        case = self.case(accumulation=accumulation)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_accumulation_without_holding_back_equals_the_big_batch(self, run: Run) -> None:
+        case = self.case(accumulation=3, no_sync=False)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @needs(Ability.NO_SYNC, Ability.SYNCHRONOUS)
+    def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
+        for answer in run(tasks.count_collectives, self.case()):
+            assert (answer["held"][1], answer["nested"][1]) == (0, 0)
+            # The first forward under `no_sync` may still broadcast buffers before it computes anything.
+            assert answer["nested"][0] == 0 or Ability.LOCAL_PASSES in self.manifest.lacks
+            assert answer["again"][1] == answer["sync"][1]
+            if self.processes > 1:
+                assert answer["sync"][0] > answer["held"][0]
+                assert 2 * answer["again"][0] > answer["nested"][0]
+
+    @needs(Ability.NO_SYNC, Ability.SYNCHRONOUS)
+    def test_a_late_sync_gives_complete_gradients(self, run: Run) -> None:
+        for gradients in run(tasks.gradients_of, self.case(), True):
+            assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @needs(Ability.JOIN)
+    def test_processes_may_run_out_of_batches(self, run: Run) -> None:
+        written = self.written(run(tasks.join_uneven, self.case()))
+        assert all(weights == written[0] for weights in written)
+
+    @needs(Ability.AVERAGE)
+    def test_averaging_gives_everyone_the_mean(self, run: Run) -> None:
+        answers = run(tasks.average, self.case())
+        for weights in self.written(answers):
+            for name, _ in make_model().named_parameters():
+                assert set(_flat(weights[name])) == {answers[0]["mean"]}
+
+    # ------------------------------------------------------------------------ clipping
+
+    @needs(Ability.SYNCHRONOUS)
+    @pytest.mark.parametrize(("limit", "norm_type"), [(0.05, 2.0), (0.05, 1.0), (0.01, float("inf")), (1e6, 2.0)])
+    def test_clipping_to_a_norm_equals_that_of_one_process(self, run: Run, limit: float, norm_type: float) -> None:
+        case = self.case(clip_norm=limit, norm_type=norm_type)
+        expected = tasks.clipped_plain(case)
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["gradients"] == self.near(expected["gradients"])
+            assert answer["norm"] is None or answer["norm"] == self.near(expected["norm"])
+
+    @needs(Ability.CLIP_VALUE, Ability.SYNCHRONOUS)
+    def test_clipping_to_a_value_equals_that_of_one_process(self, run: Run) -> None:
+        case = self.case(clip_value=0.01)
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["gradients"] == self.near(tasks.clipped_plain(case)["gradients"])
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_training_with_clipping_equals_that_of_one_process(self, run: Run) -> None:
+        case = self.case(clip_norm=0.1)
+        plain = Plain(case).run()
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(plain.losses)
+            if None not in answer["norms"]:
+                assert answer["norms"] == self.near(plain.norms)
+
+    # ----------------------------------------------------------------------- precision
+
+    def test_bf16_computes_narrow_and_answers_in_fp32(self, run: Run) -> None:
+        for answer in run(tasks.compute_dtype, self.case(precision="bf16")):
+            assert (answer["inside"], answer["outside"]) == ("torch.bfloat16", "torch.float32")
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_mixed_precision_stays_near_full_precision(self, run: Run, precision: str) -> None:
+        if precision == "fp16" and Ability.FP16 in self.manifest.lacks:
+            pytest.skip(f"{self.manifest.name} declares that it lacks fp16")
+        answers = run(tasks.train, self.case(precision=precision))
+        for answer, expected in zip(answers, self.reference(run, self.case()), strict=True):
+            assert answer["losses"] == pytest.approx(expected["losses"], rel=0.05)
+
+    @needs(Ability.FP16, Ability.SYNCHRONOUS)
+    def test_an_overflow_anywhere_skips_the_step_everywhere(self, run: Run) -> None:
+        for answer in run(tasks.overflow, self.case(precision="fp16")):
+            assert answer == {"stepped": [False, True], "unchanged": True}
+
+    @needs(Ability.FP16, Ability.SYNCHRONOUS)
+    def test_clipping_sees_unscaled_gradients(self, run: Run) -> None:
+        case = self.case(precision="fp16", clip_norm=0.05)
+        expected = tasks.clipped_plain(case)["norm"]
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["norm"] is None or answer["norm"] == pytest.approx(expected, rel=0.05)
+
+    # --------------------------------------------------------------------- checkpoints
+
+    @needs(Ability.STATE_DICT)
+    def test_weights_go_into_a_plain_model_and_back(self, run: Run) -> None:
+        answers = run(tasks.weights_out_and_in, self.case())
+        assert answers[0]["writes"]
+        for answer in answers:
+            assert answer.get("into_plain", True)
+            assert answer["read_back"]
+            assert answer["computes"]
+            assert answer["reads_some"]
+
+    @needs(Ability.STATE_DICT)
+    def test_a_state_dict_has_every_name_of_the_users_model(self, run: Run) -> None:
+        for weights in self.written(run(tasks.train, self.case())):
+            assert sorted(weights) == sorted(make_model().state_dict())
+
+    @needs(Ability.EXACT_RESUME)
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_a_resumed_run_goes_on_bit_for_bit(self, run: Run, tmp_path: Path, adam: bool) -> None:
+        """Save inside an accumulation window, resume, and compare weights and all states after further steps."""
+        for answer in run(tasks.save_and_resume, self.case(adam=adam), str(tmp_path)):
+            assert answer["step"] == tasks.SAVED
+            assert answer["same_weights"]
+            assert answer["differs_after_loading"] == []
+            assert answer["resumed"] == answer["expected"]
+            assert answer["differs_at_the_end"] == []
+            assert answer["rates"][0] == answer["rates"][1]
+
+    @needs(Ability.EXACT_RESUME)
+    def test_frozen_weights_are_restored(self, run: Run, tmp_path: Path) -> None:
+        for answer in run(tasks.save_and_resume, self.case(model="frozen"), str(tmp_path)):
+            assert answer["same_weights"]
+            assert answer["differs_at_the_end"] == []
+
+    def test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone(self, run: Run) -> None:
+        answers = run(tasks.weights_of_the_run, self.case())
+        assert [answer["changed"] for answer in answers] == [[]] * len(answers)
+        own = strategy_class(self.manifest).global_weights is Strategy.global_weights
+        if not own or Ability.SYNCHRONOUS not in self.manifest.lacks:
+            written = [answer["inside"] for answer in answers if answer["inside"]]
+            assert all(weights == written[0] for weights in written)
+
+    def test_saving_does_not_disturb_training(self, run: Run, tmp_path: Path) -> None:
+        without = run(tasks.train_with_saves, self.case(), str(tmp_path), False)
+        assert run(tasks.train_with_saves, self.case(), str(tmp_path), True) == without
+
+    def test_loading_from_an_empty_folder_is_an_error_with_a_remedy(self, run: Run, tmp_path: Path) -> None:
+        for answer in run(tasks.load_from_nothing, self.case(), str(tmp_path)):
+            assert set(answer) <= {"CheckpointError"}
+
+    def test_a_layer_around_the_model_changes_nothing(self, run: Run, tmp_path: Path) -> None:
+        """The strategy does not receive the wrapper of `torch.compile`, and unwrapping removes it."""
+        case = self.case(accumulation=2)
+        answers = run(tasks.behind_a_layer, case, str(tmp_path))
+        for answer, expected in zip(answers, self.reference(run, case), strict=True):
+            assert answer["losses"] == self.near(expected["losses"])
+            assert not answer["weights"] or answer["weights"] == self.near(expected["weights"])
+            assert answer["is_users_class"]
+            assert answer["loaded"]
+            assert answer["held"][1] == 0 or Ability.NO_SYNC in self.manifest.lacks
+        self.written(answers)
+
+    # --------------------------------------------------------------------------- duties
+
+    def test_members_of_each_step_agree_and_steps_are_counted(self, run: Run) -> None:
+        """As long as no process leaves, all begin the same steps, and each step's samples are divided among them."""
+        if not self.manifest.traits.elastic:
+            pytest.skip(f"the processes of {self.manifest.name} do not change during a run")
+        answers = run(tasks.begin_steps, self.case())
+        first, following = answers[0]["first"], answers[0]["following"]
+        assert {answer["first"]["index"] for answer in answers} == set(range(first["count"]))
+        for answer in answers:
+            assert answer["first"] == {**first, "index": answer["first"]["index"]}
+            assert answer["again"] == answer["first"]
+            assert answer["following"] == {**following, "index": answer["following"]["index"]}
+        assert following["batches"] == first["batches"] >= 1
+        if Ability.SYNCHRONOUS not in self.manifest.lacks:
+            assert following["number"] == first["number"] + 1
+
+    def test_nothing_keeps_a_model_that_was_released(self, run: Run) -> None:
+        for answer in run(tasks.release, self.case()):
+            assert answer == {"model": False, "optimizer": False}
+
+    def test_a_strategy_can_be_closed_and_another_follow(self, run: Run) -> None:
+        answers = run(tasks.close_at_the_end, self.case())
+        for answer, expected in zip(answers, self.reference(run, self.case()), strict=True):
+            assert answer["losses"] == self.near(expected["losses"])
+            assert answer["read"]
+
+    @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    def test_others_train_on_when_a_model_is_released(self, run: Run) -> None:
+        case = self.case()
+        for weights in self.written(run(tasks.release_another, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_a_declared_duty_is_really_taken(self, run: Run) -> None:
+        """If a strategy owns accumulation, clipping or precision, no other code does it."""
+        if Duty.ACCUMULATION in self.manifest.owns:
+            self.test_accumulation_equals_the_big_batch(run, 2)
+        if Duty.CLIPPING in self.manifest.owns:
+            self.test_training_with_clipping_equals_that_of_one_process(run)
+        if Duty.PRECISION in self.manifest.owns:
+            self.test_bf16_computes_narrow_and_answers_in_fp32(run)
+
+
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _changed_by_one_variable(config: type) -> Iterator[Any]:
+    """Settings objects that differ from the default in one field, for each field that has an environment variable."""
+    for known in settings_of(config).values():
+        for text in (*reversed(known.type.choices), "3", "0.5", "true", "false", "text") if known.variable else ():
+            with contextlib.suppress(AccelError, ValueError):
+                if known.type.parse(text) != known.default:
+                    yield from_environment(config, {str(known.variable): text})
+                    break
+
+
+def _doubled(values: Any) -> Any:
+    return [_doubled(value) for value in values] if isinstance(values, list) else 2 * values
+
+
+def _flat(values: Any) -> Iterator[float]:
+    if isinstance(values, list):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+def _expected_to_fail(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", ())
+    return any(mark.name == "xfail" and mark.kwargs.get("strict") and mark.kwargs.get("reason") for mark in marks)

@@ -1,0 +1,648 @@
+"""Functions that the suite's tests call inside the processes; each returns plain data to compare."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.layers import extract_model_from_parallel, strategy_model
+from accel_plugins.manifest import Duty, Manifest, Part, Phase
+from accel_plugins.transform import Stage, Transform
+from accel_state import current
+from accel_state.errors import AccelError, CheckpointError
+from accel_state.process import PartialState
+from accel_state.protocol import barrier
+from accel_testing.backends.reference_loop import Case, Plain, Small, Training, batches, loss_of, make_model
+
+Answer = dict[str, Any]
+
+
+def train(case: Case) -> Answer:
+    """Train, and return everything that can be compared."""
+    training = case.open()
+    losses, norms = training.train()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "rates": training.rates,
+        "weights": training.weights(),
+        "shards": _shards(training),
+    }
+
+
+def _shards(training: Training) -> tuple[int, int]:
+    shards = training.strategy.shards()
+    return shards.count, shards.index
+
+
+def is_present(case: Case) -> object:
+    """The result of the manifest's `present` for this process."""
+    assert case.manifest.present is not None
+    PartialState(cpu=True)
+    module, _, function = case.manifest.present.partition(":")
+    return getattr(importlib.import_module(module), function)(current.process())
+
+
+def look_at_prepared(case: Case) -> Answer:
+    """Whether model and optimizer are wrapped, and have the parameters that train."""
+    training = case.open()
+    trained = {id(parameter) for parameter in training.model.parameters()}
+    held = [id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]]
+    bare = training.strategy.unwrap(training.made)
+    return {
+        "held_but_not_trained": len(set(held) - trained),
+        "trained_but_not_held": len(trained - set(held)),
+        "held_twice": len(held) - len(set(held)),
+        "is_users_class": isinstance(bare, Small),
+        "names": sorted(name for name, _ in bare.named_parameters()),
+        "same_again": training.strategy.unwrap(bare) is bare,
+    }
+
+
+def look_at_start(case: Case) -> Answer:
+    """Weights, buffers and random numbers after `prepare`, when each process has a different seed."""
+    training = case.but(own_start=True).open()
+    bare: nn.Module = training.strategy.unwrap(training.made)
+    return {
+        "weights": training.weights(),
+        "buffers": {name: buffer.tolist() for name, buffer in bare.named_buffers()},
+        "first": session_lists(case.make(0).state_dict()),
+        "shard": _shards(training)[1],
+        "draws": torch.rand(4).tolist(),
+    }
+
+
+def read_loader(case: Case) -> Answer:
+    """The batches of two epochs of a prepared loader, its length, and the expected batches."""
+    training, data = case.open(), list(batches(case))
+    loader: Any = training.loader(data)
+    epochs = [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
+    mine = [[part.tolist() for part in training.slice(batch)] for batch in data]
+    return {"epochs": epochs, "length": len(loader), "expected": mine}
+
+
+def weights_of_the_run(case: Case) -> Answer:
+    """Weights inside `global_weights`, and whether the model has its training weights again afterwards."""
+    training = case.open()
+    training.train()
+    before = states(training)
+    with training.strategy.global_weights(training.made):
+        inside = training.weights()
+    with suppress(LookupError), training.strategy.global_weights(training.made):
+        raise LookupError("the evaluation failed")
+    return {"inside": inside, "changed": differences(before, states(training))}
+
+
+def check_twice(case: Case) -> Answer:
+    """Whether `check` leaves the objects unchanged."""
+    training = case.open()
+    model = make_model(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bundle = Bundle.of([model, optimizer])
+    before = [(id(p), p.detach().clone()) for p in model.parameters()], vars(model).keys() | set()
+    training.strategy.check(bundle)
+    training.strategy.check(bundle)
+    after = [(id(p), p) for p in model.parameters()]
+    return {
+        "same_objects": bundle.models == [model] and bundle.optimizers == [optimizer],
+        "same_parameters": [i for i, _ in before[0]] == [i for i, _ in after],
+        "same_values": all(
+            a.dtype is b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after, strict=True)
+        ),
+        "same_attributes": vars(model).keys() == before[1],
+    }
+
+
+def forward_and_unwrap(case: Case) -> Answer:
+    """Outputs of the prepared model before and after unwrapping, and of the plain model."""
+    training = case.open()
+    inputs = next(iter(batches(case)))[0].to(training.process.device)
+    with torch.no_grad():
+        first = training.model(inputs)
+        training.strategy.unwrap(training.made)
+        training.strategy.state_dict(training.made)
+        second = training.model(inputs)
+        plain = make_model().to(training.process.device)(inputs)
+    return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
+
+
+def call_as_users_do(case: Case) -> Answer:
+    """Outputs for an input passed by name, those of the plain model, and modes after `eval` and `train`."""
+    training = case.open()
+    bare: nn.Module = training.strategy.unwrap(training.made)
+    inputs = next(iter(batches(case)))[0].to(training.process.device)
+    with torch.no_grad():
+        named = training.model(inputs=inputs)
+        plain = make_model().to(training.process.device)(inputs)
+    modes = []
+    for switch in (training.model.eval, training.model.train):
+        switch()
+        modes.append({module.training for module in bare.modules()})
+    return {"named": named.tolist(), "plain": plain.tolist(), "modes": modes}
+
+
+def build_inside(case: Case) -> Answer:
+    """Weights of a prepared model that was built inside `init_module`, and the expected ones of the first process."""
+    training = case.open()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    torch.manual_seed(3)
+    expected = session_lists(build().state_dict())
+    torch.manual_seed(3 + training.process.rank)
+    with training.strategy.init_module():
+        model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (made,) = training.prepare(Bundle.of([model, optimizer])).models
+    found = session_lists(training.strategy.state_dict(strategy_model(made)))
+    # Other devices generate other random numbers.
+    compared = training.process.device.type == "cpu" and writes(training)
+    return {"weights": found if compared else expected, "expected": expected}
+
+
+def prepare_without_optimizer(case: Case) -> Answer:
+    """Outputs of a model that is only evaluated, and of the plain model."""
+    training, model = case.open(), make_model(2)
+    (prepared,) = training.prepare(Bundle.of([model])).models
+    inputs = next(iter(batches(case)))[0].to(training.process.device)
+    with torch.no_grad():
+        plain = make_model(2).to(training.process.device)(inputs)
+        return {"outputs": prepared(inputs).tolist(), "plain": plain.tolist()}
+
+
+def several_models(case: Case) -> Answer:
+    """Train two models, prepared in one call with an optimizer each, alternately."""
+    training = case.open()
+    models = [make_model(1), make_model(2)]
+    bundle = training.prepare(Bundle.of([*models, *[torch.optim.SGD(m.parameters(), lr=0.3) for m in models]]))
+    for number, batch in enumerate(batches(case)):
+        chosen: int = number % 2
+        inputs, targets = training.slice(batch)
+        training.strategy.backward(loss_of(bundle.models[chosen], inputs, targets), bundle.models[chosen])
+        bundle.optimizers[chosen].step()
+        bundle.optimizers[chosen].zero_grad()
+    states = [training.strategy.state_dict(model) for model in bundle.models]
+    return {"weights": [{n: v.tolist() for n, v in state.items()} for state in states] if writes(training) else []}
+
+
+def several_models_plain(case: Case) -> list[dict[str, Any]]:
+    """`several_models` in plain torch."""
+    models = [make_model(1), make_model(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]
+    for number, (inputs, targets) in enumerate(batches(case)):
+        chosen = number % 2
+        loss_of(models[chosen], inputs, targets).backward()  # type: ignore[no-untyped-call]
+        optimizers[chosen].step()
+        optimizers[chosen].zero_grad()
+    return [{name: value.tolist() for name, value in model.state_dict().items()} for model in models]
+
+
+def no_sync_of_one(case: Case) -> Answer:
+    """The number of collectives in a pass of each of two models, outside `no_sync` and inside the second model's."""
+    training = case.open()
+    other = make_model(1)
+    bundle = training.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
+    models = [training.model, bundle.models[0]]
+    inputs, targets = training.slice(next(iter(batches(case))))
+
+    def backward(index: int) -> None:
+        training.strategy.backward(loss_of(models[index], inputs, targets), strategy_model(models[index]))
+
+    for index in (0, 1, 0, 1):
+        backward(index)  # The first backward pass may include work that a backend does once.
+    outside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+    with training.strategy.no_sync(strategy_model(models[1])):
+        inside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+    return {"outside": outside, "inside": inside}
+
+
+def writes(training: Training) -> bool:
+    """Whether this process has complete weights."""
+    return training.strategy.writes_weights()
+
+
+# ------------------------------------------------------------------------------- sync
+
+
+def count_collectives(case: Case) -> Answer:
+    """(collectives, reductions): one backward, one under `no_sync`, two under nested `no_sync`, one afterwards.
+
+    Between the last two cases, a block of `no_sync` ends with an exception.
+    """
+    training = case.open()
+    inputs, targets = training.slice(next(iter(batches(case))))
+
+    def backward() -> None:
+        training.strategy.backward(loss_of(training.model, inputs, targets), training.made)
+
+    def held() -> None:
+        with training.strategy.no_sync(training.made):
+            backward()
+
+    def nested() -> None:
+        with training.strategy.no_sync(training.made):
+            with training.strategy.no_sync(training.made):
+                backward()
+            backward()
+
+    for _ in range(2):
+        backward()  # The first backward pass may include work that a backend does once.
+    actions = {"sync": backward, "held": held, "nested": nested}
+    counted = {name: _collectives(action) for name, action in actions.items()}
+    with suppress(LookupError), training.strategy.no_sync(training.made):
+        raise LookupError("the batch failed")
+    return {**counted, "again": _collectives(backward)}
+
+
+class _Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of the collectives of a block: torch's operators, and those that a group in Python reports.
+
+    torch's profiler sees them too, but its end races with the threads of gloo that run a communication hook, which
+    crashes the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        record = operator.name() == "profiler::_record_function_enter_new"
+        name = str(args[0]) if record else operator.name()
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+            self.names.append(name)
+        return operator(*args, **(kwargs or {}))
+
+
+def _collectives(action: Callable[[], None]) -> tuple[int, int]:
+    with _Recorded() as recorded:
+        action()
+    return len(recorded.names), sum("reduce" in name for name in recorded.names)
+
+
+def gradients_of(case: Case, late: bool = False) -> Answer:
+    """Gradients of one global batch; with `late`, forward runs under `no_sync` and backward synchronises."""
+    training = case.open()
+    batch = next(iter(batches(case)))
+    if late:
+        inputs, targets = training.slice(batch)
+        with training.strategy.no_sync(training.made):
+            loss = loss_of(training.model, inputs, targets)
+        with training.strategy.sync_in_next_backward(training.made):
+            training.strategy.backward(loss)
+    else:
+        training.backward(batch)
+    training.complete_gradients()
+    training.complete_gradients()
+    return training.gradients()
+
+
+def weighted_backward(case: Case) -> Answer:
+    """Gradients of a batch when backward starts from the gradient 2."""
+    training = case.open()
+    inputs, targets = training.slice(next(iter(batches(case))))
+    loss = loss_of(training.model, inputs, targets)
+    training.strategy.backward(loss, training.made, gradient=torch.full_like(loss, 2.0))
+    training.complete_gradients()
+    return training.gradients()
+
+
+def step_with_closure(case: Case) -> Answer:
+    """Weights after steps with closures that compute the gradients, or the name of the raised error."""
+    training = case.open()
+    inner = training.optimizer.optimizer
+    for batch in batches(case):
+        inputs, targets = training.slice(batch)
+
+        def compute(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+            inner.zero_grad()
+            loss = loss_of(training.model, inputs, targets)
+            training.strategy.backward(loss, training.made)
+            return loss
+
+        try:
+            training.optimizer.step(compute)
+        except AccelError as error:
+            return {"refused": type(error).__name__ if error.remedy else "an error without a remedy", "weights": {}}
+    return {"refused": "", "weights": training.weights()}
+
+
+def gradients_plain(case: Case) -> Answer:
+    """`gradients_of` in plain torch."""
+    plain = Plain(case)
+    inputs, targets = next(iter(batches(case)))
+    loss_of(plain.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.tolist() for name, p in plain.model.named_parameters() if p.grad is not None}
+
+
+def join_uneven(case: Case) -> Answer:
+    """Train when the second process has three batches more than the first."""
+    training = case.open()
+    with training.strategy.join([training.made]):
+        for _ in range(2 + 3 * training.process.rank):
+            training.backward(next(iter(batches(case))))
+            training.step()
+    return {"weights": training.weights()}
+
+
+def average(case: Case) -> Answer:
+    """Parameters after each process set them to its rank and all averaged them."""
+    training = case.open()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.fill_(float(training.process.rank))
+    training.strategy.average_parameters(training.made)
+    return {"weights": training.weights(), "mean": (training.process.world_size - 1) / 2}
+
+
+def clipped_gradients(case: Case) -> Answer:
+    """Gradients of one batch after clipping, and the norm before clipping."""
+    training = case.open()
+    training.backward(next(iter(batches(case))))
+    return {"norm": training.clip(), "gradients": training.gradients()}
+
+
+def clipped_plain(case: Case) -> Answer:
+    """`clipped_gradients` in plain torch."""
+    plain = Plain(case)
+    inputs, targets = next(iter(batches(case)))
+    loss_of(plain.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    norm = None
+    if case.clip_norm is not None:
+        norm = float(nn.utils.clip_grad_norm_(plain.model.parameters(), case.clip_norm, case.norm_type))
+    if case.clip_value is not None:
+        nn.utils.clip_grad_value_(plain.model.parameters(), case.clip_value)
+    gradients = {name: p.grad.tolist() for name, p in plain.model.named_parameters() if p.grad is not None}
+    return {"norm": norm, "gradients": gradients}
+
+
+def overflow(case: Case) -> Answer:
+    """Whether a step is made when the last process has an infinite loss, and when no process has one."""
+    training = case.open()
+    before, stepped, unchanged = training.weights(), [], []
+    for bad in (True, False):
+        inputs, targets = training.slice(next(iter(batches(case))))
+        last = training.process.rank == training.process.world_size - 1
+        factor = float("inf") if bad and last else 1.0
+        training.gradient.sync_gradients = True
+        training.strategy.backward(loss_of(training.model, inputs, targets) * factor)
+        stepped.append(training.step())
+        unchanged.append(training.weights() == before)
+    return {"stepped": stepped, "unchanged": unchanged[0]}
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+SAVED, RESUMED = 7, 9
+"""Steps before a save, and after it.
+
+The number before the save is not a multiple of 2 to 6, and both are more than 6. A strategy that does something every
+few steps (up to six) has thus done it before the save, is between two times at the save, and does it again later.
+"""
+
+
+def _train_on(training: Training, data: list[Any]) -> list[float]:
+    """Losses of batches with noise from each process's random-number generator."""
+    return [training.train([(inputs + 0.01 * torch.randn(inputs.shape), targets)])[0][0] for inputs, targets in data]
+
+
+def save_and_resume(case: Case, folder: str) -> Answer:
+    """Save in the middle of a run and train further; then resume with objects that had other values."""
+    case = case.but(steps=SAVED + RESUMED, scheduled=True)
+    training, data = case.open(), list(batches(case))
+    _train_on(training, data[:SAVED])
+    training.save(Path(folder), step=SAVED)
+    saved, weights = states(training), training.weights()
+    expected = _train_on(training, data[SAVED:])
+    resumed = case.open(case.make(9))
+    for group in resumed.optimizer.param_groups:
+        group["lr"] *= 2
+    step = resumed.load(Path(folder))
+    answer: Answer = {
+        "step": step,
+        "differs_after_loading": differences(saved, states(resumed)),
+        "same_weights": resumed.weights() == weights,
+    }
+    answer["resumed"], answer["expected"] = _train_on(resumed, data[SAVED:]), expected
+    answer["differs_at_the_end"] = differences(states(training), states(resumed))
+    answer["rates"] = training.rates[-1], resumed.rates[-1]
+    return answer
+
+
+def states(training: Training) -> Answer:
+    """The complete state of a run on this process, as plain data."""
+    bare: nn.Module = training.strategy.unwrap(training.made)
+    return {
+        "weights": _plain({**dict(bare.named_parameters()), **dict(bare.named_buffers())}),
+        "optimizer": _plain(training.optimizer.state_dict()),
+        "schedulers": _plain([scheduler.state_dict() for scheduler in training.schedulers]),
+        "extra_state": _plain(training.strategy.extra_state()),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as lists; of sharded tensors, this process's shard."""
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "to_local", lambda: value)().tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """The paths of keys at which two nested states differ."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}".lstrip("."))]
+    return [] if repr(one) == repr(other) else [path]
+
+
+def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
+    """Losses of a run, with or without a save after every step."""
+    training, losses = case.open(), []
+    for number, batch in enumerate(batches(case)):
+        losses += training.train([batch])[0]
+        if saves:
+            target = Path(folder, str(number))
+            target.mkdir(exist_ok=True)
+            barrier(training.process.transport, "wait_for_everyone")
+            training.save(target)
+    return {"losses": losses}
+
+
+class Layer(nn.Module):
+    """A wrapper that the strategy does not know, like that of `torch.compile`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args: Any) -> Any:
+        """The model's outputs."""
+        return self.inner(*args)
+
+
+class Around(Transform):
+    """Wraps the strategy's model in a `Layer`, unless the strategy compiles models itself."""
+
+    name: ClassVar[str] = "layer"
+    stage: ClassVar[Stage] = Stage.COMPILE
+    duty: ClassVar[Duty | None] = Duty.COMPILE
+
+    def phase(self, manifest: Manifest) -> Phase:
+        """Always after the strategy."""
+        return Phase.AFTER
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """The layer."""
+        return Layer(model)
+
+
+def behind_a_layer(case: Case, folder: str) -> Answer:
+    """Accumulate, save and load with a layer around the strategy's model."""
+    training = case.but(transforms=(Around(),)).open()
+    losses, _ = training.train()
+    counted = count_collectives(case.but(transforms=(Around(),)))
+    weights = training.weights()
+    training.save(Path(folder))
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.zero_()
+    training.load(Path(folder))
+    return {
+        "losses": losses,
+        "is_users_class": isinstance(extract_model_from_parallel(training.model), Small),
+        "held": counted["held"],
+        "weights": weights,
+        "loaded": training.weights() == weights,
+    }
+
+
+def load_from_nothing(case: Case, folder: str) -> list[str]:
+    """For each kind of object, the name of the error when it is loaded from an empty folder."""
+    training = case.but(scheduled=True).open()
+    items = {Part.MODEL: training.made, Part.OPTIMIZER: training.optimizer, Part.SCHEDULER: training.schedulers[0]}
+    return [_error_of(training, part, items[part], Path(folder)) for part in training.strategy.traits.load_order]
+
+
+def _error_of(training: Training, part: Part, item: Any, folder: Path) -> str:
+    try:
+        training.strategy.load(part, item, folder, 0)
+    except CheckpointError as error:
+        return "CheckpointError" if error.remedy else f"CheckpointError without a remedy for the {part.value}"
+    except Exception as error:
+        return f"{type(error).__name__} for the {part.value}"
+    return f"nothing was raised for the {part.value}"
+
+
+def weights_out_and_in(case: Case) -> Answer:
+    """Weights after `state_dict` and `load_weights`, and those of a plain model that loaded them."""
+    training = case.open()
+    training.train()
+    state = {name: value.detach().clone() for name, value in training.strategy.state_dict(training.made).items()}
+    other = make_model(4)
+    source = {name: value.detach().clone() for name, value in other.state_dict().items()}
+    answer: Answer = {"writes": writes(training)}
+    training.strategy.load_weights(training.made, source)
+    answer["read_back"] = training.weights() == session_lists(source) or not writes(training)
+    inputs = next(iter(batches(case)))[0].to(training.process.device)
+    with torch.no_grad():
+        expected = other.to(training.process.device)(inputs)
+        answer["computes"] = torch.allclose(training.model(inputs), expected, atol=1e-5)
+    # This must be last: with wrong names it raises on the writing processes only, and the others would wait for them.
+    known = {name: value.detach() for name, value in make_model(6).state_dict().items() if name != "head.bias"}
+    training.strategy.load_weights(training.made, known, strict=False)
+    answer["reads_some"] = training.weights() == session_lists(source | known) or not writes(training)
+    if writes(training):
+        plain = make_model(5)
+        plain.load_state_dict({name: value.cpu() for name, value in state.items()})
+        answer["into_plain"] = {n: v.tolist() for n, v in plain.state_dict().items()} == session_lists(state)
+    return answer
+
+
+def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict as plain lists."""
+    return {name: value.tolist() for name, value in state.items()}
+
+
+# --------------------------------------------------------------------- odds and duties
+
+
+def release(case: Case) -> Answer:
+    """Whether a released model and optimizer still have references, and whether others can be prepared afterwards."""
+    training = case.open()
+    training.train()
+    strategy = training.strategy
+    kept = {"model": weakref.ref(training.user_model), "optimizer": weakref.ref(training.optimizer.optimizer)}
+    strategy.release([training.made], [training.optimizer])
+    vars(training).clear()
+    gc.collect()
+    training = case.open()
+    return {name: seen() is not None for name, seen in kept.items()}
+
+
+def close_at_the_end(case: Case) -> Answer:
+    """Whether weights can be read after `close`, and whether a new strategy can follow."""
+    training = case.open()
+    training.train()
+    weights = training.weights()
+    training.strategy.close()
+    read = training.weights() == weights and isinstance(training.strategy.unwrap(training.made), Small)
+    return {**train(case), "read": read}
+
+
+def release_another(case: Case) -> Answer:
+    """Train after another model and optimizer were released."""
+    training, other = case.open(), make_model(2)
+    bundle = training.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
+    training.strategy.release([strategy_model(bundle.models[0])], bundle.optimizers)
+    training.train()
+    return {"weights": training.weights()}
+
+
+def begin_steps(case: Case) -> Answer:
+    """The result of `begin_step` for the first step, called twice, and for the step after it."""
+    training = case.open()
+
+    def members() -> Answer:
+        return asdict(training.strategy.begin_step())
+
+    answer = {"first": members(), "again": members()}
+    training.train(list(batches(case))[:1])
+    return {**answer, "following": members()}
+
+
+def refuse_foreign_settings(case: Case) -> str:
+    """The name of the error when the backend is started with settings of another class."""
+    try:
+        case.but(config=nullcontext()).open()
+    except AccelError as error:
+        return type(error).__name__ if error.remedy else "an error without a remedy"
+    return "nothing was raised"
+
+
+def compute_dtype(case: Case) -> Answer:
+    """The dtype in which the first layer computes, and the dtype of the model's output."""
+    training = case.open()
+    seen: list[str] = []
+    layer: nn.Module = training.strategy.unwrap(training.made)
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _m, _i, output: seen.append(str(output.dtype)))
+    inputs = next(iter(batches(case)))[0].to(training.process.device)
+    output = training.model(inputs)
+    return {"inside": seen[0], "outside": str(output.dtype)}

@@ -1,4 +1,0 @@
-from accel_torch.testing.accelerator_suite import AcceleratorSession as AcceleratorSession
-from accel_torch.testing.accelerator_suite import AcceleratorSuite as AcceleratorSuite
-from accel_torch.testing.accelerator_suite import CompilingSession as CompilingSession
-from accel_torch.testing.parity import check_parity as check_parity
