@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_megatron.config import MegatronLMPlugin
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state.errors import AccelError
 from accel_state.settings.installed import importable
 from accel_testing.processes import Processes

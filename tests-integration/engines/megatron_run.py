@@ -16,8 +16,8 @@ import torch
 from simulated_cuda import simulate
 from torch.utils.data import DataLoader, Dataset
 
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.objects import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.objects import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_state import PartialState
 from accel_torch import Accelerator
 

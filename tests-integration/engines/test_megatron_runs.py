@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_megatron.config import MegatronLMPlugin
 from accel_state import PartialState, current
 from accel_state.errors import NotOffered
 from accel_state.settings.installed import importable
@@ -180,8 +180,8 @@ def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
     import torch
 
     warnings.simplefilter("ignore", UserWarning)
-    from accel_plugins.megatron import building, parallel
-    from accel_plugins.megatron.parallel import parallel_state
+    from accel_megatron import building, parallel
+    from accel_megatron.parallel import parallel_state
 
     PartialState(cpu=True)
     plugin = MegatronLMPlugin(tp_degree=tensors, pp_degree=stages, other_megatron_args={"use_cpu_initialization": True})

@@ -34,6 +34,7 @@ LIBRARY = (
     "accel_tracking",
     "accel_plugins",
     "accel_cli",
+    "accel_megatron",
     "accel_ray",
     "accel_torchft",
     "accel_torch",

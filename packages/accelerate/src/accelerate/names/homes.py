@@ -264,7 +264,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.ddp.config": "DDPCommunicationHookType DistributedDataParallelKwargs",
         "accel_plugins.deepspeed.config": "DeepSpeedPlugin",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
-        "accel_plugins.megatron.config": """
+        "accel_megatron.config": """
             MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config
             parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
         """,
@@ -338,16 +338,16 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.megatron_lm": {
-        "accel_plugins.megatron.engine": "MegatronEngine",
-        "accel_plugins.megatron.parallel": """
+        "accel_megatron.engine": "MegatronEngine",
+        "accel_megatron.parallel": """
             avg_losses_across_data_parallel_group gather_across_data_parallel_groups
         """,
-        "accel_plugins.megatron.objects": """
+        "accel_megatron.objects": """
             MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper
             MegatronLMSchedulerWrapper
         """,
-        "accel_plugins.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
-        "accelerate.legacy.megatron": """
+        "accel_megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
+        "accel_megatron.stepwise": """
             finish_mpu_init initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler
             prepare_optimizer prepare_scheduler
         """,

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from accel_ops.agreement import raise_on_any_rank
-from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.shards import check_objects
-from accel_plugins.megatron.objects import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
-from accel_plugins.megatron.parallel import (
+from accel_megatron.objects import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_megatron.parallel import (
     dist_checkpointing,
     from_last_stage,
     mapping,
@@ -28,7 +25,10 @@ from accel_plugins.megatron.parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
-from accel_plugins.megatron.train_steps import StepOutput, train_step_for
+from accel_megatron.train_steps import StepOutput, train_step_for
+from accel_ops.agreement import raise_on_any_rank
+from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state import current
 from accel_state.errors import CheckpointError, DataError, NotOffered
@@ -36,7 +36,7 @@ from accel_state.process import wait_for_everyone
 from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
-    from accel_plugins.megatron.config import MegatronLMPlugin
+    from accel_megatron.config import MegatronLMPlugin
 
 __all__ = (
     "FOLDER",

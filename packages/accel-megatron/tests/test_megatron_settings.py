@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from accel_megatron import config
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.engine import micro_batches
+from accel_megatron.manifest import MANIFEST
+from accel_megatron.objects import MegatronLMDummyScheduler
+from accel_megatron.train_steps import causal_mask, hidden_between, positions, shifted_left, shifted_right
 from accel_plugins.manifest import Duty
-from accel_plugins.megatron import config
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.engine import micro_batches
-from accel_plugins.megatron.manifest import MANIFEST
-from accel_plugins.megatron.objects import MegatronLMDummyScheduler
-from accel_plugins.megatron.train_steps import causal_mask, hidden_between, positions, shifted_left, shifted_right
 from accel_state.errors import Conflict, DataError, Missing, NotOffered, SettingError
 from accel_state.settings.schema import settings_of
 
@@ -315,7 +315,7 @@ def test_a_batch_is_cut_into_micro_batches() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="Megatron-LM is installed here")
 def test_names_can_be_imported_without_megatron_and_say_what_is_missing() -> None:
-    from accel_plugins.megatron.parallel import avg_losses_across_data_parallel_group
+    from accel_megatron.parallel import avg_losses_across_data_parallel_group
 
     with pytest.raises(Missing, match="megatron-core"):
         avg_losses_across_data_parallel_group([torch.zeros(())])

@@ -25,9 +25,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
-from accel_plugins.megatron import config
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.objects import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_megatron import config
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.objects import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_state.errors import Conflict, Missing, NotOffered, SettingError
 from accel_state.settings.installed import importable
 from accel_state.settings.schema import closest

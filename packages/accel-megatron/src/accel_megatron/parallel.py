@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.manifest import REQUIREMENT
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.manifest import REQUIREMENT
 from accel_state.errors import Conflict, NotOffered, SettingError
 
 __all__ = (

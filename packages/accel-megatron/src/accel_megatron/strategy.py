@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from accel_plugins.bundle import Bundle
-from accel_plugins.context import Context
-from accel_plugins.manifest import Part
-from accel_plugins.megatron import building, parallel
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.objects import (
+from accel_megatron import building, parallel
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.engine import MegatronEngine
+from accel_megatron.objects import (
     JoinedLoader,
     MegatronLMDummyDataLoader,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
     MegatronLoader,
 )
-from accel_plugins.megatron.parallel import parallel_state
+from accel_megatron.parallel import parallel_state
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.manifest import Part
 from accel_plugins.shards import Shards
 from accel_plugins.strategy import Strategy
 from accel_state import current

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch.utils.data import DataLoader, Sampler
 
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.parallel import parallel_state
 from accel_ops import concatenate
 from accel_plugins.manifest import Part
-from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.parallel import parallel_state
 from accel_plugins.wrapped.optimizer import EngineSteppedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import SettingError

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from accel_plugins.megatron.parallel import (
+from accel_megatron.parallel import (
     avg_losses_across_data_parallel_group,
     parallel_state,
     tensor_parallel,

@@ -1,4 +1,4 @@
-"""Functions with which existing scripts set up Megatron-LM step by step; `prepare` does all steps at once."""
+"""Set up Megatron-LM step by step, as scripts for the original do; `prepare` does all steps at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accel_plugins.megatron import parallel
-from accel_plugins.megatron.objects import MegatronLMDummyDataLoader, MegatronLMOptimizerWrapper
+from accel_megatron import parallel
+from accel_megatron.objects import MegatronLMDummyDataLoader, MegatronLMOptimizerWrapper
 from accel_state.run_state import AcceleratorState
 
 __all__ = (
@@ -70,7 +70,7 @@ def model_provider_func(
         add_encoder: ignored, because encoder and decoder are in one stage.
         add_decoder: ignored, see `add_encoder`.
     """
-    from accel_plugins.megatron import building
+    from accel_megatron import building
 
     plugin = AcceleratorState().megatron_lm_plugin
     return building.provide_model(plugin, building.transformer_config(plugin), pre_process, post_process)
@@ -82,7 +82,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
     Args:
         accelerator: an object with `device` and `state.megatron_lm_plugin`.
     """
-    from accel_plugins.megatron import building
+    from accel_megatron import building
 
     plugin = accelerator.state.megatron_lm_plugin
     parts = building.build_parts(plugin, accelerator.device)
@@ -109,7 +109,7 @@ def prepare_optimizer(accelerator: Any, model: Any) -> Any:
         accelerator: an object with `state.megatron_lm_plugin`.
         model: the parts, as returned by `prepare_model_optimizer_scheduler`.
     """
-    from accel_plugins.megatron import building
+    from accel_megatron import building
 
     parts = list(model) if isinstance(model, (list, tuple)) else [model]
     return building.build_optimizer(accelerator.state.megatron_lm_plugin, parts)
@@ -123,7 +123,7 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
         optimizer: Megatron-LM's optimizer, or its wrapper.
         scheduler: a `MegatronLMDummyScheduler`, or a torch scheduler.
     """
-    from accel_plugins.megatron import building
+    from accel_megatron import building
 
     inner = optimizer.optimizer if isinstance(optimizer, MegatronLMOptimizerWrapper) else optimizer
     return building.prepare_schedule(accelerator.state.megatron_lm_plugin, inner, scheduler)

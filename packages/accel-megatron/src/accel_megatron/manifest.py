@@ -34,10 +34,10 @@ def present(process: Process) -> bool:
 
 MANIFEST: Final = Manifest(
     name="megatron",
-    config="accel_plugins.megatron.config:MegatronLMPlugin",
-    strategy="accel_plugins.megatron.strategy:MegatronStrategy",
+    config="accel_megatron.config:MegatronLMPlugin",
+    strategy="accel_megatron.strategy:MegatronStrategy",
     label=DistributedType.MEGATRON_LM,
-    present="accel_plugins.megatron.manifest:present",
+    present="accel_megatron.manifest:present",
     requires=(REQUIREMENT,),
     owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
     together=frozenset({Part.MODEL, Part.OPTIMIZER}),
