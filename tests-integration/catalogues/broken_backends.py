@@ -63,7 +63,7 @@ class BrokenBackend:
             lacks=self.lacks,
             traits=Traits(collective_save=issubclass(self.strategy, LocalSteps)),
             tier=1,
-            protocol=2,
+            protocol=3,
         )
 
     @property

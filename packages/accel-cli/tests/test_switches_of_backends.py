@@ -20,7 +20,7 @@ MANIFEST = Manifest(
     "rocket:Strategy",
     "rocket:Config",
     switch=Setting("use_rocket", BOOLEAN, False, variable="USE_ROCKET", flag="--use_rocket", help="Fly."),
-    protocol=2,
+    protocol=3,
 )
 """
 

@@ -147,10 +147,10 @@ def test_a_broken_backend_stays_listed_with_its_traceback_and_breaks_nobody_else
         (
             "protocol=9",
             "MANIFEST",
-            "supports version 9 of the backend interface; this release supports versions 1 to 2",
+            "supports version 9 of the backend interface; this release supports version 3",
         ),
-        ("protocol=(3, 9)", "MANIFEST", "supports versions 3 to 9"),
-        ("protocol=0", "MANIFEST", "supports version 0"),
+        ("protocol=(4, 9)", "MANIFEST", "supports versions 4 to 9"),
+        ("protocol=2", "MANIFEST", "supports version 2"),
         ("", "Settings", "not an accel_plugins.Manifest"),
     ],
 )

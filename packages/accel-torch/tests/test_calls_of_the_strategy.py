@@ -66,7 +66,7 @@ class Recording(Strategy):
                 parameter.div_(2)
 
 
-MANIFEST = Manifest(name="recording", strategy="recording_backend:Recording", protocol=2)
+MANIFEST = Manifest(name="recording", strategy="recording_backend:Recording", protocol=3)
 '''
 
 

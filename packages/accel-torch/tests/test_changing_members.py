@@ -82,7 +82,7 @@ class Changing(Strategy):
 
 
 MANIFEST = Manifest(
-    name="changing", strategy="changing_backend:Changing", traits=Traits(elastic=True), protocol=2
+    name="changing", strategy="changing_backend:Changing", traits=Traits(elastic=True), protocol=3
 )
 '''
 

@@ -18,11 +18,11 @@ from accel_state.settings.schema import Setting
 
 __all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase", "Traits")
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the backend interface that this release implements."""
 
-OLDEST_PROTOCOL: Final = 1
-"""The previous version, which an adapter supports for one release."""
+OLDEST_PROTOCOL: Final = 3
+"""The oldest version that this release supports."""
 
 _NAME_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
@@ -184,7 +184,7 @@ class Manifest:
         tier: 1: trained in tests on a CPU; 2: trained in tests where a GPU is available; 3: contract tests only; None:
             unknown.
         protocol: the version of this interface that it implements, or (oldest, newest) if it works with several.
-            Without one, version 1 is assumed. Write a number, because the value of `PROTOCOL` changes in later
+            Without one, version 3 is assumed. Write a number, because the value of `PROTOCOL` changes in later
             releases.
 
     Raises:

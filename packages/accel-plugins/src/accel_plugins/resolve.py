@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
@@ -174,16 +173,12 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
         Conflict: `config` belongs to another backend.
     """
     made = strategy_class(manifest)
-    if manifest.common_protocol == 1:
-        from accel_plugins.protocol_1 import traits_of
-
-        manifest = replace(manifest, traits=traits_of(made))
     context = context._replace(manifest=manifest)
     return made(context, settings(manifest, config)) if manifest.config else made(context)
 
 
 def strategy_class(manifest: Manifest) -> type[Strategy]:
-    """The strategy class of a backend; one of the previous protocol version is adapted.
+    """The strategy class of a backend.
 
     Raises:
         PluginError: the class cannot be imported, or is not a strategy.
@@ -197,10 +192,6 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
             f"{manifest.strategy} is not a subclass of accel_plugins.Strategy.",
             "Correct `strategy` in its Manifest.",
         )
-    if manifest.common_protocol == 1:
-        from accel_plugins.protocol_1 import adapted
-
-        return adapted(found)
     return found
 
 

@@ -41,7 +41,7 @@ def _whole(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
         lacks=_LACKS | lacks,
         traits=Traits(elastic=True, can_checkpoint_partial_grads=False),
         tier=1,
-        protocol=2,
+        protocol=3,
     )
 
 
@@ -63,7 +63,7 @@ def _sharded(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
         ),
         settings={"fsdp_version": 2},
         tier=1,
-        protocol=2,
+        protocol=3,
     )
 
 

@@ -16,5 +16,5 @@ MANIFEST: Final = Manifest(
     axes=frozenset({Axis.REPLICATE}),
     memory_plans="accel_backend_example.plans:TopKPlans",
     tier=1,
-    protocol=2,
+    protocol=3,
 )

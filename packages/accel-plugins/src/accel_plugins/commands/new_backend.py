@@ -88,7 +88,7 @@ MANIFEST: Final = Manifest(
     axes=frozenset({{Axis.REPLICATE}}),
     # `accel estimate-memory --training` estimates the backend with these plans, those of data parallelism.
     memory_plans="accel_plugins.memory_plans:MemoryPlans",
-    protocol=2,
+    protocol=3,
 )
 '''
 
