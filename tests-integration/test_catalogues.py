@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.manifest import Manifest, Part
+from accel_plugins.manifest import Manifest, ObjectKind
 from accel_plugins.precision.base import Precision
 from accel_state.current import process
 from accel_state.gradient import GradientState
@@ -100,20 +100,20 @@ def test_the_original_of_local_steps_takes_the_mean_after_each_period(two: Any) 
 def resumed_weights(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
     """Weights after eight steps in one go, and after a stop at step five."""
     strategy, model, optimizer = started(name)
-    parts = ((Part.MODEL, model), (Part.OPTIMIZER, optimizer))
+    parts = ((ObjectKind.MODEL, model), (ObjectKind.OPTIMIZER, optimizer))
     for step in range(5):
         stepped(strategy, model, optimizer, step)
-    for part, item in parts:
-        state = strategy.collect(part, item)
-        if strategy.traits.collective_save or strategy.context.process.rank == 0:
-            strategy.save(part, state, Path(folder), 0)
+    for kind, item in parts:
+        state = strategy.collect(kind, item)
+        if strategy.capabilities.collective_save or strategy.context.process.rank == 0:
+            strategy.save(kind, state, Path(folder), 0)
     strategy.context.process.transport.barrier()
     for step in range(5, 8):
         stepped(strategy, model, optimizer, step)
     straight = weights(strategy, model)
     strategy, model, optimizer = started(name)
-    for part, item in ((Part.MODEL, model), (Part.OPTIMIZER, optimizer)):
-        strategy.load(part, item, Path(folder), 0)
+    for kind, item in ((ObjectKind.MODEL, model), (ObjectKind.OPTIMIZER, optimizer)):
+        strategy.load(kind, item, Path(folder), 0)
     for step in range(5, 8):
         stepped(strategy, model, optimizer, step)
     return straight, weights(strategy, model)

@@ -1,4 +1,4 @@
-"""A strategy of local steps passes the tests of the kit that apply to strategies without `Ability.SYNCHRONOUS`."""
+"""A strategy of local steps passes the tests of the kit that apply to strategies without equal replicas."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.manifest import Ability, Axis, Manifest, Part, Traits
+from accel_plugins.manifest import Axis, Capabilities, Manifest, ObjectKind
 from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
 
@@ -43,7 +43,7 @@ class BrokenBackend:
         truth: what is wrong, in one line; "nothing" for a control.
         where: the method that is wrong.
         finding: what a detector has to report.
-        lacks: what the backend declares that it cannot do.
+        capabilities: what the backend declares that it can do.
     """
 
     name: str
@@ -51,7 +51,7 @@ class BrokenBackend:
     truth: str
     where: str
     finding: str
-    lacks: frozenset[Ability]
+    capabilities: Capabilities
 
     @property
     def manifest(self) -> Manifest:
@@ -60,8 +60,7 @@ class BrokenBackend:
             name=self.name,
             strategy=f"{__name__}:{self.strategy.__name__}",
             axes=frozenset({Axis.REPLICATE}),
-            lacks=self.lacks,
-            traits=Traits(collective_save=issubclass(self.strategy, LocalSteps)),
+            capabilities=self.capabilities._replace(collective_save=issubclass(self.strategy, LocalSteps)),
             tier=1,
             protocol=3,
         )
@@ -78,8 +77,8 @@ CATALOGUE: Final[dict[str, BrokenBackend]] = {}
 CONTROLS: Final[dict[str, BrokenBackend]] = {}
 """By name, the two backends without a fault from which the others are made."""
 
-_WITHOUT_JOIN: Final = frozenset({Ability.JOIN})
-_LOCAL: Final = frozenset({Ability.JOIN, Ability.AVERAGE, Ability.SYNCHRONOUS})
+_WITHOUT_JOIN: Final = Capabilities(join=False)
+_LOCAL: Final = Capabilities(join=False, average_parameters=False, equal_replicas=False)
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 
@@ -92,19 +91,19 @@ def __getattr__(name: str) -> Manifest:
     return entry.manifest
 
 
-def _control(name: str, lacks: frozenset[Ability]) -> Callable[[StrategyClass], StrategyClass]:
+def _control(name: str, capabilities: Capabilities) -> Callable[[StrategyClass], StrategyClass]:
     def register(strategy: StrategyClass) -> StrategyClass:
-        CONTROLS[name] = BrokenBackend(name, strategy, "nothing", "", "nothing", lacks)
+        CONTROLS[name] = BrokenBackend(name, strategy, "nothing", "", "nothing", capabilities)
         return strategy
 
     return register
 
 
 def _broken(
-    name: str, *, truth: str, where: str, finding: str, lacks: frozenset[Ability] = _WITHOUT_JOIN
+    name: str, *, truth: str, where: str, finding: str, capabilities: Capabilities = _WITHOUT_JOIN
 ) -> Callable[[StrategyClass], StrategyClass]:
     def register(strategy: StrategyClass) -> StrategyClass:
-        CATALOGUE[name] = BrokenBackend(name, strategy, truth, where, finding, lacks)
+        CATALOGUE[name] = BrokenBackend(name, strategy, truth, where, finding, capabilities)
         return strategy
 
     return register
@@ -335,10 +334,10 @@ class PrefixedWeights(Averaging):
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         return dict(model.state_dict())
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         from accel_plugins.checkpoint import parts
 
-        parts.read_part(part, item, folder, index, **options)
+        parts.read_part(kind, item, folder, index, **options)
 
 
 @_broken(
@@ -348,10 +347,10 @@ class PrefixedWeights(Averaging):
     finding="after loading into an optimizer made with another lr, the lr is not that of the checkpoint",
 )
 class LearningRateNotLoaded(Averaging):
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        kept = [{**group} for group in item.param_groups] if part is Part.OPTIMIZER else []
-        super().load(part, item, folder, index, **options)
-        if part is Part.OPTIMIZER:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        kept = [{**group} for group in item.param_groups] if kind is ObjectKind.OPTIMIZER else []
+        super().load(kind, item, folder, index, **options)
+        if kind is ObjectKind.OPTIMIZER:
             for group, before in zip(item.param_groups, kept, strict=True):
                 group.update({name: value for name, value in before.items() if name != "params"})
 
@@ -377,11 +376,11 @@ class SameDropoutEverywhere(Averaging):
     finding="a frozen parameter changed after the save is not restored by load",
 )
 class FrozenWeightsNotLoaded(Averaging):
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         kept = {}
-        if part is Part.MODEL:
+        if kind is ObjectKind.MODEL:
             kept = {one: one.detach().clone() for one in self.unwrap(item).parameters() if not one.requires_grad}
-        super().load(part, item, folder, index, **options)
+        super().load(kind, item, folder, index, **options)
         with torch.no_grad():
             for parameter, before in kept.items():
                 parameter.copy_(before)
@@ -574,29 +573,29 @@ class LocalSteps(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
-        state = super().collect(part, item)
-        return {"inner": state, "outer": self.outer_state(item)} if part is Part.OPTIMIZER else state
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
+        state = super().collect(kind, item)
+        return {"inner": state, "outer": self.outer_state(item)} if kind is ObjectKind.OPTIMIZER else state
 
     def outer_state(self, optimizer: Any) -> dict[str, Any]:
         """What a checkpoint holds of an outer optimizer."""
         outer = self.outer_of(optimizer)
         return {"anchors": outer.anchors, "momentum": outer.momentum, "steps": outer.steps}
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        if part in (Part.MODEL, Part.OPTIMIZER):
-            torch.save(state, self._own_file(part, folder, index))
+    def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        if kind in (ObjectKind.MODEL, ObjectKind.OPTIMIZER):
+            torch.save(state, self._own_file(kind, folder, index))
         if self.context.process.rank == 0:
-            shared = state["inner"] if part is Part.OPTIMIZER else state
-            super().save(part, shared, folder, index, safe_serialization=safe_serialization)
+            shared = state["inner"] if kind is ObjectKind.OPTIMIZER else state
+            super().save(kind, shared, folder, index, safe_serialization=safe_serialization)
 
     @torch.no_grad()
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        super().load(part, item, folder, index, **options)
-        if part not in (Part.MODEL, Part.OPTIMIZER):
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        super().load(kind, item, folder, index, **options)
+        if kind not in (ObjectKind.MODEL, ObjectKind.OPTIMIZER):
             return
-        state = torch.load(self._own_file(part, folder, index), weights_only=True)
-        if part is Part.MODEL:
+        state = torch.load(self._own_file(kind, folder, index), weights_only=True)
+        if kind is ObjectKind.MODEL:
             item.load_state_dict(state)
             return
         item.load_state_dict(state["inner"])
@@ -606,8 +605,8 @@ class LocalSteps(Strategy):
             for tensor, saved in zip(getattr(outer, name), state["outer"].get(name, ()), strict=False):
                 tensor.copy_(saved)
 
-    def _own_file(self, part: Part, folder: Path, index: int) -> Path:
-        return folder / f"local_{part.value}_{index}_{self.context.process.rank}.pt"
+    def _own_file(self, kind: ObjectKind, folder: Path, index: int) -> Path:
+        return folder / f"local_{kind.value}_{index}_{self.context.process.rank}.pt"
 
     # ------------------------------------------------------------------ the end
 
@@ -644,7 +643,7 @@ class UnsynchronisedStart(Averaging):
     truth="A checkpoint does not hold the momentum of the outer optimizer; a resumed run starts it at zero.",
     where="outer_state",
     finding="weights of a resumed run differ from those of a run without a stop after the next outer step",
-    lacks=_LOCAL,
+    capabilities=_LOCAL,
 )
 class OuterMomentumForgotten(LocalSteps):
     def outer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -656,7 +655,7 @@ class OuterMomentumForgotten(LocalSteps):
     truth="A checkpoint does not hold the number of steps since the last outer step; a resumed run starts it at zero.",
     where="outer_state",
     finding="a run resumed off the boundary of a period takes its outer step later than one without a stop",
-    lacks=_LOCAL,
+    capabilities=_LOCAL,
 )
 class OuterCounterForgotten(LocalSteps):
     def outer_state(self, optimizer: Any) -> dict[str, Any]:

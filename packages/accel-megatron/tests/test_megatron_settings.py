@@ -15,7 +15,6 @@ from accel_megatron.engine import micro_batches
 from accel_megatron.manifest import MANIFEST
 from accel_megatron.objects import MegatronLMDummyScheduler
 from accel_megatron.train_steps import causal_mask, hidden_between, positions, shifted_left, shifted_right
-from accel_plugins.manifest import Duty
 from accel_state.errors import Conflict, DataError, Missing, NotOffered, SettingError
 from accel_state.settings.schema import settings_of
 
@@ -324,5 +323,6 @@ def test_names_can_be_imported_without_megatron_and_say_what_is_missing() -> Non
 
 
 def test_the_manifest_says_what_the_engine_does_by_itself() -> None:
-    assert {Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING} <= MANIFEST.owns
+    does = MANIFEST.capabilities
+    assert (does.own_accumulation, does.own_precision, does.own_clipping) == (True, True, True)
     assert MANIFEST.tier == 3

@@ -24,7 +24,7 @@ from torch import nn
 
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module
 from accel_plugins import Bundle, Context
-from accel_plugins.manifest import Duty
+from accel_plugins.manifest import Capabilities
 from accel_plugins.order import check_bundle, steps
 from accel_plugins.precision import choose
 from accel_plugins.precision.config import (
@@ -395,7 +395,7 @@ def test_layers_are_exchanged_also_where_an_engine_keeps_the_precision(
     PartialState(cpu=True)
     process = current.process()
     strategy = build(MANIFEST, None, Context(process, GradientState(), choose(name, process.family, handlers)))
-    owning = dataclasses.replace(MANIFEST, owns=frozenset({Duty.PRECISION}))
+    owning = dataclasses.replace(MANIFEST, capabilities=Capabilities(own_precision=True))
 
     assert (f"precision {name}" in [step.name for step in steps(owning, strategy)]) is exchanges
 

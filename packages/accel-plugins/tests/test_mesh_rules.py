@@ -12,7 +12,7 @@ import pytest
 from accel_plugins import mesh
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.manifest import FSDP2
-from accel_plugins.manifest import Axis, Duty, Manifest
+from accel_plugins.manifest import Axis, Capabilities, Manifest
 from accel_plugins.resolve import choose
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_state import PartialState
@@ -78,7 +78,9 @@ def test_mesh_rules_refuse_axes_that_a_backend_lacks(
 
 
 def test_an_engine_that_divides_the_sequence_is_left_to_do_it() -> None:
-    engine = Manifest("engine", "a.b:C", axes=frozenset({Axis.SEQUENCE}), owns=frozenset({Duty.SEQUENCE}))
+    engine = Manifest(
+        "engine", "a.b:C", axes=frozenset({Axis.SEQUENCE}), capabilities=Capabilities(own_sequence_parallelism=True)
+    )
     mesh.check_mesh(engine, ParallelismConfig(sp_size=2))
 
 

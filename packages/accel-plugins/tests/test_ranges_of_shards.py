@@ -15,7 +15,7 @@ from torch.distributed import checkpoint
 from accel_plugins.checkpoint.sharded_save import SavePlans
 from accel_plugins.checkpoint.shards import read_into
 from accel_plugins.fsdp import weights
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError
 from accel_state.process import PartialState
 from accel_testing.processes import Processes
@@ -45,7 +45,7 @@ def sharded(how: str, seed: int) -> nn.Sequential:
 
 def written(folder: str) -> None:
     state = weights.model_state(sharded("rows", seed=0), full=False)
-    weights.write(Part.MODEL, state, Path(folder), 0, full=False, first=True, plans=SavePlans())
+    weights.write(ObjectKind.MODEL, state, Path(folder), 0, full=False, first=True, plans=SavePlans())
 
 
 def bytes_of_process() -> int:

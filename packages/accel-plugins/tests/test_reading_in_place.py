@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_bigmodel.weight_files import range_reader, save_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.parts import MappedState, read_part, read_weights, write_part
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError
 
 
@@ -45,14 +45,14 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_and_moments_stay_where_they_are(tmp_path: Path, safe: bool) -> None:
     model, optimizer = stepped()
-    write_part(Part.MODEL, model.state_dict(), tmp_path, 0, safe_serialization=safe)
-    write_part(Part.OPTIMIZER, optimizer.state_dict(), tmp_path, 0)
+    write_part(ObjectKind.MODEL, model.state_dict(), tmp_path, 0, safe_serialization=safe)
+    write_part(ObjectKind.OPTIMIZER, optimizer.state_dict(), tmp_path, 0)
     expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     other, stale = stepped(seed=1)
     places = [value.data_ptr() for value in (*other.state_dict().values(), *moments(stale))]
 
-    read_part(Part.MODEL, other, tmp_path, 0)
-    read_part(Part.OPTIMIZER, stale, tmp_path, 0, models=[other])
+    read_part(ObjectKind.MODEL, other, tmp_path, 0)
+    read_part(ObjectKind.OPTIMIZER, stale, tmp_path, 0, models=[other])
 
     assert same(dict(other.state_dict()), dict(expected[0]))
     assert same(stale.state_dict(), expected[1])
@@ -61,9 +61,9 @@ def test_weights_and_moments_stay_where_they_are(tmp_path: Path, safe: bool) -> 
 
 def test_an_optimizer_that_has_not_stepped_gets_memory_that_no_file_is_under(tmp_path: Path) -> None:
     _, optimizer = stepped()
-    write_part(Part.OPTIMIZER, optimizer.state_dict(), tmp_path, 0)
+    write_part(ObjectKind.OPTIMIZER, optimizer.state_dict(), tmp_path, 0)
     fresh = torch.optim.Adam(stepped(seed=1)[0].parameters())
-    read_part(Part.OPTIMIZER, fresh, tmp_path, 0)
+    read_part(ObjectKind.OPTIMIZER, fresh, tmp_path, 0)
     (tmp_path / "optimizer.bin").write_bytes(b"")
 
     assert same(fresh.state_dict(), optimizer.state_dict())
@@ -71,9 +71,9 @@ def test_an_optimizer_that_has_not_stepped_gets_memory_that_no_file_is_under(tmp
 
 def test_a_gradient_that_needs_what_was_there_before_is_refused(tmp_path: Path) -> None:
     model, _ = stepped()
-    write_part(Part.MODEL, model.state_dict(), tmp_path, 0)
+    write_part(ObjectKind.MODEL, model.state_dict(), tmp_path, 0)
     loss = model(torch.randn(8, 2, 3, 3)).sum()
-    read_part(Part.MODEL, model, tmp_path, 0)
+    read_part(ObjectKind.MODEL, model, tmp_path, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -81,29 +81,29 @@ def test_a_gradient_that_needs_what_was_there_before_is_refused(tmp_path: Path) 
 def test_the_state_of_another_optimizer_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = stepped()
     groups = [{"params": list(model[0].parameters())}, {"params": [*model[2].parameters(), *model[3].parameters()]}]
-    write_part(Part.OPTIMIZER, torch.optim.Adam(groups).state_dict(), tmp_path, 0)
+    write_part(ObjectKind.OPTIMIZER, torch.optim.Adam(groups).state_dict(), tmp_path, 0)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointError, match="different number of parameter groups"):
-        read_part(Part.OPTIMIZER, optimizer, tmp_path, 0)
+        read_part(ObjectKind.OPTIMIZER, optimizer, tmp_path, 0)
     assert same(optimizer.state_dict(), before)
 
 
 def test_other_dtypes_and_shapes_are_torchs_to_convert_or_refuse(tmp_path: Path) -> None:
     model, optimizer = stepped()
-    write_part(Part.MODEL, {name: value.double() for name, value in model.state_dict().items()}, tmp_path, 0)
+    write_part(ObjectKind.MODEL, {name: value.double() for name, value in model.state_dict().items()}, tmp_path, 0)
     state = optimizer.state_dict()
     for moment in state["state"].values():
         moment["exp_avg"] = moment["exp_avg"].half()
-    write_part(Part.OPTIMIZER, state, tmp_path, 0)
+    write_part(ObjectKind.OPTIMIZER, state, tmp_path, 0)
     other, stale = stepped(seed=1)
-    read_part(Part.MODEL, other, tmp_path, 0)
-    read_part(Part.OPTIMIZER, stale, tmp_path, 0)
+    read_part(ObjectKind.MODEL, other, tmp_path, 0)
+    read_part(ObjectKind.OPTIMIZER, stale, tmp_path, 0)
 
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert all(value.dtype == torch.float32 for value in moments(stale))
     assert torch.equal(moments(stale)[1], moments(optimizer)[1].half().float())
     with pytest.raises(CheckpointError, match="size mismatch"):
-        read_part(Part.MODEL, stepped(width=5)[0], tmp_path, 0)
+        read_part(ObjectKind.MODEL, stepped(width=5)[0], tmp_path, 0)
 
 
 def test_weights_that_are_tied_here_and_not_in_the_file_are_as_torch_loads_them(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_weights_that_are_tied_here_and_not_in_the_file_are_as_torch_loads_them(
     for tied in (found, expected):
         tied[1].weight = tied[0].weight
     expected.load_state_dict({**weights, "1.bias": torch.ones(2)})
-    read_part(Part.MODEL, found, tmp_path, 0)
+    read_part(ObjectKind.MODEL, found, tmp_path, 0)
     assert same(dict(found.state_dict()), dict(expected.state_dict()))
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_plugins import (
+    Capabilities,
     Context,
-    Job,
     Manifest,
-    Phase,
     Stage,
     Transform,
     extract_model_from_parallel,
@@ -278,24 +277,24 @@ def test_settings_that_do_not_exist_are_refused(options: dict[str, Any]) -> None
 
 
 class Named(Transform):
-    def __init__(self, name: str, stage: Stage, phase: Phase = Phase.BEFORE) -> None:
-        self.name, self.stage, self._phase = name, stage, phase  # type: ignore[misc]
+    def __init__(self, name: str, stage: Stage, before: bool = True) -> None:
+        self.name, self.stage, self._before = name, stage, before  # type: ignore[misc]
 
-    def phase(self, manifest: Any) -> Phase:
-        return self._phase
+    def before_wrap(self, manifest: Any) -> bool:
+        return self._before
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
         return model
 
 
-def test_transforms_are_sorted_once_by_phase_and_stage() -> None:
+def test_transforms_are_sorted_once_by_wrap_and_stage() -> None:
     whole = Compile(TorchDynamoPlugin(backend="eager"))
     split = Named("split", Stage.SPLIT_WEIGHTS)
-    late = Named("late", Stage.SPLIT_INPUTS, Phase.AFTER)
+    late = Named("late", Stage.SPLIT_INPUTS, before=False)
     recompute = ActivationCheckpoint()
 
     assert ordered([whole, late, recompute, split], MANIFEST) == ([split, recompute], [late, whole])
-    early = dataclasses.replace(MANIFEST, phases={Job.COMPILE: Phase.BEFORE})
+    early = dataclasses.replace(MANIFEST, capabilities=Capabilities(compile_before_wrap=True))
     assert ordered([whole, recompute], early) == ([recompute, whole], [])
     regional = Compile(TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
     assert ordered([regional, recompute], MANIFEST) == ([recompute, regional], [])

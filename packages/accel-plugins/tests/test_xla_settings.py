@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_plugins import resolve
+from accel_plugins import Capabilities, resolve
 from accel_plugins.xla.config import XLAPlugin
 from accel_plugins.xla.manifest import MANIFEST, present
 from accel_state import current
@@ -53,4 +53,4 @@ def test_without_torch_xla_it_says_what_to_install() -> None:
 
 def test_it_declares_what_it_lacks() -> None:
     assert MANIFEST.tier == 3
-    assert {ability.value for ability in MANIFEST.lacks} == {"fp16", "join", "local_passes"}
+    assert MANIFEST.capabilities == Capabilities(fp16=False, join=False, local_passes=False)

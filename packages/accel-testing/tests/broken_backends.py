@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards, StepShards
+from accel_plugins import Bundle, Capabilities, Manifest, ObjectKind, Shards, StepShards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.memory_plans import MemoryPlans
@@ -70,23 +70,23 @@ class NamesWeightsItsOwnWay(DDPStrategy):
 
 
 class LoadsNoOptimizer(DDPStrategy):
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        if part is not Part.OPTIMIZER:
-            super().load(part, item, folder, index, **options)
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if kind is not ObjectKind.OPTIMIZER:
+            super().load(kind, item, folder, index, **options)
 
 
 class LoadsAnythingFromNowhere(DDPStrategy):
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         if any(folder.iterdir()):
-            super().load(part, item, folder, index, **options)
+            super().load(kind, item, folder, index, **options)
 
 
 class TouchesWeightsWhileSaving(DDPStrategy):
-    def collect(self, part: Part, item: Any) -> Any:
-        if part is Part.MODEL:
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
+        if kind is ObjectKind.MODEL:
             with torch.no_grad():
                 next(item.parameters()).mul_(1.01)
-        return super().collect(part, item)
+        return super().collect(kind, item)
 
 
 class UnwrapsNothing(DDPStrategy):
@@ -272,11 +272,11 @@ class SeedsEveryProcessAlike(DDPStrategy):
 
 
 class LoadsNoFrozenWeights(DDPStrategy):
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         kept = {}
-        if part is Part.MODEL:
+        if kind is ObjectKind.MODEL:
             kept = {one: one.detach().clone() for one in item.parameters() if not one.requires_grad}
-        super().load(part, item, folder, index, **options)
+        super().load(kind, item, folder, index, **options)
         with torch.no_grad():
             for parameter, before in kept.items():
                 parameter.copy_(before)
@@ -490,7 +490,7 @@ class MakesSmallerSteps(CountsSteps):
         return dataclasses.replace(super().begin_step(), batches=9 - self.made)
 
 
-ELASTIC = {"traits": MANIFEST.traits._replace(elastic=True)}
+ELASTIC = {"capabilities": Capabilities(elastic=True)}
 
 
 class SetsAFieldWithoutAFlag(MemoryPlans):
@@ -534,7 +534,12 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ChangesWhatItChecks, {}, "test_checking_changes_nothing", ()),
     (GivesEveryoneTheSameSlice, {}, "test_slices_cover_the_batch", ()),
     (ClipsNothing, {}, "test_clipping_to_a_norm_equals_that_of_one_process", (0.05, 2.0)),
-    (ClipsBehindItsBack, {"owns": frozenset({Duty.CLIPPING})}, "test_a_declared_duty_is_really_taken", ()),
+    (
+        ClipsBehindItsBack,
+        {"capabilities": Capabilities(own_clipping=True)},
+        "test_the_engine_does_what_is_declared_as_its_own",
+        (),
+    ),
     (ClipsNoValues, {}, "test_clipping_to_a_value_equals_that_of_one_process", ()),
     (StepsThroughAnOverflow, {}, "test_an_overflow_anywhere_skips_the_step_everywhere", ()),
     (
@@ -544,8 +549,18 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
         (),
     ),
     (AveragesNothing, {}, "test_averaging_gives_everyone_the_mean", ()),
-    (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_a_declared_duty_is_really_taken", ()),
-    (SaysItAccumulatesAndDoesNot, {"owns": frozenset({Duty.ACCUMULATION})}, "test_a_declared_duty_is_really_taken", ()),
+    (
+        SaysItCastsAndDoesNot,
+        {"capabilities": Capabilities(own_precision=True)},
+        "test_the_engine_does_what_is_declared_as_its_own",
+        (),
+    ),
+    (
+        SaysItAccumulatesAndDoesNot,
+        {"capabilities": Capabilities(own_accumulation=True)},
+        "test_the_engine_does_what_is_declared_as_its_own",
+        (),
+    ),
     (TakesOtherArguments, {}, "test_the_strategy_is_one_and_keeps_the_signatures", ()),
     (HoldsBackTheFirstModel, {}, "test_no_sync_holds_back_the_model_that_is_given", ()),
     (NeverSynchronises, {}, "test_set_up_makes_all_processes_start_with_the_weights_of_the_first", ()),
@@ -574,7 +589,12 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ClipsNothing, {}, "test_training_with_clipping_equals_that_of_one_process", ()),
     (TellsAScaledNorm, {}, "test_clipping_sees_unscaled_gradients", ()),
     (StepsThroughAnOverflow, {}, "test_mixed_precision_stays_near_full_precision", ("fp16",)),
-    (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_bf16_computes_narrow_and_answers_in_fp32", ()),
+    (
+        SaysItCastsAndDoesNot,
+        {"capabilities": Capabilities(own_precision=True)},
+        "test_bf16_computes_narrow_and_answers_in_fp32",
+        (),
+    ),
     (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
     (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
@@ -593,4 +613,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (Sound, {"config": "builtins:object"}, "test_settings_of_another_backend_are_refused", ()),
 ]
 
-LACKING = manifest(NeverSynchronises, lacks=frozenset(Ability))
+LACKING = manifest(
+    NeverSynchronises,
+    capabilities=Capabilities(**{name: False for name, default in Capabilities()._asdict().items() if default}),
+)

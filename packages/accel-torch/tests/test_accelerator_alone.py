@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_torch
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.manifest import Duty
+from accel_plugins.manifest import Capabilities
 from accel_state import AcceleratorState, current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientState
@@ -66,7 +66,7 @@ def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() 
     first = Accelerator(cpu=True, gradient_accumulation_steps=2)
     run = current.require_run()
     engine = run.backend
-    manifest = dataclasses.replace(engine.manifest, owns=frozenset({Duty.ACCUMULATION}))
+    manifest = dataclasses.replace(engine.manifest, capabilities=Capabilities(own_accumulation=True))
     current.set_run(run._replace(backend=ActiveBackend(manifest, engine.strategy, engine.precision)))
 
     first.gradient_state.sync_gradients = False

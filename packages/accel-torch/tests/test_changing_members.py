@@ -22,7 +22,7 @@ from accel_torch import Accelerator
 BACKEND = '''
 import torch
 
-from accel_plugins import Manifest, StepShards, Strategy, Traits
+from accel_plugins import Capabilities, Manifest, StepShards, Strategy
 
 BATCHES = 3
 """Batches of one process in a step."""
@@ -82,7 +82,7 @@ class Changing(Strategy):
 
 
 MANIFEST = Manifest(
-    name="changing", strategy="changing_backend:Changing", traits=Traits(elastic=True), protocol=3
+    name="changing", strategy="changing_backend:Changing", capabilities=Capabilities(elastic=True), protocol=3
 )
 '''
 

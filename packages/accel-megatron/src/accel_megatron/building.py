@@ -47,7 +47,7 @@ __all__ = (
     "padded_vocabulary",
     "prepare_schedule",
     "provide_model",
-    "start",
+    "start_megatron",
     "take_sizes",
     "transformer_config",
 )
@@ -114,7 +114,7 @@ def take_sizes(plugin: MegatronLMPlugin, bundle: Bundle, shards: int) -> None:
     check_arguments(plugin)
 
 
-def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> MegatronParts:
+def start_megatron(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> MegatronParts:
     """Build the sharded model, its optimizer and its schedule; the settings must have all sizes.
 
     Args:

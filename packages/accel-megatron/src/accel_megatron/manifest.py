@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Ability, Duty, Manifest, Part, Traits
+from accel_plugins.manifest import PROTOCOL, Capabilities, Manifest, ObjectKind
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
@@ -39,19 +39,20 @@ MANIFEST: Final = Manifest(
     label=DistributedType.MEGATRON_LM,
     present="accel_megatron.manifest:present",
     requires=(REQUIREMENT,),
-    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
-    together=frozenset({Part.MODEL, Part.OPTIMIZER}),
-    lacks=frozenset(
-        {
-            Ability.NO_SYNC,
-            Ability.CLIP_VALUE,
-            Ability.JOIN,
-            Ability.AVERAGE,
-            Ability.LOCAL_PASSES,
-            Ability.SEVERAL_MODELS,
-        }
+    capabilities=Capabilities(
+        own_accumulation=True,
+        own_precision=True,
+        own_clipping=True,
+        no_sync=False,
+        clip_value=False,
+        join=False,
+        average_parameters=False,
+        several_models=False,
+        local_passes=False,
+        partial_gradients=False,
+        collective_save=True,
     ),
-    traits=Traits(collective_save=True, can_checkpoint_partial_grads=False),
+    together=frozenset({ObjectKind.MODEL, ObjectKind.OPTIMIZER}),
     switch=_USE,
     parameter="megatron_lm_plugin",
     priority=70,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.parallel import parallel_state
 from accel_ops import concatenate
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.wrapped.optimizer import EngineSteppedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import SettingError
@@ -44,7 +44,7 @@ class MegatronLMDummyScheduler:
         kwargs: stored for code that reads them.
     """
 
-    placeholder_for: ClassVar[Part] = Part.SCHEDULER
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.SCHEDULER
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
@@ -67,7 +67,7 @@ class MegatronLMDummyDataLoader:
         >>> model, optimizer, train, valid, test = accelerator.prepare(model, optimizer, data, data, data)
     """
 
-    placeholder_for: ClassVar[Part] = Part.LOADER
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.LOADER
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args: dict[str, Any] = dataset_kwargs

@@ -14,7 +14,7 @@ __all__ = (
     "finish_mpu_init",
     "initialize",
     "model_provider_func",
-    "prepare_data_loader",
+    "prepare_megatron_loader",
     "prepare_model_optimizer_scheduler",
     "prepare_optimizer",
     "prepare_scheduler",
@@ -90,7 +90,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
     return parts, optimizer, building.build_schedule(plugin, optimizer)
 
 
-def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
+def prepare_megatron_loader(accelerator: Any, dataloader: Any) -> Any:
     """Prepare a loader for this process's samples; for a placeholder, create Megatron-LM's three iterators.
 
     Args:

@@ -28,7 +28,7 @@ from accel_megatron.objects import (
 from accel_megatron.parallel import parallel_state
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.shards import Shards
 from accel_plugins.strategy import Strategy
 from accel_state import current
@@ -116,7 +116,7 @@ class MegatronStrategy(Strategy):
             return bundle
         (model,), (optimizer,) = bundle.models, bundle.optimizers
         building.take_sizes(self.config, bundle, self.shards().count)
-        made = building.start(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
+        made = building.start_megatron(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
         self.engine = MegatronEngine(self._megatron_context, *made)
         gradient = self.context.gradient
         wrapped = MegatronLMOptimizerWrapper(made.optimizer, gradient)
@@ -160,21 +160,21 @@ class MegatronStrategy(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The object itself if the engine saves it, because the engine collects and writes together."""
-        return item if _is_ours(item) else super().collect(part, item)
+        return item if _is_ours(item) else super().collect(kind, item)
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+    def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         if isinstance(state, MegatronEngine):
             state.save_checkpoint(folder)
         elif not _is_ours(state) and self.context.process.rank == 0:
-            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+            super().save(kind, state, folder, index, safe_serialization=safe_serialization)
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         if isinstance(item, MegatronEngine):
             item.load_checkpoint(folder)
         elif not _is_ours(item):
-            super().load(part, item, folder, index, **options)
+            super().load(kind, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         self._refuse_parts("read")

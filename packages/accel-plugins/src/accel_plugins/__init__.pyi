@@ -8,14 +8,10 @@ from accel_plugins.deepspeed.config import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_plugins.layers import extract_model_from_parallel as extract_model_from_parallel
 from accel_plugins.layers import is_compiled_module as is_compiled_module
-from accel_plugins.manifest import Ability as Ability
 from accel_plugins.manifest import Axis as Axis
-from accel_plugins.manifest import Duty as Duty
-from accel_plugins.manifest import Job as Job
+from accel_plugins.manifest import Capabilities as Capabilities
 from accel_plugins.manifest import Manifest as Manifest
-from accel_plugins.manifest import Part as Part
-from accel_plugins.manifest import Phase as Phase
-from accel_plugins.manifest import Traits as Traits
+from accel_plugins.manifest import ObjectKind as ObjectKind
 from accel_plugins.memory_plans import MemoryPlans as MemoryPlans
 from accel_plugins.precision.base import Precision as Precision
 from accel_plugins.precision.config import AORecipeKwargs as AORecipeKwargs

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state.labels import PREPARED
 
 __all__ = ("Bundle", "ObjectsByKind", "part_kind")
@@ -19,25 +19,25 @@ __all__ = ("Bundle", "ObjectsByKind", "part_kind")
 _logger: Final = logging.getLogger(__name__)
 
 
-def part_kind(given: object) -> Part | None:
+def part_kind(given: object) -> ObjectKind | None:
     """The kind of an object, or None when `prepare` does not handle it.
 
     An object that is not a torch scheduler is treated as one if it has the methods `step` and `load_state_dict`. A
     placeholder for an object that an engine creates has that object's kind in the class attribute `placeholder_for`.
     """
-    placeholder_for: Part | None = getattr(type(given), "placeholder_for", None)
-    if isinstance(placeholder_for, Part):
+    placeholder_for: ObjectKind | None = getattr(type(given), "placeholder_for", None)
+    if isinstance(placeholder_for, ObjectKind):
         return placeholder_for
     if isinstance(given, Module):
-        return Part.MODEL
+        return ObjectKind.MODEL
     if isinstance(given, Optimizer):
-        return Part.OPTIMIZER
+        return ObjectKind.OPTIMIZER
     if isinstance(given, DataLoader):
-        return Part.LOADER
+        return ObjectKind.LOADER
     if isinstance(given, LRScheduler):
-        return Part.SCHEDULER
+        return ObjectKind.SCHEDULER
     looks_like_a_scheduler = all(callable(getattr(given, name, None)) for name in ("step", "load_state_dict"))
-    return Part.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
+    return ObjectKind.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
 
 
 class ObjectsByKind:
@@ -49,15 +49,15 @@ class ObjectsByKind:
         self.schedulers: list[Any] = []
         self.loaders: list[Any] = []
 
-    def of_kind(self, part: Part) -> list[Any]:
+    def of_kind(self, kind: ObjectKind) -> list[Any]:
         """The list of one kind."""
         lists = {
-            Part.MODEL: self.models,
-            Part.OPTIMIZER: self.optimizers,
-            Part.SCHEDULER: self.schedulers,
-            Part.LOADER: self.loaders,
+            ObjectKind.MODEL: self.models,
+            ObjectKind.OPTIMIZER: self.optimizers,
+            ObjectKind.SCHEDULER: self.schedulers,
+            ObjectKind.LOADER: self.loaders,
         }
-        return lists[part]
+        return lists[kind]
 
 
 class Bundle(ObjectsByKind):
@@ -71,7 +71,7 @@ class Bundle(ObjectsByKind):
     def __init__(self) -> None:
         super().__init__()
         self.unchanged: list[Any] = []
-        self._places: list[tuple[Part | None, int]] = []
+        self._places: list[tuple[ObjectKind | None, int]] = []
 
     @classmethod
     def of(cls, objects: Iterable[Any]) -> Bundle:
@@ -88,7 +88,7 @@ class Bundle(ObjectsByKind):
         return bundle
 
     @staticmethod
-    def _kind(given: Any, index: int) -> Part | None:
+    def _kind(given: Any, index: int) -> ObjectKind | None:
         if given is None or vars_of(given).get(PREPARED, False):
             return None
         kind = part_kind(given)
@@ -106,7 +106,7 @@ class Bundle(ObjectsByKind):
         """The current items of the lists, in the caller's order."""
         return tuple(self._list_of(kind)[position] for kind, position in self._places)
 
-    def _list_of(self, kind: Part | None) -> list[Any]:
+    def _list_of(self, kind: ObjectKind | None) -> list[Any]:
         return self.unchanged if kind is None else self.of_kind(kind)
 
     def parameter_names(self) -> dict[Parameter, str]:

@@ -6,7 +6,7 @@ about a backend, so no code compares backend names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,7 @@ from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import Setting
 
-__all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase", "Traits")
+__all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "SAVED_KINDS", "Axis", "Capabilities", "Manifest", "ObjectKind")
 
 PROTOCOL: Final = 3
 """Version of the backend interface that this release implements."""
@@ -27,17 +27,7 @@ OLDEST_PROTOCOL: Final = 3
 _NAME_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
-class Duty(str, Enum):
-    """A job that a strategy does itself, so that the Accelerator does not."""
-
-    ACCUMULATION = "accumulation"
-    PRECISION = "precision"
-    CLIPPING = "clipping"
-    COMPILE = "compile"
-    SEQUENCE = "sequence"
-
-
-class Part(str, Enum):
+class ObjectKind(str, Enum):
     """A kind of object that `prepare` accepts and a checkpoint contains."""
 
     MODEL = "model"
@@ -56,100 +46,98 @@ class Axis(str, Enum):
     TENSOR = "tp"
 
 
-class Job(str, Enum):
-    """A change of the model that some strategies need before, and others after, they wrap the model."""
-
-    AUTOCAST = "autocast"
-    COMPILE = "compile"
+SAVED_KINDS: Final = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
+"""The kinds of objects for which `Strategy.save` and `Strategy.load` are called, in this order."""
 
 
-class Phase(str, Enum):
-    """Before or after the strategy wraps the model."""
+class Capabilities(NamedTuple):
+    """What a backend can do, what it does itself, and when; the defaults are those of plain torch in one process.
 
-    BEFORE = "before"
-    AFTER = "after"
-
-
-class Ability(str, Enum):
-    """Something that most strategies can do. A manifest lists the missing ones; the kit skips their tests."""
-
-    NO_SYNC = "no_sync"
-    CLIP_VALUE = "clip_value"
-    JOIN = "join"
-    AVERAGE = "average"
-    STATE_DICT = "state_dict"
-    EXACT_RESUME = "exact_resume"
-    SYNCHRONOUS = "synchronous"
-    """After every optimizer step all processes have the same weights: those of one process with the global batch.
-
-    Strategies of local steps, such as local SGD and DiLoCo, lack it: their weights differ between two averages.
-    """
-
-    SEVERAL_MODELS = "several_models"
-    FP16 = "fp16"
-    LOCAL_PASSES = "local_passes"
-    """Forward and backward under `no_sync` call no collectives, so that one process may stop in the middle.
-
-    The first forward may still broadcast buffers before it computes anything.
-    """
-
-
-class Traits(NamedTuple):
-    """How a strategy synchronises and saves, as far as other code must know it.
+    Code that needs a capability asks for it, never for the name of a backend. The kit skips the tests of what is
+    missing, and tests that what is declared is true.
 
     Args:
-        save_order: the kinds of objects for which `Strategy.save` is called, in this order.
-        load_order: the kinds of objects for which `Strategy.load` is called, in this order.
+        own_accumulation: the engine accumulates gradients itself, and divides the loss.
+        own_precision: the engine casts and scales itself; no autocast and no scaler of the run is used.
+        own_clipping: the engine clips gradients by the norm in its settings.
+        own_compile: the engine compiles models itself.
+        own_sequence_parallelism: the engine shards sequences itself.
+        no_sync: `no_sync` holds back the synchronisation of gradients.
+        clip_value: gradients can be clipped by value.
+        join: processes may run out of batches at different times.
+        average_parameters: parameters can be averaged over the processes, as LocalSGD does.
+        state_dict: the weights of a model can be read and loaded.
+        exact_resume: a resumed run continues bit for bit.
+        equal_replicas: after every optimizer step all processes have the same weights: those of one process with the
+            global batch. Strategies of local steps, such as local SGD and DiLoCo, lack it: their weights differ between
+            two averages.
+        several_models: several models can be trained in one run.
+        fp16: the backend trains in fp16.
+        local_passes: forward and backward under `no_sync` call no collectives, so that one process may stop in the
+            middle. The first forward may still broadcast buffers before it computes anything.
+        partial_gradients: the gradients of an unfinished accumulation window are in `parameter.grad`, so that a
+            checkpoint can contain them.
         collective_save: every process must call `save`; otherwise only those that write files call it. If set, save
             hooks of the user do not receive the weights, because a hook that removes weights on one process would
             remove them for all.
-        supports_async_save: a collective `save` may run in another thread during training. Its collectives need a
-            separate process group.
-        save_options: names of further arguments that `save` accepts for models; `save_state` accepts the same names.
-        can_checkpoint_partial_grads: the gradients of an unfinished accumulation window are in `parameter.grad`, so
-            that a checkpoint can contain them.
+        async_save: a collective `save` may run in another thread during training. Its collectives need a separate
+            process group.
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in a smaller
             dtype.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
+        autocast_before_wrap: autocast is set up before the strategy wraps the model, otherwise after.
+        compile_before_wrap: whole models are compiled before the strategy wraps them, otherwise after.
         compiles_blocks: by default, `torch.compile` compiles the model's repeated blocks before the strategy wraps it;
             False compiles whole models.
         elastic: the number of processes may change between two optimizer steps. Training loaders then call
             `Strategy.begin_step` before each step.
     """
 
-    save_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
-    load_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
+    own_accumulation: bool = False
+    own_precision: bool = False
+    own_clipping: bool = False
+    own_compile: bool = False
+    own_sequence_parallelism: bool = False
+    no_sync: bool = True
+    clip_value: bool = True
+    join: bool = True
+    average_parameters: bool = True
+    state_dict: bool = True
+    exact_resume: bool = True
+    equal_replicas: bool = True
+    several_models: bool = True
+    fp16: bool = True
+    local_passes: bool = True
+    partial_gradients: bool = True
     collective_save: bool = False
-    supports_async_save: bool = False
-    save_options: frozenset[str] = frozenset()
-    can_checkpoint_partial_grads: bool = True
+    async_save: bool = False
     per_parameter_sharding: bool = False
     syncs_in_own_forward: bool = False
+    autocast_before_wrap: bool = True
+    compile_before_wrap: bool = False
     compiles_blocks: bool = False
     elastic: bool = False
 
 
 _REFUSALS: Final = {
-    Ability.AVERAGE: (
+    "average_parameters": (
         "Cannot average parameters over the processes (LocalSGD)",
         "This backend itself keeps the parameters equal, or each process has a different shard of them.",
         "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
     ),
-    Ability.CLIP_VALUE: (
+    "clip_value": (
         "Cannot clip gradients by value (clip_grad_value_)",
         "This backend clips by norm only.",
         "Use clip_grad_norm_, or set gradient_clipping in its settings.",
     ),
-    Ability.JOIN: (
+    "join": (
         "Cannot let processes run out of batches at different times (join_uneven_inputs)",
         "Every step of this backend needs all processes.",
         "Use even_batches=True, or the backend 'ddp'.",
     ),
 }
-"""The error for an ability that a backend lacks: what failed, why, what to do."""
-
-_USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}
+"""The error for a capability that a backend lacks: what failed, why, what to do."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +153,9 @@ class Manifest:
         present: a function as "module:function" that receives the process and returns whether the run needs this
             backend; None if users select it explicitly.
         requires: packages that must be installed.
-        owns: the jobs that the strategy does itself.
+        capabilities: what it can do, what it does itself, and when.
         together: the kinds of objects that users must pass to `prepare` in one call.
         axes: the mesh axes that it supports.
-        phases: the phase of each job that differs from the default (autocast before, compile after).
-        lacks: the abilities that it does not have.
-        traits: how its strategy synchronises and saves.
         settings: arguments for its settings class when the user passes no settings object, such as the version.
         families: names of the device families that it supports; empty means all. A launch on the CPU refuses `switch`
             of a backend without "cpu".
@@ -197,12 +182,9 @@ class Manifest:
     label: DistributedType | None = None
     present: str | None = None
     requires: tuple[Requirement, ...] = ()
-    owns: frozenset[Duty] = frozenset()
-    together: frozenset[Part] = frozenset()
+    capabilities: Capabilities = Capabilities()  # noqa: RUF009 - it is immutable
+    together: frozenset[ObjectKind] = frozenset()
     axes: frozenset[Axis] = frozenset()
-    phases: Mapping[Job, Phase] = field(default_factory=dict)
-    lacks: frozenset[Ability] = frozenset()
-    traits: Traits = Traits()  # noqa: RUF009 - it is immutable
     settings: Mapping[str, Any] = field(default_factory=dict)
     families: frozenset[str] = frozenset()
     switch: Setting | None = None
@@ -253,19 +235,18 @@ class Manifest:
         common = min(newest, PROTOCOL)
         return common if common >= max(oldest, OLDEST_PROTOCOL) else None
 
-    def phase(self, job: Job) -> Phase:
-        """The phase in which a job runs: before or after the strategy wraps the model."""
-        return self.phases.get(job, _USUAL_PHASE[job])
+    def demand(self, capability: str) -> None:
+        """Raise if the backend lacks a capability; code that needs one calls this first.
 
-    def demand(self, ability: Ability) -> None:
-        """Raise if the backend lacks an ability; code that needs one calls this first.
+        Args:
+            capability: the name of a field of `Capabilities`.
 
         Raises:
-            NotOffered: the backend lacks the ability.
+            NotOffered: the backend lacks it.
         """
-        if ability in self.lacks:
+        if not getattr(self.capabilities, capability):
             failed, obstacle, remedy = _REFUSALS.get(
-                ability, (f"Cannot use {ability.value!r}", "This backend lacks it.", "Use another backend.")
+                capability, (f"Cannot use {capability!r}", "This backend lacks it.", "Use another backend.")
             )
             raise NotOffered(f"{failed} with the backend {self.name!r}.", obstacle, remedy)
 

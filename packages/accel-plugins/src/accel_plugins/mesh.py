@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from accel_plugins.manifest import Axis, Duty, Manifest
+from accel_plugins.manifest import Axis, Manifest
 from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
 
 
 def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:
-    if parallelism_config.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
+    if parallelism_config.sp_by_engine and not manifest.capabilities.own_sequence_parallelism:
         raise Conflict(
             asked,
             f"sp_backend={parallelism_config.sp_backend!r} requires an engine that shards the sequence; this backend "

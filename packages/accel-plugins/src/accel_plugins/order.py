@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.layers import maker_of, note_layer, note_made
-from accel_plugins.manifest import Duty, Job, Manifest, Phase
+from accel_plugins.manifest import Manifest
 from accel_plugins.transform import Transform, ordered
 from accel_state.errors import Conflict
 
@@ -52,7 +52,7 @@ def steps(
     """
     before, after = ordered([*transforms, *strategy.transforms()], manifest)
     autocast = _autocast(manifest, strategy)
-    early = autocast if manifest.phase(Job.AUTOCAST) is Phase.BEFORE else []
+    early = autocast if manifest.capabilities.autocast_before_wrap else []
     return [
         PrepareStep("place", lambda bundle: _place(bundle, strategy, moves)),
         *(_transformation(transform, strategy) for transform in before),
@@ -99,14 +99,14 @@ def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:
 
 def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
     before = bundle.parameter_names()
-    strategy.context.precision.setup(bundle, strategy.traits.per_parameter_sharding)
+    strategy.context.precision.setup(bundle, strategy.capabilities.per_parameter_sharding)
     bundle.rebind_by_name(before)
     return bundle
 
 
 def _autocast(manifest: Manifest, strategy: Strategy) -> list[PrepareStep]:
     precision = strategy.context.precision
-    if Duty.PRECISION in manifest.owns and not precision.swaps_modules:
+    if manifest.capabilities.own_precision and not precision.swaps_modules:
         return []
     return [PrepareStep(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 

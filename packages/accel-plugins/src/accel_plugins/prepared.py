@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_plugins.bundle import Bundle, ObjectsByKind
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state.errors import SettingError
 from accel_state.labels import PREPARED
 
@@ -70,17 +70,17 @@ class PreparedObjects(ObjectsByKind):
 
     def remember(self, bundle: Bundle) -> None:
         """Add the objects of a `prepare` call."""
-        for part in (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER, Part.LOADER):
-            for item in bundle.of_kind(part):
+        for kind in (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER, ObjectKind.LOADER):
+            for item in bundle.of_kind(kind):
                 if hasattr(item, "__dict__"):
                     setattr(item, PREPARED, True)
-                self.of_kind(part).append(item)
+                self.of_kind(kind).append(item)
         self.steps_in_backward = any(getattr(one, "steps_in_backward", False) for one in self.optimizers)
 
-    def for_strategy(self, part: Part) -> list[Any]:
+    def for_strategy(self, kind: ObjectKind) -> list[Any]:
         """The objects of one kind as a strategy's methods accept them: models without the layers around them."""
-        items = self.of_kind(part)
-        return [strategy_model(model) for model in items] if part is Part.MODEL else items
+        items = self.of_kind(kind)
+        return [strategy_model(model) for model in items] if kind is ObjectKind.MODEL else items
 
     def unwrapped_models(self, unwrap: Callable[[Module], Module]) -> list[Module]:
         """The user's models, with the user's parameter names; `unwrap` is the strategy's method."""

@@ -16,12 +16,12 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel_plugins.manifest import Part, Traits
+from accel_plugins.manifest import Capabilities, ObjectKind
 from accel_state.settings.extension import stack_level
 
 if TYPE_CHECKING:
@@ -55,14 +55,17 @@ class Strategy:
     call.
     """
 
+    save_options: ClassVar[frozenset[str]] = frozenset()
+    """Names of further arguments that `save` accepts for models; `save_state` accepts the same names."""
+
     def __init__(self, context: Context, config: Any = None) -> None:
         self.context = context
         self.config = config
 
     @property
-    def traits(self) -> Traits:
-        """How this backend synchronises and saves; declared in its manifest."""
-        return Traits() if self.context.manifest is None else self.context.manifest.traits
+    def capabilities(self) -> Capabilities:
+        """What this backend can do, declared in its manifest."""
+        return Capabilities() if self.context.manifest is None else self.context.manifest.capabilities
 
     # ------------------------------------------------------------------ preparing
 
@@ -95,7 +98,7 @@ class Strategy:
     def setup(self, bundle: Bundle) -> Bundle:
         """Wrap the models, and the optimizers and schedulers where needed.
 
-        Called once by each `prepare` call, after the transforms of `Phase.BEFORE`. The models are on their device, and
+        Called once by each `prepare` call, after the transforms before it. The models are on their device, and
         autocast if the manifest declares so. The bundle has all objects of the call; replace items of its lists.
         Afterwards every optimizer must contain the parameters that train. The caller wraps optimizers and schedulers
         that are still unwrapped.
@@ -126,8 +129,8 @@ class Strategy:
         """The shard of each batch that this process trains on.
 
         Called by `prepare` and by code that counts samples. Processes that must read the same samples, such as those of
-        one tensor-parallel group, return the same index. Constant during a run. With `Traits.elastic` it applies to
-        evaluation loaders only; training loaders use `begin_step`.
+        one tensor-parallel group, return the same index. Constant during a run. With the capability `elastic` it
+        applies to evaluation loaders only; training loaders use `begin_step`.
         """
         from accel_plugins.shards import Shards
 
@@ -144,14 +147,14 @@ class Strategy:
     def begin_step(self) -> StepShards:
         """Agree on the processes that make the next optimizer step.
 
-        Called only with `Traits.elastic`: by a training loader, before it draws the indices of the step's first batch,
-        and again after the last step of an epoch. The Accelerator multiplies the loss of each batch by its share of the
-        step's samples, so the mean of the gradients over the `count` processes is the gradient of the step. When a
-        process is lost during a step, `step` returns False, and the next call returns the same `number` again. It may
+        Called only with the capability `elastic`: by a training loader, before it draws the indices of the step's first
+        batch, and again after the last step of an epoch. The Accelerator multiplies the loss of each batch by its share
+        of the step's samples, so the mean of the gradients over the `count` processes is the gradient of the step. When
+        a process is lost during a step, `step` returns False, and the next call returns the same `number` again. It may
         be called twice before a step.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} declares Traits(elastic=True) but does not override begin_step()."
+            f"{type(self).__name__} declares Capabilities(elastic=True) but does not override begin_step()."
         )
 
     def batches_per_step(self) -> int:
@@ -189,10 +192,10 @@ class Strategy:
     def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
         """Compute gradients.
 
-        Called once per micro-batch with the loss divided by the number of micro-batches, unless the manifest owns
-        ACCUMULATION. `model` computed the loss; it is None when the caller does not know the model. Further arguments
-        go to `Tensor.backward`. The accumulated gradients must equal those of the mean loss over all processes'
-        samples.
+        Called once per micro-batch with the loss divided by the number of micro-batches, unless the backend has
+        `own_accumulation`. `model` computed the loss; it is None when the caller does not know the model. Further
+        arguments go to `Tensor.backward`. The accumulated gradients must equal those of the mean loss over the samples
+        of all processes.
         """
         self.context.precision.backward_scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -224,7 +227,7 @@ class Strategy:
         """Step the user's optimizer; return False when the step was skipped.
 
         Called by the wrapped optimizer when gradients are synchronised. Afterwards replicas of a parameter must be
-        equal on all processes, unless the manifest lacks `Ability.SYNCHRONOUS`. Pass the result of the precision on
+        equal on all processes, unless the backend lacks `equal_replicas`. Pass the result of the precision on
         as it is: reading it may wait for the device.
         """
         return self.context.precision.step(optimizer, closure)
@@ -263,34 +266,34 @@ class Strategy:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The state of one object for a checkpoint. Its tensors may share memory with the object's.
 
-        Called on every process before anything is written, in the order of `Traits.save_order`.
+        Called on every process before anything is written, in the order of `SAVED_KINDS`.
         """
-        return self.state_dict(item) if part is Part.MODEL else item.state_dict()
+        return self.state_dict(item) if kind is ObjectKind.MODEL else item.state_dict()
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+    def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         """Write the state that `collect` returned, under the file names of `checkpoint.files`.
 
-        Called in the order of `Traits.save_order`, on the processes that write files, or on all with
-        `Traits.collective_save`. The folder exists and is temporary: the caller syncs its files to disk and renames it.
+        Called in the order of `SAVED_KINDS`, on the processes that write files, or on all with the capability
+        `collective_save`. The folder exists and is temporary: the caller syncs its files to disk and renames it.
         `index` counts the objects of the same kind, from 0.
         """
         from accel_plugins.checkpoint import parts
 
-        parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
+        parts.write_part(kind, state, folder, index, safe_serialization=safe_serialization)
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        """Load an object's state that `save` wrote. Called on every process, in the order of `Traits.load_order`.
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        """Load an object's state that `save` wrote. Called on every process, in the order of `SAVED_KINDS`.
 
         `options` for models go to `Module.load_state_dict`; `map_location`, valid for all objects, is the device to
         which tensors are read.
         """
         from accel_plugins.checkpoint import parts
 
-        target = self.unwrap(item) if part is Part.MODEL else item
-        parts.read_part(part, target, folder, index, **options)
+        target = self.unwrap(item) if kind is ObjectKind.MODEL else item
+        parts.read_part(kind, target, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         """All weights of a model under the names of the user's model. Called on every process."""

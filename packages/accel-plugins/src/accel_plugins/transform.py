@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from accel_plugins.manifest import Duty, Manifest, Phase
+from accel_plugins.manifest import Manifest
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -22,7 +22,7 @@ __all__ = ("Stage", "Transform", "ordered")
 
 
 class Stage(IntEnum):
-    """The order of transforms in one phase: those that split weights are first, those that compile are last."""
+    """The order of transforms: those that split weights are first, those that compile are last."""
 
     SPLIT_WEIGHTS = 10
     SPLIT_INPUTS = 20
@@ -37,18 +37,15 @@ class Transform(ABC):
     """The name of its step in the log."""
 
     stage: ClassVar[Stage]
-    """Its position among the transforms of its phase."""
-
-    duty: ClassVar[Duty | None] = None
-    """The duty that it does; the transform is skipped if the strategy owns this duty."""
+    """Its position among the transforms before the strategy, or after it."""
 
     def takes_part(self, manifest: Manifest) -> bool:
         """Whether it applies to models of a run with this backend. Called once, by `ordered`."""
-        return self.duty not in manifest.owns
+        return True
 
-    def phase(self, manifest: Manifest) -> Phase:
-        """Whether it is applied before or after the strategy wraps the model. Called once, by `ordered`."""
-        return Phase.BEFORE
+    def before_wrap(self, manifest: Manifest) -> bool:
+        """Whether it is applied before the strategy wraps the model, otherwise after. Called once, by `ordered`."""
+        return True
 
     def check(self, bundle: Bundle, context: Context) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise if it cannot be applied. Called after `Strategy.check`; must not change the bundle."""
@@ -72,5 +69,5 @@ def ordered(transforms: Iterable[Transform], manifest: Manifest) -> tuple[list[T
         (transform for transform in transforms if transform.takes_part(manifest)),
         key=lambda transform: transform.stage,
     )
-    before = [transform for transform in by_stage if transform.phase(manifest) is Phase.BEFORE]
+    before = [transform for transform in by_stage if transform.before_wrap(manifest)]
     return before, [transform for transform in by_stage if transform not in before]

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_bigmodel.load import load_state_dict
 from accel_plugins import resolve
 from accel_plugins.bundle import Bundle
-from accel_plugins.manifest import Ability
 from accel_state import current
 from accel_state.choices import DynamoBackend
 from accel_state.kwargs import KwargsHandler
@@ -82,7 +81,7 @@ class AcceleratorTraining(Training):
 
     def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
         """A prepared loader of the global batches, which are read without training."""
-        if self.manifest.traits.elastic:
+        if self.manifest.capabilities.elastic:
             # In training mode, loaders would wait for optimizer steps.
             self.model.eval()
         inputs, targets = (torch.cat(tensors) for tensors in zip(*data, strict=True))
@@ -179,7 +178,7 @@ class AcceleratorSuite(BackendSuite):
             for found in run(settings_from_environment, self.case(), variables):
                 assert found == variables
 
-    @needs(Ability.STATE_DICT, Ability.SYNCHRONOUS)
+    @needs("state_dict", "equal_replicas")
     def test_save_model_writes_the_weights_of_one_process(self, run: Run, tmp_path: Path) -> None:
         run(train_and_save_model, self.case(), str(tmp_path))
         written = {name: value.tolist() for name, value in load_state_dict(tmp_path / "model.safetensors").items()}

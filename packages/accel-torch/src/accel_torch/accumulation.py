@@ -72,7 +72,7 @@ class Accumulation:
         self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
         self._counted_by_strategy = counted_by_strategy
         self._plain_backward = plain_backward and not counted_by_strategy
-        self.elastic = strategy.traits.elastic
+        self.elastic = strategy.capabilities.elastic
         self.first = True
         self.guard: MisuseGuard | None = None
         self.weighting: TokenWeighting | None = None

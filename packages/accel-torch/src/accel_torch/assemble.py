@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
-from accel_plugins.manifest import Duty, Manifest
+from accel_plugins.manifest import Capabilities, Manifest
 from accel_plugins.precision.base import Precision
 from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
@@ -76,9 +76,10 @@ class ActiveBackend:
             self.closed = True
             self.strategy.close()
 
-    def owns(self, duty: Duty) -> bool:
-        """Whether the backend performs a duty itself."""
-        return duty in self.manifest.owns
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend can do, and what it does itself."""
+        return self.manifest.capabilities
 
 
 class WatchesCollectives(Protocol):
@@ -157,7 +158,7 @@ def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
     Raises:
         Conflict: the backend accumulates with other settings.
     """
-    if not backend.owns(Duty.ACCUMULATION):
+    if not backend.capabilities.own_accumulation:
         return GradientState.of(options.accumulation)
     shared, asked = backend.strategy.context.gradient, options.accumulation
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):

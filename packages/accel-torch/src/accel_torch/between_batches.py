@@ -105,7 +105,7 @@ def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
 def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callable[[], None]:
     """The function to call between two batches; waits for the end of a window if partial gradients cannot be saved."""
     gradient = accelerator.gradient_state
-    if accelerator._backend.strategy.traits.can_checkpoint_partial_grads:
+    if accelerator._backend.strategy.capabilities.partial_gradients:
         return preemption.between_batches
 
     def between_windows() -> None:
@@ -127,7 +127,7 @@ def _saving(accelerator: AcceleratorMembers) -> Callable[[], None]:
         # A weak reference: the saver's thread must not keep the Accelerator alive.
         owner = weakref.ref(accelerator)
         strategy = accelerator._backend.strategy
-        behind = strategy.traits.supports_async_save or not strategy.traits.collective_save
+        behind = strategy.capabilities.async_save or not strategy.capabilities.collective_save
 
         def save() -> None:
             if (accelerator := owner()) is not None:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Ability
 from accel_state.errors import SettingError
 from accel_state.replaceable import Replaceable
 from accel_state.settings.integers import as_int
@@ -56,7 +55,7 @@ class LocalSGD(metaclass=Replaceable):
             )
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
-            accelerator._backend.manifest.demand(Ability.AVERAGE)
+            accelerator._backend.manifest.demand("average_parameters")
         self.num_steps = 0
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, steps
         self.model_sync_obj: AbstractContextManager[object] | None = None

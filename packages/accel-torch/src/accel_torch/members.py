@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.manifest import Duty
 from accel_plugins.prepared import PreparedObjects
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
@@ -83,11 +82,13 @@ class AcceleratorMembers:
         account = _account_of(self._options)
         self.state, self.gradient_state, self._backend = assemble(self._options, (self._report, account))
         self._backend.join(self)
-        owned = self._backend.owns(Duty.ACCUMULATION)
+        owned = self._backend.capabilities.own_accumulation
         self._accumulation = Accumulation(
             self.gradient_state, self._backend.strategy, owned, self._backend.plain_backward
         )
-        self._prepared = PreparedObjects(scaler=None if self._backend.owns(Duty.PRECISION) else self._backend.precision)
+        self._prepared = PreparedObjects(
+            scaler=None if self._backend.capabilities.own_precision else self._backend.precision
+        )
         self._pauses = Pauses()
         self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)

@@ -19,7 +19,7 @@ from accel_ops.batch_size import all_fit
 from accel_ops.rng import restore, snapshot
 from accel_ops.shape import slice_tensors
 from accel_ops.tree import find_batch_size
-from accel_plugins.manifest import Ability, Axis, Duty
+from accel_plugins.manifest import Axis
 from accel_state import current
 from accel_state.errors import AccelError, NotOffered, NotReady, OutOfMemory, SettingError
 from accel_state.exit_codes import leave_to_resume
@@ -101,7 +101,7 @@ class MicroBatches:
 def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
     """Accumulate over exactly `steps` micro-batches inside the block."""
     failed = f"Cannot split a batch into {steps} micro-batches."
-    if accelerator._backend.owns(Duty.ACCUMULATION):
+    if accelerator._backend.capabilities.own_accumulation:
         raise NotOffered(
             failed,
             f"The backend {accelerator._backend.manifest.name!r} accumulates gradients itself.",
@@ -140,7 +140,7 @@ def find_micro_batch_size(
     the micro-batches.
 
     Trials restore gradients, buffers and random-number generators, and do not synchronise gradients. If forward or
-    backward of the backend has collectives (it lacks `Ability.LOCAL_PASSES`, or processes shard the layers), the
+    backward of the backend has collectives (it lacks `local_passes`, or processes shard the layers), the
     ranks cannot continue after one of them ran out of memory. Such a run ends on every rank with the exit code
     `accel_state.exit_codes.RESUME`, within the deadline. After a restart it reads the file and tries smaller sizes.
 
@@ -203,7 +203,7 @@ def _passes_are_local(accelerator: Accelerator) -> bool:
         return True
     mesh = accelerator.state.device_mesh
     axes = () if mesh is None else mesh.mesh_dim_names or ()
-    return Ability.LOCAL_PASSES not in accelerator._backend.manifest.lacks and _INNER_AXES.isdisjoint(axes)
+    return accelerator._backend.manifest.capabilities.local_passes and _INNER_AXES.isdisjoint(axes)
 
 
 class Search:
@@ -291,7 +291,7 @@ def _restored(accelerator: Accelerator | None) -> Iterator[None]:
     gradient, counted = accelerator.gradient_state, accelerator.step
     synchronises = gradient.sync_gradients
     gradient.sync_gradients = False
-    holds = Ability.NO_SYNC not in accelerator._backend.manifest.lacks
+    holds = accelerator._backend.manifest.capabilities.no_sync
     try:
         with no_sync_all(accelerator._backend.strategy, models) if holds and models else nullcontext():
             yield

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_plugins.layers import prepared_models, strategy_model
-from accel_plugins.manifest import Axis, Duty
+from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
 from accel_state.settings.extension import is_library, stack_level
@@ -87,8 +87,8 @@ class MisuseGuard:
         self._prepared = weakref.ref(prepared)
         self._comparison = comparison
         self._several = backend.strategy.context.process.world_size > 1
-        self._scaler = None if backend.owns(Duty.PRECISION) else backend.precision.scaler
-        self._counts_backward = not backend.owns(Duty.ACCUMULATION)
+        self._scaler = None if backend.capabilities.own_precision else backend.precision.scaler
+        self._counts_backward = not backend.capabilities.own_accumulation
         self._models: list[_PreparedModel] = []
         self._replaced: dict[int, weakref.ref[Parameter]] = {}
         self._steps: dict[int, int] = {}
@@ -120,7 +120,7 @@ class MisuseGuard:
             return
         now = {id(parameter) for model in made for parameter in model.parameters()}
         self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
-        through_own = self._backend.strategy.traits.syncs_in_own_forward and self._several
+        through_own = self._backend.strategy.capabilities.syncs_in_own_forward and self._several
         for model, own in zip(given, made, strict=True):
             known = _PreparedModel(own, through_own and own is not model)
             self._models.append(known)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_plugins.manifest import Ability
-
 if TYPE_CHECKING:
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
@@ -64,7 +62,7 @@ def guarding(
     """The guard that checks the first steps for mistakes; by default it also compares replicas once."""
     from accel_torch.misuse import MisuseGuard
 
-    alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1
+    alike = backend.manifest.capabilities.equal_replicas and backend.strategy.context.process.world_size > 1
     comparison = None
     if options.check_replicas_every is None and alike:
         from accel_torch.replicas import ReplicaComparison

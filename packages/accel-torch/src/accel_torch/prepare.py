@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_data import prepare_data_loader
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
@@ -125,7 +125,7 @@ def _check_together(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
         )
 
 
-def _named(kinds: set[Part] | frozenset[Part]) -> str:
+def _named(kinds: set[ObjectKind] | frozenset[ObjectKind]) -> str:
     return " and ".join(sorted(kind.value for kind in kinds))
 
 
@@ -183,10 +183,10 @@ def prepare_loader(
 ) -> Any:
     """Prepare one loader, which yields this process's shard of the data."""
     options, strategy = accelerator._options, accelerator._backend.strategy
-    if getattr(type(loader), "placeholder_for", None) is Part.LOADER:
+    if getattr(type(loader), "placeholder_for", None) is ObjectKind.LOADER:
         # The backend creates the loader, with this process's shard of the data.
         return strategy.wrap_loader(loader)
-    if strategy.traits.elastic:
+    if strategy.capabilities.elastic:
         from accel_data.elastic import ElasticLoader
 
         ElasticLoader.check(loader)
@@ -213,9 +213,9 @@ def prepare_loader(
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
-        order="global" if strategy.traits.elastic else configuration.order,
+        order="global" if strategy.capabilities.elastic else configuration.order,
     )
-    if strategy.traits.elastic:
+    if strategy.capabilities.elastic:
         from accel_data.elastic import ElasticLoader
 
         models = accelerator._prepared.models

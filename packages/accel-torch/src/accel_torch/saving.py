@@ -118,15 +118,15 @@ def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
 
 def _check(accelerator: AcceleratorMembers, async_save: bool, options: Mapping[str, Any]) -> None:
     strategy = accelerator._backend.strategy
-    unknown = sorted(options.keys() - strategy.traits.save_options)
+    unknown = sorted(options.keys() - strategy.save_options)
     if unknown:
-        known = ", ".join(sorted(strategy.traits.save_options))
+        known = ", ".join(sorted(strategy.save_options))
         raise SettingError(
             f"Cannot call save_state() with {', '.join(unknown)}.",
             f"The backend {accelerator._backend.manifest.name!r} does not have these options for saving models.",
             f"Use only its options: {known}." if known else "Remove them.",
         )
-    if async_save and strategy.traits.collective_save and not strategy.traits.supports_async_save:
+    if async_save and strategy.capabilities.collective_save and not strategy.capabilities.async_save:
         raise NotOffered(
             "Cannot save a checkpoint with async_save=True.",
             f"The backend {accelerator._backend.manifest.name!r} saves with collectives, which would interfere with "
@@ -145,7 +145,7 @@ def _check_window(accelerator: AcceleratorMembers) -> None:
             "Its micro-batches have weights, and a checkpoint does not contain their sum.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
-    if not accelerator.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
+    if not accelerator.gradient_state.sync_gradients and not strategy.capabilities.partial_gradients:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
             f"The backend {accelerator._backend.manifest.name!r} does not expose the gradients accumulated so far.",

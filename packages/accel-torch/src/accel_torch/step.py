@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins import strategy as base
-from accel_plugins.manifest import Ability, Duty
 from accel_plugins.precision.base import Precision
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import NotOffered, SettingError
@@ -53,7 +52,7 @@ class OptimizerStepper:
         precision = strategy.context.precision
         self._step = precision.step if as_it_is else strategy.step
         self._plain = as_it_is and type(precision).step is Precision.step
-        self._elastic = strategy.traits.elastic
+        self._elastic = strategy.capabilities.elastic
         self._simple = self._plain and not (self._elastic or self._finalizes or self._has_after_step)
         self._model: weakref.ref[Module] | None = None
 
@@ -98,7 +97,7 @@ def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any]
     for wrapped in accelerator._prepared.optimizers if optimizers is None else optimizers:
         optimizer: Optimizer = inner_optimizer(wrapped)
         complete(backend.strategy, accelerator._accumulation, optimizer)
-        if not backend.owns(Duty.PRECISION):
+        if not backend.capabilities.own_precision:
             backend.precision.unscale(optimizer)
 
 
@@ -152,7 +151,7 @@ def clip_grad_norm(
 
 def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients."""
-    accelerator._backend.manifest.demand(Ability.CLIP_VALUE)
+    accelerator._backend.manifest.demand("clip_value")
     scale = _complete_to_clip(accelerator)
     listed = _listed(parameters)
     if scale is not None:
@@ -167,7 +166,7 @@ def _complete_to_clip(accelerator: AcceleratorMembers) -> float | None:
     The next micro-batches of the window add gradients with this scale.
     """
     backend = accelerator._backend
-    scaler = None if backend.owns(Duty.PRECISION) else backend.precision.scaler
+    scaler = None if backend.capabilities.own_precision else backend.precision.scaler
     if scaler is None or not scaler.is_enabled() or accelerator.gradient_state.sync_gradients:
         unscale_gradients(accelerator)
         return None

@@ -25,7 +25,6 @@ from accel_cli.launch.local import ENDING, Inbox, Relay
 from accel_cli.launch.report import ending, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
-from accel_plugins.manifest import Ability
 from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
@@ -81,7 +80,7 @@ class ReplicaGroups:
         script = request.script
         argv = (request.machine.python, RUNNER, "module", "accel_cli.main", "launch", "--launcher=local", *options)
         backend = BACKENDS.get(settings["backend"].value or "")
-        local_steps = backend is not None and Ability.SYNCHRONOUS in backend.lacks
+        local_steps = backend is not None and not backend.capabilities.equal_replicas
         join_timeout = replicas.join_timeout * (replicas.sync_every if local_steps else 1)
         devices = _devices_of_replicas(request, replicas)
         own: dict[str, str] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_plugins.manifest import Ability, Axis, Manifest, Part, Traits
+from accel_plugins.manifest import Axis, Capabilities, Manifest, ObjectKind
 from accel_state.settings.installed import Requirement
 
 __all__ = (
@@ -27,64 +27,63 @@ NEEDED: Final = Requirement("torchft", versions=">=0.2")
 """The engine."""
 
 # A step is committed once for all optimizers of a process.
-_LACKS: Final = frozenset({Ability.JOIN, Ability.AVERAGE, Ability.SEVERAL_MODELS})
-_LOCAL: Final = frozenset({Ability.SYNCHRONOUS})
+_WHOLE: Final = Capabilities(
+    join=False, average_parameters=False, several_models=False, partial_gradients=False, elastic=True
+)
+_SHARDED: Final = _WHOLE._replace(local_passes=False, collective_save=True, per_parameter_sharding=True)
 
 
-def _whole(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
+def _whole(name: str, strategy: str, equal_replicas: bool) -> Manifest:
     """A backend whose replicas are one process each, with the whole model."""
     return Manifest(
         name=name,
         strategy=strategy,
         config="accel_torchft.config:TorchFTConfig",
         requires=(NEEDED,),
-        lacks=_LACKS | lacks,
-        traits=Traits(elastic=True, can_checkpoint_partial_grads=False),
+        capabilities=_WHOLE._replace(equal_replicas=equal_replicas),
         tier=1,
         protocol=3,
     )
 
 
-def _sharded(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
+def _sharded(name: str, strategy: str, equal_replicas: bool) -> Manifest:
     """A backend whose replicas are groups of processes that shard the model with FSDP 2."""
     return Manifest(
         name=name,
         strategy=strategy,
         config="accel_plugins.fsdp.config:FullyShardedDataParallelPlugin",
         requires=(NEEDED,),
-        together=frozenset({Part.MODEL}),
+        together=frozenset({ObjectKind.MODEL}),
         axes=frozenset({Axis.SHARD}),
-        lacks=_LACKS | lacks | {Ability.LOCAL_PASSES},
-        traits=Traits(
-            collective_save=True,
-            can_checkpoint_partial_grads=False,
-            per_parameter_sharding=True,
-            elastic=True,
-        ),
+        capabilities=_SHARDED._replace(equal_replicas=equal_replicas),
         settings={"fsdp_version": 2},
         tier=1,
         protocol=3,
     )
 
 
-TORCHFT: Final = _whole("torchft", "accel_torchft.strategy:TorchFTStrategy", frozenset())
+TORCHFT: Final = _whole("torchft", "accel_torchft.strategy:TorchFTStrategy", equal_replicas=True)
 """Replicas average their gradients in every step."""
 
-TORCHFT_FSDP2: Final = _sharded("torchft-fsdp2", "accel_torchft.strategy:TorchFTFSDP2Strategy", frozenset())
+TORCHFT_FSDP2: Final = _sharded("torchft-fsdp2", "accel_torchft.strategy:TorchFTFSDP2Strategy", equal_replicas=True)
 """Replicas of several processes average their gradients in every step."""
 
-TORCHFT_LOCAL_SGD: Final = _whole("torchft-local-sgd", "accel_torchft.local_steps:LocalSGDStrategy", _LOCAL)
+TORCHFT_LOCAL_SGD: Final = _whole(
+    "torchft-local-sgd", "accel_torchft.local_steps:LocalSGDStrategy", equal_replicas=False
+)
 """Replicas average their weights every few steps."""
 
 TORCHFT_FSDP2_LOCAL_SGD: Final = _sharded(
-    "torchft-fsdp2-local-sgd", "accel_torchft.local_steps:LocalSGDFSDP2Strategy", _LOCAL
+    "torchft-fsdp2-local-sgd", "accel_torchft.local_steps:LocalSGDFSDP2Strategy", equal_replicas=False
 )
 """Replicas of several processes average their weights every few steps."""
 
-TORCHFT_DILOCO: Final = _whole("torchft-diloco", "accel_torchft.local_steps:DiLoCoStrategy", _LOCAL)
+TORCHFT_DILOCO: Final = _whole("torchft-diloco", "accel_torchft.local_steps:DiLoCoStrategy", equal_replicas=False)
 """Every few steps an outer optimizer makes a step with the mean of what the replicas changed."""
 
-TORCHFT_FSDP2_DILOCO: Final = _sharded("torchft-fsdp2-diloco", "accel_torchft.local_steps:DiLoCoFSDP2Strategy", _LOCAL)
+TORCHFT_FSDP2_DILOCO: Final = _sharded(
+    "torchft-fsdp2-diloco", "accel_torchft.local_steps:DiLoCoFSDP2Strategy", equal_replicas=False
+)
 """Replicas of several processes, with an outer optimizer."""
 
 BACKENDS: Final = {

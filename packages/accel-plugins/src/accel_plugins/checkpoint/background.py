@@ -34,7 +34,7 @@ from accel_bigmodel.tied import memory_of
 from accel_ops.dtensors import with_shard
 from accel_plugins.checkpoint.boundaries import StepBoundaries
 from accel_plugins.checkpoint.state import CheckpointState
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state.errors import NotReady
 
 __all__ = (
@@ -174,7 +174,7 @@ class Snapshot:
         self._copies: dict[tuple[Any, ...], Tensor] = {}
         self._pending: list[_Pending] = []
         self.captured = CheckpointState(
-            {part: self._tree(states, (part,)) for part, states in taken.objects.items()},
+            {kind: self._tree(states, (kind,)) for kind, states in taken.objects.items()},
             self._tree(taken.files, ("files",)),
             self._tree(taken.gradients, ("gradients",)),
             taken.rank,
@@ -205,7 +205,7 @@ class Snapshot:
             return self._tensor(item, place)
         if type(item) is list or type(item) is tuple:
             return type(item)(self._tree(value, (*place, index)) for index, value in enumerate(item))
-        if isinstance(item, Mapping) and (type(item) is dict or place[0] is Part.MODEL):
+        if isinstance(item, Mapping) and (type(item) is dict or place[0] is ObjectKind.MODEL):
             return {key: self._tree(value, (*place, key)) for key, value in item.items()}
         return copy.deepcopy(item)
 
@@ -241,7 +241,7 @@ def _same_order(tensor: Tensor, target: Tensor) -> bool:
 
 def _name(place: Place) -> str:
     """The position of a tensor in the checkpoint, such as "model 0: layer.weight"."""
-    kind, index, *below = (part.value if isinstance(part, Part) else str(part) for part in place)
+    kind, index, *below = (part.value if isinstance(part, ObjectKind) else str(part) for part in place)
     return f"{kind} {index}: {'.'.join(below)}"
 
 

@@ -35,7 +35,7 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import by_position, canonical_name, names_parameters
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError
@@ -50,7 +50,7 @@ __all__ = (
     "write_part",
 )
 
-_NAMES = {Part.OPTIMIZER: optimizer_name, Part.SCHEDULER: scheduler_name}
+_NAMES = {ObjectKind.OPTIMIZER: optimizer_name, ObjectKind.SCHEDULER: scheduler_name}
 
 _LOCAL_HEADER: Final = 30
 _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -61,20 +61,20 @@ def plain_state_dict(model: Module) -> dict[str, Tensor]:
     return {canonical_name(name): value for name, value in model.state_dict().items()}
 
 
-def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+def write_part(kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
     """Write the state of one object under its name of `checkpoint.files`.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
-    if part is Part.MODEL:
+    if kind is ObjectKind.MODEL:
         weight_files.save_weights_file(state, folder / weights_name(safe_serialization, index))
     else:
-        pickled.write(state, folder / _NAMES[part](index))
+        pickled.write(state, folder / _NAMES[kind](index))
 
 
 def read_part(
-    part: Part,
+    kind: ObjectKind,
     item: Any,
     folder: Path,
     index: int,
@@ -90,7 +90,7 @@ def read_part(
     that was not copied therefore changes too.
 
     Args:
-        part: the kind of the object.
+        kind: the kind of the object.
         item: the object; for models, the user's model.
         folder: the checkpoint.
         index: its index among the objects of its kind.
@@ -102,14 +102,14 @@ def read_part(
     Raises:
         CheckpointError: the file is missing or damaged, or belongs to another object.
     """
-    if part is Part.MODEL:
+    if kind is ObjectKind.MODEL:
         with load_guard(item, folder) as guard:
             in_place = not options.get("assign", False)
             weights = _weights(item, folder, index, map_location or "cpu", guard, in_place=in_place)
             load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
-    path = folder / _NAMES[part](index)
-    if part is Part.OPTIMIZER:
+    path = folder / _NAMES[kind](index)
+    if kind is ObjectKind.OPTIMIZER:
         state = _optimizer_state(item, folder, index, map_location or "cpu", models)
     else:
         state = pickled.read(path, map_location or "cpu")
@@ -118,7 +118,7 @@ def read_part(
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"Cannot load {path.name} of {folder} into {type(item).__name__}.",
-            f"The file has the state of another {part.value}: {error}",
+            f"The file has the state of another {kind.value}: {error}",
             "Prepare the same objects in the same order as when the checkpoint was saved.",
         ) from error
 

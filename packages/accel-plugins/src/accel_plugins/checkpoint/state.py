@@ -40,7 +40,7 @@ from accel_plugins.checkpoint.files import (
     weights_name,
 )
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Part, Traits
+from accel_plugins.manifest import SAVED_KINDS, Capabilities, ObjectKind
 from accel_plugins.prepared import PreparedObjects, Stateful
 from accel_state.current import Process
 from accel_state.errors import AccelError, CheckpointError
@@ -70,16 +70,16 @@ class Saver(Protocol):
     """The methods of a strategy that saving and loading call; see `accel_plugins.strategy.Strategy`."""
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """How the strategy saves."""
 
-    def collect(self, part: Part, item: Any) -> Any:
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The state of one object."""
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+    def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         """Write a state."""
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         """Read a state."""
 
     def unwrap(self, model: Module) -> Module:
@@ -151,7 +151,7 @@ class CheckpointState:
         rank: rank of the process.
     """
 
-    objects: dict[Part, list[Any]] = field(default_factory=dict)
+    objects: dict[ObjectKind, list[Any]] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     rank: int = 0
@@ -173,21 +173,21 @@ class CheckpointState:
             safe_serialization: use safetensors for weights; False: `torch.save`.
             written: called with each complete file of this process, so that it can be flushed while the next one is
                 written.
-            model_options: further options for models, from `Traits.save_options`.
+            model_options: further options for models, from `Strategy.save_options`.
 
         Raises:
             CheckpointError: a file cannot be written.
         """
         written = written or (lambda path: None)
         before = set(folder.iterdir())
-        collective = strategy.traits.collective_save
+        collective = strategy.capabilities.collective_save
         # Optimizer states are the largest, so they are written first: they are hashed and flushed while weights are
         # written.
-        first = None if collective else Part.OPTIMIZER
-        for part, states in sorted(self.objects.items(), key=lambda item: item[0] is not first):
-            options = dict(model_options or {}) if part is Part.MODEL else {}
+        first = None if collective else ObjectKind.OPTIMIZER
+        for kind, states in sorted(self.objects.items(), key=lambda item: item[0] is not first):
+            options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
             for index, state in enumerate(states):
-                strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
+                strategy.save(kind, state, folder, index, safe_serialization=safe_serialization, **options)
                 if not collective:
                     before = _tell_new(folder, before, written)
                 # Other files, of other processes, may be incomplete.
@@ -232,16 +232,13 @@ def capture(
         in_window: inside an accumulation window; its gradients are part of the checkpoint.
     """
     writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
-    collected = {
-        part: [strategy.collect(part, item) for item in contents.for_strategy(part)]
-        for part in strategy.traits.save_order
-    }
-    shown: list[Any] = [] if strategy.traits.collective_save else collected.get(Part.MODEL, [])
+    collected = {kind: [strategy.collect(kind, item) for item in contents.for_strategy(kind)] for kind in SAVED_KINDS}
+    shown: list[Any] = [] if strategy.capabilities.collective_save else collected.get(ObjectKind.MODEL, [])
     for hook in hooks:
         hook(contents.models, shown, str(folder))
-    taken = CheckpointState(collected if writes or strategy.traits.collective_save else {}, rank=process.rank)
+    taken = CheckpointState(collected if writes or strategy.capabilities.collective_save else {}, rank=process.rank)
     if in_window:
-        models = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
+        models = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
     taken.files.update(_equal(contents) if writes else {})
     taken.files.update(_extra(strategy, process))
@@ -338,14 +335,14 @@ def load_folder(
     models = list(contents.models)
     for hook in hooks:
         hook(models, str(source))
-    for part in strategy.traits.load_order:
-        options = dict(model_options or {}) if part is Part.MODEL else {}
-        if part is Part.OPTIMIZER:
-            options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
-        items = [strategy_model(model) for model in models] if part is Part.MODEL else contents.of_kind(part)
+    for kind in SAVED_KINDS:
+        options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
+        if kind is ObjectKind.OPTIMIZER:
+            options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
+        items = [strategy_model(model) for model in models] if kind is ObjectKind.MODEL else contents.of_kind(kind)
         for index, item in enumerate(items):
             with _fitting(source, item):
-                strategy.load(part, item, source, index, map_location=map_location, **options)
+                strategy.load(kind, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in allow_missing)
     _load_scaler(source, contents.scaler, "scaler" in allow_missing)
     _load_custom(source, contents.custom, trusted, "custom" in allow_missing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Axis, Manifest, Traits
+from accel_plugins.manifest import PROTOCOL, Axis, Capabilities, Manifest
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -23,7 +23,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.ddp.strategy:DDPStrategy",
     present="accel_plugins.ddp.manifest:present",
     axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
-    traits=Traits(syncs_in_own_forward=True),
+    capabilities=Capabilities(syncs_in_own_forward=True),
     memory_plans="accel_plugins.memory_plans:MemoryPlans",
     priority=10,
     tier=1,

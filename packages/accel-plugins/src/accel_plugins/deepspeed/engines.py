@@ -418,7 +418,7 @@ def save_engine(engine: Any, folder: Path, index: int, options: Mapping[str, Any
         engine: an engine of DeepSpeed.
         folder: the checkpoint folder.
         index: index of the model.
-        options: options from `Traits.save_options`.
+        options: options from `Strategy.save_options`.
     """
     engine.save_checkpoint(str(folder), tag_of(index), **options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Ability, Axis, Duty, Manifest, Traits
+from accel_plugins.manifest import PROTOCOL, Axis, Capabilities, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
@@ -39,23 +39,21 @@ MANIFEST: Final = Manifest(
     label=DistributedType.DEEPSPEED,
     present="accel_plugins.deepspeed.manifest:present",
     requires=(REQUIREMENT,),
-    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING, Duty.SEQUENCE}),
-    axes=frozenset({Axis.SHARD, Axis.SEQUENCE}),
-    lacks=frozenset(
-        {
-            Ability.NO_SYNC,
-            Ability.CLIP_VALUE,
-            Ability.JOIN,
-            Ability.AVERAGE,
-            Ability.LOCAL_PASSES,
-            Ability.SEVERAL_MODELS,
-        }
-    ),
-    traits=Traits(
+    capabilities=Capabilities(
+        own_accumulation=True,
+        own_precision=True,
+        own_clipping=True,
+        own_sequence_parallelism=True,
+        no_sync=False,
+        clip_value=False,
+        join=False,
+        average_parameters=False,
+        several_models=False,
+        local_passes=False,
+        partial_gradients=False,
         collective_save=True,
-        save_options=frozenset({"client_state", "exclude_frozen_parameters", "save_latest"}),
-        can_checkpoint_partial_grads=False,
     ),
+    axes=frozenset({Axis.SHARD, Axis.SEQUENCE}),
     switch=_USE,
     parameter="deepspeed_plugin",
     # Lower than backends that shard parameters with torch: mesh axes must not select an engine.

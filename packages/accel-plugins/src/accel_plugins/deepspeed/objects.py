@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch.optim import Optimizer
 
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.wrapped.optimizer import EngineSteppedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import NotOffered
@@ -41,7 +41,7 @@ class DummyOptim:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    placeholder_for: ClassVar[Part] = Part.OPTIMIZER
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.OPTIMIZER
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = list(params)
@@ -64,7 +64,7 @@ class DummyScheduler:
         kwargs: stored for code that reads them.
     """
 
-    placeholder_for: ClassVar[Part] = Part.SCHEDULER
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.SCHEDULER
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from accel_plugins.deepspeed.objects import (
     DeepSpeedSchedulerWrapper,
 )
 from accel_plugins.deepspeed.zero_init import transformers_view
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady
@@ -233,15 +233,17 @@ class DeepSpeedStrategy(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
+    save_options = frozenset({"client_state", "exclude_frozen_parameters", "save_latest"})
+
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The object itself if the engine saves it, because the engine collects and writes together."""
         if engines.is_engine(item) or isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
             return item
-        return super().collect(part, item)
+        return super().collect(kind, item)
 
     def save(
         self,
-        part: Part,
+        kind: ObjectKind,
         state: Any,
         folder: Path,
         index: int,
@@ -254,9 +256,9 @@ class DeepSpeedStrategy(Strategy):
         elif self.context.process.rank == 0 and not isinstance(
             state, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)
         ):
-            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+            super().save(kind, state, folder, index, safe_serialization=safe_serialization)
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         if engines.is_engine(item):
             options.pop("map_location", None)
             client_state = engines.load_engine(item, folder, index, self.context.process, options)
@@ -264,7 +266,7 @@ class DeepSpeedStrategy(Strategy):
                 if wrapped.engine is item:
                     wrapped.client_state = client_state
         elif not isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
-            super().load(part, item, folder, index, **options)
+            super().load(kind, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         return engines.full_weights(model) if engines.is_engine(model) else super().state_dict(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Ability, Axis, Manifest, Part, Traits
+from accel_plugins.manifest import PROTOCOL, Axis, Capabilities, Manifest, ObjectKind
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, Setting, int_at_least
@@ -21,6 +21,14 @@ _USE: Final = Setting(
     variable="ACCELERATE_USE_FSDP",
     flag="--use_fsdp",
     help="Shard parameters with torch's FSDP.",
+)
+_SHARDS: Final = Capabilities(
+    join=False,
+    average_parameters=False,
+    local_passes=False,
+    partial_gradients=False,
+    collective_save=True,
+    async_save=True,
 )
 _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 
@@ -47,10 +55,9 @@ FSDP1: Final = Manifest(
     strategy="accel_plugins.fsdp.fsdp1:FSDP1Strategy",
     label=DistributedType.FSDP,
     present="accel_plugins.fsdp.manifest:first_present",
-    together=frozenset({Part.MODEL}),
+    together=frozenset({ObjectKind.MODEL}),
     axes=frozenset({Axis.REPLICATE, Axis.SHARD}),
-    lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES}),
-    traits=Traits(collective_save=True, supports_async_save=True, can_checkpoint_partial_grads=False),
+    capabilities=_SHARDS,
     settings={"fsdp_version": 1},
     switch=_USE,
     parameter="fsdp_plugin",
@@ -65,16 +72,9 @@ FSDP2: Final = Manifest(
     strategy="accel_plugins.fsdp.fsdp2:FSDP2Strategy",
     label=DistributedType.FSDP,
     present="accel_plugins.fsdp.manifest:second_present",
-    together=frozenset({Part.MODEL}),
+    together=frozenset({ObjectKind.MODEL}),
     axes=frozenset(Axis),
-    lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES}),
-    traits=Traits(
-        collective_save=True,
-        supports_async_save=True,
-        can_checkpoint_partial_grads=False,
-        per_parameter_sharding=True,
-        compiles_blocks=True,
-    ),
+    capabilities=_SHARDS._replace(per_parameter_sharding=True, compiles_blocks=True),
     settings={"fsdp_version": 2},
     switch=_USE,
     parameter="fsdp_plugin",

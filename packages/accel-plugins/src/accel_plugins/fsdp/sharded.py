@@ -23,7 +23,7 @@ from accel_plugins.fsdp.building import arrives_sharded
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.weights import put_full_weights
-from accel_plugins.manifest import Axis, Part
+from accel_plugins.manifest import Axis, ObjectKind
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name, find_tied_parameters
 from accel_plugins.strategy import Strategy
@@ -64,7 +64,7 @@ class ShardedStrategy(Strategy):
         self._sharded: weakref.WeakSet[Module] = weakref.WeakSet()
         self._ties: weakref.WeakKeyDictionary[Module, list[list[str]]] = weakref.WeakKeyDictionary()
         self._saving_group: torch.distributed.ProcessGroup | None = None
-        self._save_plans: dict[tuple[Part, int], SavePlans] = {}
+        self._save_plans: dict[tuple[ObjectKind, int], SavePlans] = {}
 
     # ------------------------------------------------------------------ preparing
 
@@ -183,33 +183,33 @@ class ShardedStrategy(Strategy):
     def _full(self) -> bool:
         return bool(plain_value(self.config, "state_dict_type") == "FULL_STATE_DICT")
 
-    def collect(self, part: Part, item: Any) -> Any:
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
         if self._saving_group is None and not self._full:
             self._saving_group = torch.distributed.new_group(backend="gloo")
-        if part is Part.MODEL:
+        if kind is ObjectKind.MODEL:
             return self._model_state(item, full=self._full)
-        if part is Part.OPTIMIZER:
+        if kind is ObjectKind.OPTIMIZER:
             inner = inner_optimizer(item)
             model = self._owners[inner]
             return weights.optimizer_state(model, inner, full=self._full, to_host=self.optimizer_to_host)
-        return super().collect(part, item)
+        return super().collect(kind, item)
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        if part in (Part.MODEL, Part.OPTIMIZER):
+    def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        if kind in (ObjectKind.MODEL, ObjectKind.OPTIMIZER):
             first, group = self.context.process.rank == 0, self._saving_group
-            plans = self._save_plans.setdefault((part, index), SavePlans())
-            weights.write(part, state, folder, index, full=self._full, first=first, plans=plans, group=group)
+            plans = self._save_plans.setdefault((kind, index), SavePlans())
+            weights.write(kind, state, folder, index, full=self._full, first=first, plans=plans, group=group)
         elif self.context.process.rank == 0:
-            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+            super().save(kind, state, folder, index, safe_serialization=safe_serialization)
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        if part is Part.MODEL:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if kind is ObjectKind.MODEL:
             weights.load_model(item, folder, index, strict=options.get("strict", True))
-        elif part is Part.OPTIMIZER:
+        elif kind is ObjectKind.OPTIMIZER:
             inner = inner_optimizer(item)
             weights.load_optimizer(self._owners[inner], inner, folder, index)
         else:
-            super().load(part, item, folder, index, **options)
+            super().load(kind, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         return self._model_state(model, full=True)

@@ -50,7 +50,7 @@ from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
 from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
 from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import (
     by_name,
     canonical_name,
@@ -237,7 +237,7 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
 
 # ---------------------------------------------------------------------- as files
 
-_STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
+_STEMS = {ObjectKind.MODEL: FSDP_MODEL_NAME, ObjectKind.OPTIMIZER: OPTIMIZER_NAME}
 
 
 def model_state(
@@ -297,7 +297,7 @@ def _stateless_as_it_is(optimizer: Optimizer) -> Iterator[None]:
 
 
 def write(
-    part: Part,
+    kind: ObjectKind,
     state: dict[str, Any],
     folder: Path,
     index: int,
@@ -310,7 +310,7 @@ def write(
     """Write the result of `model_state` or `optimizer_state`; called on every process.
 
     Args:
-        part, state, folder, index: as in `Strategy.save`.
+        kind, state, folder, index: as in `Strategy.save`.
         full: the state is full, and the first process writes it.
         first: whether this is the first process.
         plans: the plans of the last save of this object.
@@ -318,9 +318,9 @@ def write(
     """
     if full:
         if first:
-            pickled.write(state, folder / _full_name(part, index))
+            pickled.write(state, folder / _full_name(kind, index))
         return
-    write_shards({part.value: state}, folder / shards_name(_STEMS[part], index), plans, group)
+    write_shards({kind.value: state}, folder / shards_name(_STEMS[kind], index), plans, group)
 
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
@@ -332,7 +332,7 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     if sharded.is_dir():
         with load_guard(model, sharded) as guard:
             state = model_state(model, full=False)
-            read_into({Part.MODEL.value: state}, sharded, guard=guard)
+            read_into({ObjectKind.MODEL.value: state}, sharded, guard=guard)
             put_model(model, state, strict=strict)
         return
     plain = next((path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file()), None)
@@ -357,11 +357,11 @@ def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int
     if full:
         state = pickled.read(folder / optimizer_name(index))
         state = state if names_parameters(state) else by_name(state, optimizer, [model])
-    elif any(name.startswith(f"{Part.OPTIMIZER.value}.state.") for name in names_in(sharded)):
+    elif any(name.startswith(f"{ObjectKind.OPTIMIZER.value}.state.") for name in names_in(sharded)):
         state = dict(get_optimizer_state_dict(model, optimizer))
-        read_into({Part.OPTIMIZER.value: state}, sharded)
+        read_into({ObjectKind.OPTIMIZER.value: state}, sharded)
     else:
-        state = {"state": {}, **read_whole(sharded)[Part.OPTIMIZER.value]}
+        state = {"state": {}, **read_whole(sharded)[ObjectKind.OPTIMIZER.value]}
     put_optimizer(model, optimizer, state, full=full)
 
 
@@ -393,42 +393,42 @@ def _divided(model: Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str
     }
 
 
-def _full_name(part: Part, index: int) -> str:
-    return optimizer_name(index) if part is Part.OPTIMIZER else sharded_model_name(index)
+def _full_name(kind: ObjectKind, index: int) -> str:
+    return optimizer_name(index) if kind is ObjectKind.OPTIMIZER else sharded_model_name(index)
 
 
 # ---------------------------------------------------------------------- one file per process
 
 
-def write_rank_file(part: Part, state: dict[str, Any], folder: Path, index: int) -> None:
+def write_rank_file(kind: ObjectKind, state: dict[str, Any], folder: Path, index: int) -> None:
     """Write the shards of this process: `pytorch_model_fsdp_0_rank1.bin`, `optimizer_0_rank1.bin`, ...
 
     Raises:
         CheckpointError: writing to disk failed.
     """
-    pickled.write(state, folder / _rank_file_name(part, index, current.process().rank))
+    pickled.write(state, folder / _rank_file_name(kind, index, current.process().rank))
 
 
-def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
+def read_rank_file(kind: ObjectKind, folder: Path, index: int) -> dict[str, Any]:
     """The state that `write_rank_file` wrote on this process.
 
     Raises:
         CheckpointError: another number of processes wrote the files, or this process's file is damaged.
     """
     process = current.process()
-    found = len(list(folder.glob(_rank_file_name(part, index, "[0-9]*"))))
+    found = len(list(folder.glob(_rank_file_name(kind, index, "[0-9]*"))))
     if found not in (0, process.world_size):
         raise CheckpointError(
-            f"Cannot read the {part.value} {index} from {folder}, one file per process.",
+            f"Cannot read the {kind.value} {index} from {folder}, one file per process.",
             f"{found} processes wrote it, and this run has {process.world_size}.",
             "Start the same number of processes, or save with use_dcp=True, which can be loaded on any number.",
         )
-    state: dict[str, Any] = pickled.read(folder / _rank_file_name(part, index, process.rank))
+    state: dict[str, Any] = pickled.read(folder / _rank_file_name(kind, index, process.rank))
     return state
 
 
-def _rank_file_name(part: Part, index: int, rank: int | str) -> str:
-    return f"{_STEMS[part]}_{index}_rank{rank}.bin"
+def _rank_file_name(kind: ObjectKind, index: int, rank: int | str) -> str:
+    return f"{_STEMS[kind]}_{index}_rank{rank}.bin"
 
 
 # ---------------------------------------------------------------------- merged into one file
@@ -475,7 +475,7 @@ def merged_state(shards: Path) -> dict[str, Tensor]:
     """
     state = read_whole(shards)
     # In the files, all weights are under one key.
-    root = state.get(Part.MODEL.value)
+    root = state.get(ObjectKind.MODEL.value)
     return root if len(state) == 1 and isinstance(root, dict) else state
 
 

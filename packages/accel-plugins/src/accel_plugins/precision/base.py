@@ -1,7 +1,7 @@
 """The interface of a precision: how forward, backward and the optimizer step are computed.
 
-The class itself implements full precision; subclasses override what differs. A strategy that owns the duty PRECISION
-reads only `name` and `dtype`.
+The class itself implements full precision; subclasses override what differs. A strategy with the capability
+`own_precision` reads only `name` and `dtype`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Precision:
         dtype: the dtype of forward passes; None: that of the weights.
         library: the library for 8-bit training.
         excludes: mesh axes that it does not work with.
-        swaps_modules: whether `setup` replaces layers of the model. It is then called even if the strategy owns the
-            duty PRECISION.
+        swaps_modules: whether `setup` replaces layers of the model. It is then called even if the backend has
+            `own_precision`.
     """
 
     name: ClassVar[str] = "no"
@@ -100,7 +100,7 @@ class Precision:
         """Convert the models of a bundle to this precision.
 
         Called by `prepare`, in the phase that the manifest declares. Replaces items of the bundle's lists; replaced
-        parameters keep their names. `per_parameter_sharding` is the strategy's trait.
+        parameters keep their names. `per_parameter_sharding` is a capability of the backend.
         """
         bundle.models[:] = [self.prepare(model) for model in bundle.models]
 

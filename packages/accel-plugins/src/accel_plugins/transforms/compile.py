@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleList
 
 from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
 from accel_plugins.layers import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
-from accel_plugins.manifest import Duty, Job, Manifest, Phase
+from accel_plugins.manifest import Manifest
 from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.choices import DynamoBackend
@@ -35,14 +35,17 @@ class Compile(Transform):
 
     name: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
-    duty: ClassVar[Duty | None] = Duty.COMPILE
 
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._config = config
 
-    def phase(self, manifest: Manifest) -> Phase:
-        """BEFORE for blocks, which must be compiled before they are wrapped; for whole models, the manifest's phase."""
-        return Phase.BEFORE if self._config.use_regional_compilation else manifest.phase(Job.COMPILE)
+    def takes_part(self, manifest: Manifest) -> bool:
+        """Whether the backend leaves compiling to transforms."""
+        return not manifest.capabilities.own_compile
+
+    def before_wrap(self, manifest: Manifest) -> bool:
+        """True for blocks, which must be compiled before they are wrapped; for whole models, what the backend says."""
+        return bool(self._config.use_regional_compilation) or manifest.capabilities.compile_before_wrap
 
     def check(self, bundle: Bundle, context: Context) -> None:
         if self._config.backend is DynamoBackend.NO:
@@ -76,14 +79,14 @@ class CompileBlocks(Compile):
 
     name: ClassVar[str] = "compile blocks"
 
-    def phase(self, manifest: Manifest) -> Phase:
-        """BEFORE, because the strategy wraps the blocks."""
-        return Phase.BEFORE
+    def before_wrap(self, manifest: Manifest) -> bool:
+        """True, because the strategy wraps the blocks."""
+        return True
 
     def takes_part(self, manifest: Manifest) -> bool:
         """Whether blocks are compiled by default with the backend."""
         is_open = given_value(self._config, "use_regional_compilation") is None
-        return is_open and manifest.traits.compiles_blocks and super().takes_part(manifest)
+        return is_open and manifest.capabilities.compiles_blocks and super().takes_part(manifest)
 
     def apply(self, model: Module, context: Context) -> Module:
         if self._config.backend is not DynamoBackend.NO and not is_compiled_module(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Ability, Manifest
+from accel_plugins.manifest import PROTOCOL, Capabilities, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
@@ -31,7 +31,7 @@ MANIFEST: Final = Manifest(
     requires=(Requirement("torch_xla", "torch-xla"),),
     families=frozenset({_FAMILY}),
     switch=Setting("tpu", BOOLEAN, False, flag="--tpu", help="Train on TPUs."),
-    lacks=frozenset({Ability.JOIN, Ability.FP16, Ability.LOCAL_PASSES}),
+    capabilities=Capabilities(join=False, fp16=False, local_passes=False),
     priority=40,
     tier=3,
     protocol=PROTOCOL,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from accel_ops.tree import recursively_apply
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import inner_optimizer
@@ -130,14 +130,14 @@ class XLAStrategy(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
-        return _on_host(super().collect(part, item))
+    def collect(self, kind: ObjectKind, item: Any) -> Any:
+        return _on_host(super().collect(kind, item))
 
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        super().load(part, item, folder, index, **options)
-        if part is Part.MODEL:
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        super().load(kind, item, folder, index, **options)
+        if kind is ObjectKind.MODEL:
             self._shard_parameters(item)
-        elif part is Part.OPTIMIZER:
+        elif kind is ObjectKind.OPTIMIZER:
             self._shard_state(inner_optimizer(item))
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:

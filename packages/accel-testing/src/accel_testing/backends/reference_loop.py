@@ -22,7 +22,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.state import load_folder, save_folder
 from accel_plugins.context import Context
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Duty, Manifest
+from accel_plugins.manifest import Manifest
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
 from accel_plugins.prepared import PreparedObjects
@@ -361,7 +361,7 @@ class Training:
     def backward(self, batch: tuple[Tensor, Tensor]) -> float:
         """Run forward and backward of a global batch; return its mean loss on this process."""
         parts = self.micro_batches(batch)
-        divisor = 1 if Duty.ACCUMULATION in self.manifest.owns else len(parts)
+        divisor = 1 if self.manifest.capabilities.own_accumulation else len(parts)
         total = 0.0
         for number, (inputs, targets) in enumerate(parts, start=1):
             self.gradient.sync_gradients = number == len(parts)
@@ -381,7 +381,7 @@ class Training:
         """Complete and unscale the gradients, as needed before clipping or reading them."""
         inner = self.optimizer.optimizer
         self.strategy.finalize_gradients(inner)
-        if Duty.PRECISION not in self.manifest.owns:
+        if not self.manifest.capabilities.own_precision:
             self.strategy.context.precision.unscale(inner)
 
     def clip(self) -> float | None:

@@ -4,7 +4,7 @@
         target = "accel_example.manifest:MANIFEST"
 
 The suite runs the backend in real processes over gloo on the CPU and compares it with plain torch on the same global
-batches. Tests of abilities that the manifest `lacks` are skipped. A subclass may override a test only with the mark
+batches. Tests of capabilities that the manifest lacks are skipped. A subclass may override a test only with the mark
 `pytest.mark.xfail(strict=True, reason=...)`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from accel_plugins.manifest import Ability, Duty, Manifest
+from accel_plugins.manifest import Manifest
 from accel_plugins.resolve import memory_plans, strategy_class
 from accel_plugins.strategy import Strategy
 from accel_state.errors import AccelError, PluginError
@@ -40,11 +40,11 @@ Run = Callable[..., list[Any]]
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def needs(*abilities: Ability) -> Callable[[T], T]:
-    """Skip a test if the manifest lacks one of the abilities."""
+def needs(*capabilities: str) -> Callable[[T], T]:
+    """Skip a test if the backend lacks one of the capabilities, given as names of fields of `Capabilities`."""
 
     def mark(test: T) -> T:
-        test.needs = abilities  # type: ignore[attr-defined]
+        test.needs = capabilities  # type: ignore[attr-defined]
         return test
 
     return mark
@@ -74,7 +74,7 @@ class BackendSuite:
                 raise PluginError(
                     f"{cls.__name__} overrides {name}.",
                     "A test of the suite may only be overridden by a strict expected failure with a reason.",
-                    "Mark it pytest.mark.xfail(strict=True, reason=...), or add the missing ability to `lacks` in the "
+                    "Mark it pytest.mark.xfail(strict=True, reason=...), or set the missing capability to False in the "
                     "manifest.",
                 )
 
@@ -101,9 +101,9 @@ class BackendSuite:
 
     @pytest.fixture(autouse=True)
     def _skip_what_is_declared_away(self, request: pytest.FixtureRequest) -> None:
-        for ability in getattr(request.function, "needs", ()):
-            if ability in self.manifest.lacks:
-                pytest.skip(f"{self.manifest.name} declares that it lacks {ability}")
+        for capability in getattr(request.function, "needs", ()):
+            if not getattr(self.manifest.capabilities, capability):
+                pytest.skip(f"{self.manifest.name} declares that it lacks {capability}")
 
     @property
     def manifest(self) -> Manifest:
@@ -121,7 +121,7 @@ class BackendSuite:
 
         Strategies of local steps train differently, so they are compared with a second run of the same strategy.
         """
-        if Ability.SYNCHRONOUS in self.manifest.lacks:
+        if not self.manifest.capabilities.equal_replicas:
             return run(tasks.train, case)
         plain = Plain(case).run()
         return [{"losses": plain.losses, "weights": plain.weights()}] * self.processes
@@ -236,18 +236,18 @@ class BackendSuite:
         for answer in run(tasks.prepare_without_optimizer, self.case()):
             assert answer["outputs"] == self.near(answer["plain"])
 
-    @needs(Ability.STATE_DICT)
+    @needs("state_dict")
     def test_init_module_gives_a_model_the_values_of_the_first_process(self, run: Run) -> None:
         for answer in run(tasks.build_inside, self.case()):
             assert answer["weights"] == self.near(answer["expected"])
 
-    @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    @needs("several_models", "equal_replicas")
     def test_several_models_train_side_by_side(self, run: Run) -> None:
         expected = tasks.several_models_plain(self.case())
         for weights in self.written(run(tasks.several_models, self.case())):
             assert weights == self.near(expected)
 
-    @needs(Ability.NO_SYNC, Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    @needs("no_sync", "several_models", "equal_replicas")
     def test_no_sync_holds_back_the_model_that_is_given(self, run: Run) -> None:
         for answer in run(tasks.no_sync_of_one, self.case()):
             assert answer["inside"][0] == answer["outside"][0]
@@ -277,14 +277,14 @@ class BackendSuite:
 
     # ----------------------------------------------------------------------- training
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     @pytest.mark.parametrize("adam", [False, True])
     def test_losses_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
         case = self.case(adam=adam)
         for answer in run(tasks.train, case):
             assert answer["losses"] == self.near(Plain(case).run().losses)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     @pytest.mark.parametrize("adam", [False, True])
     def test_weights_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
         case = self.case(adam=adam)
@@ -296,48 +296,48 @@ class BackendSuite:
         for answer in run(tasks.train, case):
             assert answer["rates"] == self.near(Plain(case).run().rates)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process(self, run: Run) -> None:
         case = self.case(scheduled=True)
         for weights in self.written(run(tasks.train, case)):
             assert weights == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_groups_of_parameters_keep_their_options(self, run: Run) -> None:
         case = self.case(grouped=True)
         for weights in self.written(run(tasks.train, case)):
             assert weights == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:
         written = self.written(run(tasks.train, self.case()))
         assert all(weights == written[0] for weights in written)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_a_smaller_last_batch_trains_too(self, run: Run) -> None:
         case = self.case(tail=12)
         for answer in run(tasks.train, case):
             assert answer["losses"] == self.near(Plain(case).run().losses)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_gradients_are_those_of_one_process(self, run: Run) -> None:
         for gradients in run(tasks.gradients_of, self.case()):
             assert gradients == self.near(tasks.gradients_plain(self.case()))
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_backward_passes_its_arguments_on(self, run: Run) -> None:
         expected = {name: _doubled(value) for name, value in tasks.gradients_plain(self.case()).items()}
         for gradients in run(tasks.weighted_backward, self.case()):
             assert gradients == self.near(expected)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_a_closure_computes_the_gradients_of_a_step_or_is_refused(self, run: Run) -> None:
         case = self.case()
         for answer in run(tasks.step_with_closure, case):
             assert answer["refused"] in ("", "NotOffered")
             assert not answer["weights"] or answer["weights"] == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
         case = self.case(model="tied")
         for gradients in run(tasks.gradients_of, case):
@@ -345,47 +345,47 @@ class BackendSuite:
         for weights in self.written(run(tasks.train, case)):
             assert weights == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_frozen_weights_stay_while_others_train_as_in_one_process(self, run: Run) -> None:
         case = self.case(model="frozen")
         for weights in self.written(run(tasks.train, case)):
             assert weights == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     @pytest.mark.parametrize("accumulation", [2, 3])
     def test_accumulation_equals_the_big_batch(self, run: Run, accumulation: int) -> None:
         case = self.case(accumulation=accumulation)
         for answer in run(tasks.train, case):
             assert answer["losses"] == self.near(Plain(case).run().losses)
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_accumulation_without_holding_back_equals_the_big_batch(self, run: Run) -> None:
         case = self.case(accumulation=3, no_sync=False)
         for answer in run(tasks.train, case):
             assert answer["losses"] == self.near(Plain(case).run().losses)
 
-    @needs(Ability.NO_SYNC, Ability.SYNCHRONOUS)
+    @needs("no_sync", "equal_replicas")
     def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
         for answer in run(tasks.count_collectives, self.case()):
             assert (answer["held"][1], answer["nested"][1]) == (0, 0)
             # The first forward under `no_sync` may still broadcast buffers before it computes anything.
-            assert answer["nested"][0] == 0 or Ability.LOCAL_PASSES in self.manifest.lacks
+            assert answer["nested"][0] == 0 or not self.manifest.capabilities.local_passes
             assert answer["again"][1] == answer["sync"][1]
             if self.processes > 1:
                 assert answer["sync"][0] > answer["held"][0]
                 assert 2 * answer["again"][0] > answer["nested"][0]
 
-    @needs(Ability.NO_SYNC, Ability.SYNCHRONOUS)
+    @needs("no_sync", "equal_replicas")
     def test_a_late_sync_gives_complete_gradients(self, run: Run) -> None:
         for gradients in run(tasks.gradients_of, self.case(), True):
             assert gradients == self.near(tasks.gradients_plain(self.case()))
 
-    @needs(Ability.JOIN)
+    @needs("join")
     def test_processes_may_run_out_of_batches(self, run: Run) -> None:
         written = self.written(run(tasks.join_uneven, self.case()))
         assert all(weights == written[0] for weights in written)
 
-    @needs(Ability.AVERAGE)
+    @needs("average_parameters")
     def test_averaging_gives_everyone_the_mean(self, run: Run) -> None:
         answers = run(tasks.average, self.case())
         for weights in self.written(answers):
@@ -394,7 +394,7 @@ class BackendSuite:
 
     # ------------------------------------------------------------------------ clipping
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     @pytest.mark.parametrize(("limit", "norm_type"), [(0.05, 2.0), (0.05, 1.0), (0.01, float("inf")), (1e6, 2.0)])
     def test_clipping_to_a_norm_equals_that_of_one_process(self, run: Run, limit: float, norm_type: float) -> None:
         case = self.case(clip_norm=limit, norm_type=norm_type)
@@ -403,13 +403,13 @@ class BackendSuite:
             assert answer["gradients"] == self.near(expected["gradients"])
             assert answer["norm"] is None or answer["norm"] == self.near(expected["norm"])
 
-    @needs(Ability.CLIP_VALUE, Ability.SYNCHRONOUS)
+    @needs("clip_value", "equal_replicas")
     def test_clipping_to_a_value_equals_that_of_one_process(self, run: Run) -> None:
         case = self.case(clip_value=0.01)
         for answer in run(tasks.clipped_gradients, case):
             assert answer["gradients"] == self.near(tasks.clipped_plain(case)["gradients"])
 
-    @needs(Ability.SYNCHRONOUS)
+    @needs("equal_replicas")
     def test_training_with_clipping_equals_that_of_one_process(self, run: Run) -> None:
         case = self.case(clip_norm=0.1)
         plain = Plain(case).run()
@@ -426,18 +426,18 @@ class BackendSuite:
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
     def test_mixed_precision_stays_near_full_precision(self, run: Run, precision: str) -> None:
-        if precision == "fp16" and Ability.FP16 in self.manifest.lacks:
+        if precision == "fp16" and not self.manifest.capabilities.fp16:
             pytest.skip(f"{self.manifest.name} declares that it lacks fp16")
         answers = run(tasks.train, self.case(precision=precision))
         for answer, expected in zip(answers, self.reference(run, self.case()), strict=True):
             assert answer["losses"] == pytest.approx(expected["losses"], rel=0.05)
 
-    @needs(Ability.FP16, Ability.SYNCHRONOUS)
+    @needs("fp16", "equal_replicas")
     def test_an_overflow_anywhere_skips_the_step_everywhere(self, run: Run) -> None:
         for answer in run(tasks.overflow, self.case(precision="fp16")):
             assert answer == {"stepped": [False, True], "unchanged": True}
 
-    @needs(Ability.FP16, Ability.SYNCHRONOUS)
+    @needs("fp16", "equal_replicas")
     def test_clipping_sees_unscaled_gradients(self, run: Run) -> None:
         case = self.case(precision="fp16", clip_norm=0.05)
         expected = tasks.clipped_plain(case)["norm"]
@@ -446,7 +446,7 @@ class BackendSuite:
 
     # --------------------------------------------------------------------- checkpoints
 
-    @needs(Ability.STATE_DICT)
+    @needs("state_dict")
     def test_weights_go_into_a_plain_model_and_back(self, run: Run) -> None:
         answers = run(tasks.weights_out_and_in, self.case())
         assert answers[0]["writes"]
@@ -456,12 +456,12 @@ class BackendSuite:
             assert answer["computes"]
             assert answer["reads_some"]
 
-    @needs(Ability.STATE_DICT)
+    @needs("state_dict")
     def test_a_state_dict_has_every_name_of_the_users_model(self, run: Run) -> None:
         for weights in self.written(run(tasks.train, self.case())):
             assert sorted(weights) == sorted(make_model().state_dict())
 
-    @needs(Ability.EXACT_RESUME)
+    @needs("exact_resume")
     @pytest.mark.parametrize("adam", [False, True])
     def test_a_resumed_run_goes_on_bit_for_bit(self, run: Run, tmp_path: Path, adam: bool) -> None:
         """Save inside an accumulation window, resume, and compare weights and all states after further steps."""
@@ -473,7 +473,7 @@ class BackendSuite:
             assert answer["differs_at_the_end"] == []
             assert answer["rates"][0] == answer["rates"][1]
 
-    @needs(Ability.EXACT_RESUME)
+    @needs("exact_resume")
     def test_frozen_weights_are_restored(self, run: Run, tmp_path: Path) -> None:
         for answer in run(tasks.save_and_resume, self.case(model="frozen"), str(tmp_path)):
             assert answer["same_weights"]
@@ -483,7 +483,7 @@ class BackendSuite:
         answers = run(tasks.weights_of_the_run, self.case())
         assert [answer["changed"] for answer in answers] == [[]] * len(answers)
         own = strategy_class(self.manifest).global_weights is Strategy.global_weights
-        if not own or Ability.SYNCHRONOUS not in self.manifest.lacks:
+        if not own or self.manifest.capabilities.equal_replicas:
             written = [answer["inside"] for answer in answers if answer["inside"]]
             assert all(weights == written[0] for weights in written)
 
@@ -504,14 +504,14 @@ class BackendSuite:
             assert not answer["weights"] or answer["weights"] == self.near(expected["weights"])
             assert answer["is_users_class"]
             assert answer["loaded"]
-            assert answer["held"][1] == 0 or Ability.NO_SYNC in self.manifest.lacks
+            assert answer["held"][1] == 0 or not self.manifest.capabilities.no_sync
         self.written(answers)
 
-    # --------------------------------------------------------------------------- duties
+    # ---------------------------------------------------------------- what the engine does
 
     def test_members_of_each_step_agree_and_steps_are_counted(self, run: Run) -> None:
         """As long as no process leaves, all begin the same steps, and each step's samples are divided among them."""
-        if not self.manifest.traits.elastic:
+        if not self.manifest.capabilities.elastic:
             pytest.skip(f"the processes of {self.manifest.name} do not change during a run")
         answers = run(tasks.begin_steps, self.case())
         first, following = answers[0]["first"], answers[0]["following"]
@@ -521,7 +521,7 @@ class BackendSuite:
             assert answer["again"] == answer["first"]
             assert answer["following"] == {**following, "index": answer["following"]["index"]}
         assert following["batches"] == first["batches"] >= 1
-        if Ability.SYNCHRONOUS not in self.manifest.lacks:
+        if self.manifest.capabilities.equal_replicas:
             assert following["number"] == first["number"] + 1
 
     def test_nothing_keeps_a_model_that_was_released(self, run: Run) -> None:
@@ -534,20 +534,20 @@ class BackendSuite:
             assert answer["losses"] == self.near(expected["losses"])
             assert answer["read"]
 
-    @needs(Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    @needs("several_models", "equal_replicas")
     def test_others_train_on_when_a_model_is_released(self, run: Run) -> None:
         case = self.case()
         for weights in self.written(run(tasks.release_another, case)):
             assert weights == self.near(Plain(case).run().weights())
 
-    @needs(Ability.SYNCHRONOUS)
-    def test_a_declared_duty_is_really_taken(self, run: Run) -> None:
+    @needs("equal_replicas")
+    def test_the_engine_does_what_is_declared_as_its_own(self, run: Run) -> None:
         """If a strategy owns accumulation, clipping or precision, no other code does it."""
-        if Duty.ACCUMULATION in self.manifest.owns:
+        if self.manifest.capabilities.own_accumulation:
             self.test_accumulation_equals_the_big_batch(run, 2)
-        if Duty.CLIPPING in self.manifest.owns:
+        if self.manifest.capabilities.own_clipping:
             self.test_training_with_clipping_equals_that_of_one_process(run)
-        if Duty.PRECISION in self.manifest.owns:
+        if self.manifest.capabilities.own_precision:
             self.test_bf16_computes_narrow_and_answers_in_fp32(run)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
-from accel_plugins.manifest import Duty, Manifest, Part, Phase
+from accel_plugins.manifest import SAVED_KINDS, Manifest, ObjectKind
 from accel_plugins.transform import Stage, Transform
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
@@ -501,11 +501,14 @@ class Around(Transform):
 
     name: ClassVar[str] = "layer"
     stage: ClassVar[Stage] = Stage.COMPILE
-    duty: ClassVar[Duty | None] = Duty.COMPILE
 
-    def phase(self, manifest: Manifest) -> Phase:
+    def takes_part(self, manifest: Manifest) -> bool:
+        """Whether the backend leaves compiling to transforms."""
+        return not manifest.capabilities.own_compile
+
+    def before_wrap(self, manifest: Manifest) -> bool:
         """Always after the strategy."""
-        return Phase.AFTER
+        return False
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
         """The layer."""
@@ -535,18 +538,22 @@ def behind_a_layer(case: Case, folder: str) -> Answer:
 def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each kind of object, the name of the error when it is loaded from an empty folder."""
     training = case.but(scheduled=True).open()
-    items = {Part.MODEL: training.made, Part.OPTIMIZER: training.optimizer, Part.SCHEDULER: training.schedulers[0]}
-    return [_error_of(training, part, items[part], Path(folder)) for part in training.strategy.traits.load_order]
+    items = {
+        ObjectKind.MODEL: training.made,
+        ObjectKind.OPTIMIZER: training.optimizer,
+        ObjectKind.SCHEDULER: training.schedulers[0],
+    }
+    return [_error_of(training, kind, items[kind], Path(folder)) for kind in SAVED_KINDS]
 
 
-def _error_of(training: Training, part: Part, item: Any, folder: Path) -> str:
+def _error_of(training: Training, kind: ObjectKind, item: Any, folder: Path) -> str:
     try:
-        training.strategy.load(part, item, folder, 0)
+        training.strategy.load(kind, item, folder, 0)
     except CheckpointError as error:
-        return "CheckpointError" if error.remedy else f"CheckpointError without a remedy for the {part.value}"
+        return "CheckpointError" if error.remedy else f"CheckpointError without a remedy for the {kind.value}"
     except Exception as error:
-        return f"{type(error).__name__} for the {part.value}"
-    return f"nothing was raised for the {part.value}"
+        return f"{type(error).__name__} for the {kind.value}"
+    return f"nothing was raised for the {kind.value}"
 
 
 def weights_out_and_in(case: Case) -> Answer:
@@ -579,7 +586,7 @@ def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in state.items()}
 
 
-# --------------------------------------------------------------------- odds and duties
+# ---------------------------------------------------------------- what the engine does
 
 
 def release(case: Case) -> Answer:

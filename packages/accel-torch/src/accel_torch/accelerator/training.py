@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Ability
 from accel_state.labels import DEVICE_MAP
 from accel_state.settings.extension import stack_level
 from accel_torch.accumulation import MicroBatch, no_sync_all
@@ -542,7 +541,7 @@ def _join_uneven_inputs(
         NotOffered: every step of the backend needs all processes.
     """
     if accelerator.state.use_distributed:
-        accelerator._backend.manifest.demand(Ability.JOIN)
+        accelerator._backend.manifest.demand("join")
     samplers = [] if even_batches is None else _adjustable(accelerator)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:

@@ -18,7 +18,6 @@ from torch import nn
 
 from accel_ops.dtensors import full_tensor
 from accel_ops.rng import snapshot
-from accel_plugins.manifest import Duty
 
 if TYPE_CHECKING:
     from accel_torch.members import AcceleratorMembers
@@ -52,7 +51,7 @@ def state_pieces(accelerator: AcceleratorMembers, full: bool) -> Pieces:
         found[f"optimizer {index}"] = digests_of(optimizer.state_dict(), full)
     for index, scheduler in enumerate(prepared.schedulers):
         found[f"scheduler {index}"] = digests_of(scheduler.state_dict(), full)
-    if not engine.owns(Duty.PRECISION):
+    if not engine.capabilities.own_precision:
         found["gradient scaler"] = digests_of(engine.precision.state_dict(), full)
     for index, item in enumerate(prepared.custom):
         found[f"registered object {index} ({type(item).__name__})"] = digests_of(item.state_dict(), full)

@@ -10,7 +10,7 @@ from typing import Any
 from accel_ops import rng
 from accel_plugins.checkpoint import parts, pickled
 from accel_plugins.checkpoint.files import SCALER_NAME, custom_name, loader_name, random_states_name
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_state import current
 
 __all__ = ("load_accelerator_state", "load_custom_state", "save_accelerator_state", "save_custom_state")
@@ -38,13 +38,13 @@ def save_accelerator_state(
     folder = Path(output_dir)
     if _writes(save_on_each_node):
         states = {
-            Part.MODEL: model_states,
-            Part.OPTIMIZER: [optimizer.state_dict() for optimizer in optimizers],
-            Part.SCHEDULER: [scheduler.state_dict() for scheduler in schedulers],
+            ObjectKind.MODEL: model_states,
+            ObjectKind.OPTIMIZER: [optimizer.state_dict() for optimizer in optimizers],
+            ObjectKind.SCHEDULER: [scheduler.state_dict() for scheduler in schedulers],
         }
-        for part, each in states.items():
+        for kind, each in states.items():
             for index, state in enumerate(each):
-                parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
+                parts.write_part(kind, state, folder, index, safe_serialization=safe_serialization)
         if scaler is not None:
             pickled.write(scaler.state_dict(), folder / SCALER_NAME)
     for index, loader in enumerate(dataloaders):
@@ -75,10 +75,14 @@ def load_accelerator_state(
         CheckpointError: a file is missing, damaged, or belongs to another object.
     """
     folder = Path(input_dir)
-    for part, each in ((Part.MODEL, models), (Part.OPTIMIZER, optimizers), (Part.SCHEDULER, schedulers)):
-        options = {**(load_kwargs or {}), **load_model_func_kwargs} if part is Part.MODEL else {}
+    for kind, each in (
+        (ObjectKind.MODEL, models),
+        (ObjectKind.OPTIMIZER, optimizers),
+        (ObjectKind.SCHEDULER, schedulers),
+    ):
+        options = {**(load_kwargs or {}), **load_model_func_kwargs} if kind is ObjectKind.MODEL else {}
         for index, item in enumerate(each):
-            parts.read_part(part, item, folder, index, map_location=map_location or "cpu", **options)
+            parts.read_part(kind, item, folder, index, map_location=map_location or "cpu", **options)
     for index, loader in enumerate(dataloaders):
         path = folder / loader_name(index, process_index)
         if hasattr(loader, "load_state_dict") and path.is_file():

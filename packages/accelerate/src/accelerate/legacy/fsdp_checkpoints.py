@@ -15,7 +15,7 @@ from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, 
 from accel_plugins.checkpoint.shards import read_into
 from accel_plugins.fsdp import weights
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import SettingError
 from accel_state.settings.schema import member_name
@@ -52,10 +52,10 @@ def save_fsdp_model(
     """
     strategy = _strategy(accelerator, fsdp_plugin)
     model = strategy_model(model)
-    state = strategy.collect(Part.MODEL, model)
+    state = strategy.collect(ObjectKind.MODEL, model)
     if adapter_only:
         state = {saved: state[own] for saved, own in _adapter_names(model, state).items()}
-    _save(accelerator, Part.MODEL, state, output_dir, model_index, use_dcp)
+    _save(accelerator, ObjectKind.MODEL, state, output_dir, model_index, use_dcp)
 
 
 def save_fsdp_optimizer(
@@ -68,8 +68,8 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Save the state of a sharded model's optimizer; called on every process. See `save_fsdp_model`."""
-    state = _strategy(accelerator, fsdp_plugin).collect(Part.OPTIMIZER, optimizer)
-    _save(accelerator, Part.OPTIMIZER, state, output_dir, optimizer_index, use_dcp)
+    state = _strategy(accelerator, fsdp_plugin).collect(ObjectKind.OPTIMIZER, optimizer)
+    _save(accelerator, ObjectKind.OPTIMIZER, state, output_dir, optimizer_index, use_dcp)
 
 
 def load_fsdp_model(
@@ -92,9 +92,9 @@ def load_fsdp_model(
     if adapter_only:
         _load_adapter(model, folder, model_index, _whole(fsdp_plugin), use_dcp)
     elif _whole(fsdp_plugin) or use_dcp:
-        strategy.load(Part.MODEL, model, folder, model_index)
+        strategy.load(ObjectKind.MODEL, model, folder, model_index)
     else:
-        weights.put_model(model, weights.read_rank_file(Part.MODEL, folder, model_index))
+        weights.put_model(model, weights.read_rank_file(ObjectKind.MODEL, folder, model_index))
 
 
 def load_fsdp_optimizer(
@@ -114,21 +114,21 @@ def load_fsdp_optimizer(
     strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
     model = strategy_model(model)
     if _whole(fsdp_plugin) or use_dcp:
-        strategy.load(Part.OPTIMIZER, optimizer, folder, optimizer_index)
+        strategy.load(ObjectKind.OPTIMIZER, optimizer, folder, optimizer_index)
     else:
-        state = weights.read_rank_file(Part.OPTIMIZER, folder, optimizer_index)
+        state = weights.read_rank_file(ObjectKind.OPTIMIZER, folder, optimizer_index)
         weights.put_optimizer(model, inner_optimizer(optimizer), state)
 
 
-def _save(accelerator: Any, part: Part, state: dict[str, Any], folder: Folder, index: int, use_dcp: bool) -> None:
+def _save(accelerator: Any, kind: ObjectKind, state: dict[str, Any], folder: Folder, index: int, use_dcp: bool) -> None:
     strategy = accelerator._backend.strategy
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
     accelerator.wait_for_everyone()
     if use_dcp or _whole(strategy.config):
-        strategy.save(part, state, Path(folder), index)
+        strategy.save(kind, state, Path(folder), index)
     else:
-        weights.write_rank_file(part, state, Path(folder), index)
+        weights.write_rank_file(kind, state, Path(folder), index)
 
 
 def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp: bool) -> None:
@@ -138,9 +138,9 @@ def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp:
         saved = pickled.read(folder / sharded_model_name(index))
     elif use_dcp:
         saved = {name: own[original] for name, original in names.items()}
-        read_into({Part.MODEL.value: saved}, folder / shards_name(FSDP_MODEL_NAME, index))
+        read_into({ObjectKind.MODEL.value: saved}, folder / shards_name(FSDP_MODEL_NAME, index))
     else:
-        saved = weights.read_rank_file(Part.MODEL, folder, index)
+        saved = weights.read_rank_file(ObjectKind.MODEL, folder, index)
     renamed = {names.get(name, name): value for name, value in saved.items()}
     put = weights.put_full_weights if whole else weights.put_model
     put(model, renamed, strict=False)

@@ -348,8 +348,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accel_megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
         "accel_megatron.stepwise": """
-            finish_mpu_init initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler
-            prepare_optimizer prepare_scheduler
+            finish_mpu_init initialize model_provider_func prepare_data_loader=prepare_megatron_loader
+            prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler
         """,
     },
     "accelerate.utils.memory": {
