@@ -21,7 +21,10 @@ ACTING: Final = {"fsdp2_prepare_model": "accelerate.legacy.fsdp:shard_by"}
 
 # Functions that exist here for programs that call them; nothing else does.
 _UNREAD_OWNERS: Final = frozenset(
-    f"accelerate.legacy.{name}" for name in ("checkpoints", "fsdp", "fsdp_checkpoints", "megatron", "precision")
+    [
+        "accel_megatron.stepwise",
+        *(f"accelerate.legacy.{name}" for name in ("checkpoints", "fsdp", "fsdp_checkpoints", "precision")),
+    ]
 )
 
 _PREPARE: Final = "Accelerator.prepare does this, in accel_torch.prepare"
