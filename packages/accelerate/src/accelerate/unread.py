@@ -43,7 +43,7 @@ UNREAD: Final[Mapping[str, Mapping[str, str]]] = {
         "_prepare_deepspeed": f"{_STRATEGY} deepspeed, accel_plugins.deepspeed.strategy",
         "_prepare_device_mesh": "ParallelismConfig.build_device_mesh does this",
         "_prepare_fsdp2": f"{_STRATEGY} fsdp2, accel_plugins.fsdp.fsdp2",
-        "_prepare_megatron_lm": f"{_STRATEGY} megatron, accel_plugins.megatron.strategy",
+        "_prepare_megatron_lm": f"{_STRATEGY} megatron, accel_megatron.strategy",
         "_prepare_msamp": "Accelerator.prepare does this, in accel_plugins.precision.fp8",
         "_prepare_one": _PREPARE,
         "_prepare_te": "Accelerator.prepare does this, in accel_plugins.precision.fp8",
