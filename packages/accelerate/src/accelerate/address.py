@@ -128,7 +128,14 @@ def _join() -> None:
 
 def _read(owner: Owner, address: str) -> Any:
     _join()
-    module = importlib.import_module(owner.module)
+    try:
+        module = importlib.import_module(owner.module)
+    except ModuleNotFoundError as error:
+        from accelerate.separate import SEPARATE, MissingName
+
+        if error.name not in SEPARATE:
+            raise
+        return MissingName(owner.name, error.name)
     try:
         return getattr(module, owner.name)
     except AttributeError:

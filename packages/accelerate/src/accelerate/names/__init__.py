@@ -54,7 +54,8 @@ REMOVED: Final[Mapping[str, str]] = {
 """Names that were removed before 1.15, with the remedy for each."""
 
 OWN_MODULES: Final = frozenset(
-    f"accelerate.{name}" for name in ("address", "finder", "installation", "legacy", "loggers", "names", "unread")
+    f"accelerate.{name}"
+    for name in ("address", "finder", "installation", "legacy", "loggers", "names", "separate", "unread")
 )
 """Modules of this package that exist as files."""
 
@@ -65,6 +66,7 @@ LOGGERS: Final = {
     "accel_bigmodel": "accelerate.big_modeling",
     "accel_cli": "accelerate.commands",
     "accel_data": "accelerate.data_loader",
+    "accel_megatron": "accelerate.utils",
     "accel_ops": "accelerate.utils.operations",
     "accel_plugins": "accelerate.utils",
     "accel_state": "accelerate.state",
