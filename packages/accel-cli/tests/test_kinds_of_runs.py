@@ -47,7 +47,6 @@ def test_kind_of_default_settings_is_none():
         ("multi_gpu", "MULTI_GPU"),
         ("use_deepspeed", "DEEPSPEED"),
         ("use_fsdp", "FSDP"),
-        ("use_megatron_lm", "MEGATRON_LM"),
         ("tpu", "XLA"),
     ],
 )
@@ -91,7 +90,6 @@ def test_several_devices_where_there_is_one():
         ({"use_fsdp": True}, {}, {"ACCELERATE_USE_FSDP": "true"}),
         ({}, {"distributed_type": "FSDP"}, {"ACCELERATE_USE_FSDP": "true"}),
         ({}, {"distributed_type": "DEEPSPEED"}, {"ACCELERATE_USE_DEEPSPEED": "true"}),
-        ({}, {"distributed_type": "MEGATRON_LM"}, {"ACCELERATE_USE_MEGATRON_LM": "true"}),
         ({}, {"distributed_type": "MULTI_GPU"}, {}),
         (
             {"parallelism_config.parallelism_config_tp_size": 2},
@@ -150,7 +148,6 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--megatron_lm_tp_degree", "0"], "tp_degree='0'"),
         (["--multi_gpu", "--cpu"], "--multi_gpu"),
         (["--fsdp_offload_params", "job.py"], "cpu_offload='job.py'"),
         (["--fp8_override_linear_precision", "true,maybe,false"], "three bools"),

@@ -142,7 +142,7 @@ class Config:
         2, type=INTEGER, flag="--rockets", variable="ROCKET_STAGE", key="rocket_config.stage", group="Rockets"
     )
 
-MANIFEST = Manifest("rocket", "rocket:Strategy", "rocket:Config", DistributedType.MEGATRON_LM)
+MANIFEST = Manifest("rocket", "rocket:Strategy", "rocket:Config", DistributedType.FSDP)
 """
 
 
@@ -156,17 +156,9 @@ def test_settings_of_a_strangers_backend_are_flags_and_keys_and_reach_the_proces
     body = script("import os; print(os.environ.get('ROCKET_STAGE'), os.environ.get('ACCEL_BACKEND'))")
     assert "Rockets:\n  --rockets N" in accel("launch", "--help-all", env=rocket).stdout
     assert accel("launch", "--rockets", "3", body, env=rocket).stdout == "3 None\n"
-    (tmp_path / "run.yaml").write_text("distributed_type: MEGATRON_LM\nrocket_config:\n  stage: 4\n")
-    # Two backends train in this way now, so that the processes choose.
+    (tmp_path / "run.yaml").write_text("distributed_type: FSDP\nrocket_config:\n  stage: 4\n")
+    # Several backends train in this way now, so that the processes choose.
     assert accel("launch", "--config_file", "run.yaml", body, env=rocket).stdout == "4 None\n"
-
-
-def test_a_kind_of_run_names_the_backend_that_offers_it(accel, script, tmp_path):
-    (tmp_path / "run.yaml").write_text("distributed_type: MEGATRON_LM\n")
-    site = script("", "site/megatron/core/__init__.py").parent.parent.parent
-    body = script("import os; print(os.environ.get('ACCEL_BACKEND'))")
-    finished = accel("launch", "--config_file", "run.yaml", body, env={"PYTHONPATH": str(site)})
-    assert finished.stdout == "megatron\n", finished.stderr
 
 
 REQUIRING = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -326,3 +327,7 @@ def test_the_manifest_says_what_the_engine_does_by_itself() -> None:
     does = MANIFEST.capabilities
     assert (does.own_accumulation, does.own_precision, does.own_clipping) == (True, True, True)
     assert MANIFEST.tier == 3
+
+
+def test_the_manifest_travels_to_other_processes() -> None:
+    assert pickle.loads(pickle.dumps(MANIFEST)) == MANIFEST

@@ -72,12 +72,16 @@ class Parser(ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _remedy(self, message: str) -> str:
+        from accel_plugins.separate import install_remedy, package_of
         from accel_state.settings.schema import closest
 
         known = (*self._option_string_actions, *self._declared)
         command = f"`{self.prog} {'--help-all' if '--help-all' in known else '--help'}`"
         for word in message.split():
             flag = word.partition("=")[0]
+            package = package_of(flag) if flag.startswith("--") and flag not in known else None
+            if package is not None:
+                return install_remedy(package)
             near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
             if near is not None and near != flag:
                 return f"Did you mean {near}? {command} lists all options."

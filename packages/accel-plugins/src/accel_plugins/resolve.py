@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
+from accel_plugins.separate import check_variables
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import Extension, contained, extensions, stack_level
@@ -315,6 +316,7 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
             "(`accel backends` shows the full traceback)",
             stacklevel=stack_level(),
         )
+    check_variables({one.manifest.switch.variable for one in found if one.manifest and one.manifest.switch})
     asked = "Cannot choose a backend for this process."
     claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
     if not claims:

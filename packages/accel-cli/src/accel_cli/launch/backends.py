@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from accel_plugins.resolve import Found, available
+from accel_plugins.separate import install_remedy, package_of
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
@@ -109,10 +110,13 @@ def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | N
     found = [one for one in offered if (one.name in names if names else label_of(one) == label)]
     if found:
         return str(found[0].name) if len(found) == 1 else None
+    package = package_of(label)
     raise Missing(
         f"Cannot start a run with distributed_type {label} ({origin}).",
         "No installed backend supports it.",
-        "Install a package that provides one (`accel backends` lists what is installed), or remove the option.",
+        "Install a package that provides one (`accel backends` lists what is installed), or remove the option."
+        if package is None
+        else install_remedy(package),
     )
 
 

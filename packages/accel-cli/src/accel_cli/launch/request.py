@@ -15,6 +15,7 @@ from accel_cli.launch.kinds import idle, kind_of, named_by
 from accel_cli.launch.launcher import Script
 from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
+from accel_plugins.separate import package_of
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
@@ -266,6 +267,8 @@ def notes(request: Request) -> Iterator[str]:
         yield f"{name}={value} ({effect.origin}) has no effect without --launcher {launcher}."
     for entry in request.config.unread if request.config is not None else ():
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
-        yield f"{entry.key}={entry.value} ({where}) has no effect: no installed package reads it."
+        package = package_of(entry.key)
+        reader = "no installed package reads it" if package is None else f"{package}, which reads it, is not installed"
+        yield f"{entry.key}={entry.value} ({where}) has no effect: {reader}."
     for failure in failures():
         yield f"the backend {failure.name!r} ({failure.origin}) is broken: {failure.reason}."
