@@ -18,7 +18,7 @@ from accel_ops import gather
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.protocol import protocol_state
-from accel_state.testing.processes import Processes
+from accel_testing.processes import Processes
 
 INTERRUPTED = "interrupted"
 
