@@ -391,11 +391,17 @@ class _Processes:
             for number in inbox.wait(timeout):
                 self._forward(number)
             if self._first is None and self._signalled is None and not self._hung:
-                self._notice_failure()
+                self._notice_failure(inbox)
                 self._notice_hang()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
                 self._deadline = None
+        self._read_again(inbox)
+
+    def _read_again(self, inbox: Inbox) -> None:
+        """Handle signals that have arrived since the inbox was read; one may be what has ended a process."""
+        for number in inbox.wait(0.0):
+            self._forward(number)
 
     def _forward(self, number: int) -> None:
         reached = self._witness is not None and self._witness.saw(number)
@@ -420,10 +426,12 @@ class _Processes:
             if process.alive:
                 process.signal(number)
 
-    def _notice_failure(self) -> None:
+    def _notice_failure(self, inbox: Inbox) -> None:
         """After a process has failed, ask the others to end."""
         failures = self._failures()
-        if not failures:
+        if failures:
+            self._read_again(inbox)
+        if not failures or self._signalled is not None:
             return
         self._first = first_failure(failures)
         self._deadline = time.monotonic() + self.plan.grace_period
