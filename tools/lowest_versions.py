@@ -31,9 +31,9 @@ def projects(packages: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def requirements(known: dict[str, dict[str, Any]], name: str) -> Iterator[Requirement]:
-    """What a package and its tests require from others, with all that its siblings require."""
-    waiting = [Requirement(line) for line in (name, *known[name]["tests"])]
+def requirements(known: dict[str, dict[str, Any]], name: str, extras: Iterable[str] = ()) -> Iterator[Requirement]:
+    """What a package, some of its extras and its tests require from others, with all that its siblings require."""
+    waiting = [Requirement(line) for line in (name, *(f"{name}[{extra}]" for extra in extras), *known[name]["tests"])]
     seen: set[tuple[str, str]] = set()
     while waiting:
         requirement = waiting.pop()

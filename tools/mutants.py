@@ -98,7 +98,9 @@ TESTS: Final[Mapping[str, Sequence[str]]] = {
     ],
     "commit": [
         *_tests("accel-plugins", "test_checkpoint_*", "test_hostile_*", "test_partial_*", "test_ranges_*"),
-        *_tests("accel-torch", "test_verified_loads", "test_saving_behind", "test_loading_*", "test_failures_*"),
+        *_tests(
+            "accel-torch", "test_verified_loads", "test_saving_behind", "test_loads_before_prepare", "test_failures_*"
+        ),
         *_tests("accel-torch", "test_torn_saves", "test_changed_bytes"),
     ],
 }

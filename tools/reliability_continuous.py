@@ -36,6 +36,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
+
 import faults
 import torch
 from torch import Tensor, nn

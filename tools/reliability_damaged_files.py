@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
+
 import faults
 import torch
 import yaml

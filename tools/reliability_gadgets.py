@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
+
 import numpy
 import torch
 from faults import Tally

@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
+
 from faults import Tally
 
 from accel_state.errors import NotOffered

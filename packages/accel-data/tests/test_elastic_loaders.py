@@ -80,7 +80,7 @@ def read(loader: ElasticLoader, world: World) -> Iterator[tuple[int, list[int], 
     length=st.integers(1, 60),
     batch_size=st.integers(1, 4),
     batches=st.integers(1, 5),
-    counts=st.lists(st.integers(1, 6), min_size=60, max_size=60),
+    counts=st.lists(st.integers(1, 6), min_size=70, max_size=70),
     failing=st.sets(st.integers(0, 40), max_size=8),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

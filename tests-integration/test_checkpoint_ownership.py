@@ -152,7 +152,7 @@ RECOVER = """
 print(os.getpid(), flush=True)
 save(target.with_name("other"), "text")
 """
-NO_EXCHANGE = "import faults; faults.refuse_exchange()"
+NO_EXCHANGE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import faults; faults.refuse_exchange()"
 
 
 @contained
