@@ -81,7 +81,8 @@ def _module_of(entry: Entry) -> str:
 def _directive(entry: Entry) -> Iterator[str]:
     yield f".. auto{entry.kind}:: {entry.address}"
     if entry.kind in ("class", "exception"):
-        parts = absorbed(entry)
+        # The bases of other classes are documented where they are defined.
+        parts = absorbed(entry) if entry.at_the_top else []
         foreign = [base for base in entry.item.__mro__[1:] if base not in parts]
         yield "   :members:"
         if parts:

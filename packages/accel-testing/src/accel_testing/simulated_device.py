@@ -228,7 +228,8 @@ def run(operation: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map_only(SimulatedTensor, lambda tensor: tensor.raw, (args, kwargs))
     with _drawing_from(index) if torch.Tag.nondeterministic_seeded in operation.tags else contextlib.nullcontext():
-        result = _COLLECTIVES.get(operation._schema.name, operation)(*args, **kwargs)
+        run: Any = _COLLECTIVES.get(operation._schema.name, operation)
+        result = run(*args, **kwargs)
     _check_sizes(ours.values())
     if not wraps:
         return result

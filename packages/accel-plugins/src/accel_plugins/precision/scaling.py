@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ class ShardGradScaler(torch.amp.GradScaler):
                     "Keep the weights in fp32; mixed_precision='fp16' computes in fp16 all the same.",
                 )
             overflow = torch.zeros_like(found_inf, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(shards, overflow, inv_scale.to(device))
+            native: Any = torch
+            native._amp_foreach_non_finite_check_and_unscale_(shards, overflow, inv_scale.to(device))
             overflows.append(overflow.to(found_inf.device))
         # 1 and not a count: fused optimizers skip at exactly 1.
         together = torch.stack(overflows).amax(0)

@@ -150,7 +150,7 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
     def step(self, closure: Closure | None = None) -> Any:
         """Step when gradients are synchronised; with a closure, return the result of its first call."""
         # Python reads attributes of a class with `__getattr__` more slowly than items of a dict.
-        own = self.__dict__
+        own: Any = self.__dict__
         if not own["gradient_state"].sync_gradients:
             return None
         if closure is not None:
