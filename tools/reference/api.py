@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
@@ -81,8 +82,8 @@ def _module_of(entry: Entry) -> str:
 def _directive(entry: Entry) -> Iterator[str]:
     yield f".. auto{entry.kind}:: {entry.address}"
     if entry.kind in ("class", "exception"):
-        # The bases of other classes are documented where they are defined.
-        parts = absorbed(entry) if entry.at_the_top else []
+        # A base that its module publishes is documented where it is defined.
+        parts = [base for base in absorbed(entry) if entry.at_the_top or not _is_published(base)]
         foreign = [base for base in entry.item.__mro__[1:] if base not in parts]
         yield "   :members:"
         if parts:
@@ -92,6 +93,10 @@ def _directive(entry: Entry) -> Iterator[str]:
         if issubclass(entry.item, enum.Enum):
             yield "   :undoc-members:"
     yield ""
+
+
+def _is_published(item: type) -> bool:
+    return item.__name__ in getattr(sys.modules[item.__module__], "__all__", ())
 
 
 def _restructured(lines: Iterable[str]) -> list[str]:
