@@ -115,7 +115,7 @@ UNKNOWN: list[dict[str, Any]] = [
     {**REST, "embed.weight.data": "cpu"},
     {**REST, "blocks.7": "cpu", "scales": "cpu"},
     {**REST, "lm_head": "disk"},
-    # An index of an accelerator, and what is no device.
+    # The index of an accelerator, and a value that names no device.
     {"lm_head": 7, **REST},
     {"lm_head": "meta", **REST},
     {"lm_head": None, **REST},

@@ -72,7 +72,7 @@ def is_waiting() -> Callable[[], bool]:
 
 @contextmanager
 def signalled_in_a_call(handler: Any) -> Iterator[None]:
-    """Send a signal to this process as soon as it waits for the headers of others; the others are told afterwards."""
+    """Send a signal to this process when it waits for the headers of other ranks, then tell the other ranks."""
     previous, waiting = signal.signal(signal.SIGUSR1, handler), is_waiting()
 
     def send() -> None:
