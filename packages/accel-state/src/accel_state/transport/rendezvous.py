@@ -390,7 +390,7 @@ def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
 
 
 def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
-    """The faults that rank 0 finds after all processes connected, as text; empty without a fault."""
+    """The first fault that rank 0 finds after all processes connected, as text; empty without one."""
     if store.check([_TWICE]):
         return f"{_TWICE} {store.get(_TWICE).decode()}"
     keys = [f"came/{rank}" for rank in range(topology.world_size)]
