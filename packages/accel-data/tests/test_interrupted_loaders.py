@@ -17,7 +17,7 @@ from accel_data import prepare_data_loader
 from accel_ops import gather
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
-from accel_state.protocol import protocol_state
+from accel_state.protocol.state import protocol_state
 from accel_testing.processes import Processes
 
 INTERRUPTED = "interrupted"

@@ -16,7 +16,7 @@ from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_bat
 from accel_ops import gather
 from accel_state import GradientState, PartialState
 from accel_state.errors import CollectiveError, Conflict, DataError, SettingError, ShapeMismatch
-from accel_state.protocol import EagerHeader
+from accel_state.protocol.header import EagerHeader
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 

@@ -16,7 +16,7 @@ from accel_ops import broadcast, gather, gather_object, pad_across_processes, re
 from accel_ops.packing import as_bytes
 from accel_ops.tree import flatten, leaves_with_paths
 from accel_state import PartialState
-from accel_state.protocol import HEADER_BYTES, eager_header_bytes
+from accel_state.protocol.header import HEADER_BYTES, eager_header_bytes
 from accel_testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")

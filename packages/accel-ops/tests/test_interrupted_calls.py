@@ -32,8 +32,9 @@ from accel_state import PartialState, current
 from accel_state.errors import AccelError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog
 from accel_state.process import wait_for_everyone
-from accel_state.protocol import HeaderCall, protocol_state
-from accel_state.turn import Turn
+from accel_state.protocol.call import HeaderCall
+from accel_state.protocol.state import protocol_state
+from accel_state.protocol.turn import Turn
 from accel_testing.processes import Processes
 
 LARGE = 200_000

@@ -22,7 +22,7 @@ from accel_ops import (
 )
 from accel_ops.checked_call import LARGE
 from accel_state import PartialState
-from accel_state.protocol import HEADER_BYTES, eager_header_bytes
+from accel_state.protocol.header import HEADER_BYTES, eager_header_bytes
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 from accel_testing.recording_transport import recording

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_ops.packing import PackedLayout, as_bytes, gathered_shape
-from accel_state.protocol import ALIGNMENT, HEADER_BYTES, eager_header_bytes
+from accel_state.protocol.header import ALIGNMENT, HEADER_BYTES, eager_header_bytes
 
 DTYPES = [
     torch.float32,

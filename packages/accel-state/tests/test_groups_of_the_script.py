@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_state import PartialState, current
-from accel_state.protocol import HeaderCall
+from accel_state.protocol.call import HeaderCall
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 from accel_testing.threads import run_as_threads

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accel_state.errors import Conflict, NotReady, SettingError
-from accel_state.protocol import eager_header_bytes
+from accel_state.protocol.header import eager_header_bytes
 from accel_testing.processes import Processes
 from accel_testing.recording_transport import recording
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs

@@ -31,7 +31,7 @@ from accel_ops.groups import Group, members_of
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
 from accel_state.hang_report.call_log import format_ranks
-from accel_state.protocol import protocol_state
+from accel_state.protocol.state import protocol_state
 
 if TYPE_CHECKING:
     from accel_state.current import Process

@@ -32,14 +32,10 @@ from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
-from accel_state.protocol import (
-    CallDescription,
-    EagerHeader,
-    HeaderCall,
-    add_group_state,
-    fingerprint_of,
-    protocol_state,
-)
+from accel_state.protocol.call import HeaderCall
+from accel_state.protocol.description import CallDescription, fingerprint_of
+from accel_state.protocol.header import EagerHeader
+from accel_state.protocol.state import add_group_state, protocol_state
 from accel_state.transport.base import LocalTransport, Transport
 
 __all__ = (

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import torch
 
 from accel_ops.packing import as_bytes
-from accel_state.protocol import ProtocolState
+from accel_state.protocol.state import ProtocolState
 from accel_state.transport.base import Transport
 
 __all__ = ("NO_SLOT", "HostMemory", "host_memory", "is_negotiated", "negotiate")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel_state.protocol import ALIGNMENT
+from accel_state.protocol.header import ALIGNMENT
 
 __all__ = ("PackedLayout", "Segment", "as_bytes", "contiguous", "gathered_shape")
 

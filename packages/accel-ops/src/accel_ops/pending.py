@@ -21,7 +21,7 @@ import torch
 from accel_ops.shared_memory import Handshake
 from accel_state import current
 from accel_state.errors import AccelError, CollectiveError
-from accel_state.protocol import HeaderCall, PendingCall, start_all_gather_bytes
+from accel_state.protocol.call import HeaderCall, PendingCall, start_all_gather_bytes
 from accel_state.transport.base import Transport, Work
 
 __all__ = ("PendingCall", "ScatterStream", "async_all_gather_bytes", "open_scatter_stream")

@@ -24,7 +24,8 @@ from typing import Any, Final
 
 import torch
 
-from accel_state.protocol import HeaderCall, protocol_state
+from accel_state.protocol.call import HeaderCall
+from accel_state.protocol.state import protocol_state
 from accel_state.transport.base import Transport
 
 __all__ = ("Handshake", "SharedMemoryStream", "StreamCall")

@@ -63,7 +63,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _log_in_order(
         self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
-        from accel_state.protocol import barrier
+        from accel_state.protocol.call import barrier
 
         process = current.process()
         for rank in range(process.world_size):

@@ -42,7 +42,7 @@ def wait_for_everyone() -> None:
 
 def _wait_for_all(process: Process) -> None:
     if process.transport.world_size > 1:
-        from accel_state.protocol import barrier
+        from accel_state.protocol.call import barrier
 
         barrier(process.transport, "wait_for_everyone")
 
@@ -169,7 +169,7 @@ class PartialState(metaclass=Replaceable):
             process = start_process(cpu, **options)
             current.set_process(process)
             if process.world_size > 1 or STATUS_FOLDER in os.environ:
-                from accel_state.protocol import protocol_state
+                from accel_state.protocol.state import protocol_state
 
                 # From here on this process publishes its position, and errors can report those of all ranks.
                 protocol_state(process.transport)

@@ -28,7 +28,7 @@ def explain_backend_error(error: BaseException) -> None:
         return
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(_TEXTS, str(error))):
         from accel_state.hang_report.report import extend_error
-        from accel_state.protocol import protocol_state
+        from accel_state.protocol.state import protocol_state
 
         extend_error(error, process.rank, process.world_size, protocol_state(process.transport).monitor)
 

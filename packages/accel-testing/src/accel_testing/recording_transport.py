@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_state import current
-from accel_state.protocol import share_protocol_state
+from accel_state.protocol.state import share_protocol_state
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.control import ControlStore
 

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from accel_state import current
 from accel_state.errors import NotReady, SettingError
-from accel_state.protocol import protocol_state
+from accel_state.protocol.state import protocol_state
 from accel_state.settings.environ import publish
 from accel_testing.fresh import LAUNCH_VARIABLES
 from accel_testing.processes import ProcessesFailed, RankOutcome

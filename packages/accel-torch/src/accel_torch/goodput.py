@@ -27,7 +27,7 @@ from accel_state.goodput.account import (
     TimeAccount,
 )
 from accel_state.hang_report.progress import PROGRESS
-from accel_state.protocol import share_protocol_state
+from accel_state.protocol.state import share_protocol_state
 from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.stopwatch import TimedTransport
 

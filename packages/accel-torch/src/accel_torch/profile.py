@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from accel_ops import gather_object
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.protocol import barrier
+from accel_state.protocol.call import barrier
 from accel_state.replaceable import Replaceable
 
 if TYPE_CHECKING:

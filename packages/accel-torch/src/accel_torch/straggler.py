@@ -9,7 +9,7 @@ import torch
 
 from accel_ops import gather_object
 from accel_state import current
-from accel_state.protocol import share_protocol_state
+from accel_state.protocol.state import share_protocol_state
 from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
 
 if TYPE_CHECKING:

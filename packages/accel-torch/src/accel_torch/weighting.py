@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from accel_state.errors import SettingError
-from accel_state.protocol import PendingCall, start_all_gather_bytes
+from accel_state.protocol.call import PendingCall, start_all_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -128,8 +128,8 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when every process has called this.
 
-        It does not check that the others call the same; `accel_state.protocol.barrier` does, and runs use that once
-        they have begun.
+        It does not check that the others call the same; `accel_state.protocol.call.barrier` does, and runs use that
+        once they have begun.
         """
 
     def abort(self) -> None:  # noqa: B027 - not every backend can do this

@@ -37,7 +37,7 @@ from accel_state.errors import CheckpointError
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
-from accel_state.protocol import barrier
+from accel_state.protocol.call import barrier
 
 __all__ = (
     "HALF",

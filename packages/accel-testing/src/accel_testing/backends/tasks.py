@@ -23,7 +23,7 @@ from accel_plugins.transform import Stage, Transform
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
-from accel_state.protocol import barrier
+from accel_state.protocol.call import barrier
 from accel_testing.backends.reference_loop import Case, Plain, Small, Training, batches, loss_of, make_model
 
 Answer = dict[str, Any]

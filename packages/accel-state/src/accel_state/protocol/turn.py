@@ -18,17 +18,44 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-__all__ = ("Turn", "is_raised_by_handler")
+if TYPE_CHECKING:
+    from accel_state.protocol.header import EagerHeader
+    from accel_state.transport.base import Work
+
+__all__ = ("InterruptedCall", "Turn", "is_raised_by_handler")
 
 _NUMBERS: Final = re.compile(r"^(Thread|ThreadPoolExecutor)-\d+(_\d+)?")
 """What Python adds to the names of threads that the user did not name."""
 
 _NATIVE: Final = "Dummy-"
 """First part of the name that `threading` gives to a thread which it has not started."""
+
+
+class InterruptedCall(NamedTuple):
+    """A call that an exception ended while the other processes may have completed it.
+
+    Args:
+        is_complete: whether the call ends with its headers, given the lengths of their payloads.
+        text: its operation and the line of the user's code.
+        cause: name of the exception.
+        owes: how many more headers the other processes wait for before that of the next call.
+        header: the buffers of its header; None if the header has arrived, or was not sent.
+        work: the exchange of its headers, if it is still under way.
+        broken: whether the other processes wait for data that this process does not send any more.
+    """
+
+    is_complete: Callable[[Sequence[int]], bool]
+    text: str
+    cause: str
+    owes: int
+    header: EagerHeader | None = None
+    work: Work | None = None
+    broken: bool = False
 
 
 class Turn:
@@ -43,8 +70,7 @@ class Turn:
         lock: held during a call; calls of other threads wait.
         thread: identifier of the thread whose call is under way; 0 if there is none.
         call: that call; None if there is none.
-        interrupted: the `InterruptedCall` of a call that was interrupted, until the next one was refused on all
-            processes; else None.
+        interrupted: a call that was interrupted, until the next one was refused on all processes; else None.
     """
 
     __slots__ = ("_counts", "_names", "_numbers", "call", "home", "interrupted", "lock", "thread")
@@ -56,7 +82,7 @@ class Turn:
         self.lock = threading.RLock()
         self.thread = 0
         self.call: Any = None
-        self.interrupted: Any = None
+        self.interrupted: InterruptedCall | None = None
         self._names: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
     def begin(self, call: object) -> None:

@@ -1,0 +1,1 @@
+"""The checked call between processes: headers that are compared, and what happens when they differ."""
