@@ -11,8 +11,8 @@ import pytest
 
 from accel_plugins import resolve
 from accel_plugins.separate import package_of
+from accel_state import plugins
 from accel_state.errors import Missing
-from accel_state.settings import extension
 from accel_testing.processes import Finished, run_command
 
 Launch = Callable[..., Finished]
@@ -20,10 +20,10 @@ Launch = Callable[..., Finished]
 WITHOUT = """
 import sys
 
-from accel_state.settings import extension
+from accel_state import plugins
 
-scan = extension._scan
-extension._scan = lambda path: tuple(one for one in scan(path) if not one.origin.startswith("accel-megatron "))
+scan = plugins._scan
+plugins._scan = lambda path: tuple(one for one in scan(path) if not one.origin.startswith("accel-megatron "))
 
 from accel_cli.main import main
 
@@ -90,9 +90,9 @@ def test_without_the_package_a_note_tells_that_its_settings_have_no_effect(launc
 
 
 def test_without_the_package_its_variable_is_an_error(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = extension._scan
+    scan = plugins._scan
     monkeypatch.setattr(
-        extension,
+        plugins,
         "_scan",
         lambda path: tuple(one for one in scan(path) if not one.origin.startswith("accel-megatron ")),
     )

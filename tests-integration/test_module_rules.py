@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from accel_state.settings.extension import OWN_PACKAGES
+from accel_state.library import OWN_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = [*sorted(ROOT.glob("packages/*/src/**/*.py")), *sorted(ROOT.glob("tools/**/*.py")), ROOT / "noxfile.py"]

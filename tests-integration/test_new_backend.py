@@ -11,7 +11,7 @@ import pytest
 
 from accel_cli.main import main
 from accel_plugins.commands.new_backend import COMMAND
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def test_a_name_that_cannot_be_used_is_refused(name: str, tmp_path: Path, capsys
 
 
 def test_the_command_enters_through_an_entry_point() -> None:
-    (found,) = [found for found in extensions("accel.commands") if found.name == "new-backend"]
+    (found,) = [found for found in plugins_of("accel.commands") if found.name == "new-backend"]
     assert found.load() is COMMAND
 
 

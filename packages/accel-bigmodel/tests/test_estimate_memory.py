@@ -15,7 +15,7 @@ from torch import nn
 from accel_bigmodel.commands.estimate_memory import COMMAND
 from accel_bigmodel.estimate import estimate_memory
 from accel_state.errors import Missing, SettingError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 
 SOURCE = """
 import torch
@@ -54,7 +54,7 @@ def test_estimates_by_dtype() -> None:
 
 
 def test_the_command_is_offered() -> None:
-    (found,) = [found for found in extensions("accel.commands") if found.name == "estimate-memory"]
+    (found,) = [found for found in plugins_of("accel.commands") if found.name == "estimate-memory"]
     assert found.load() is COMMAND
 
 

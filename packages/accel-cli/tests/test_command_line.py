@@ -11,7 +11,7 @@ import pytest
 from accel_cli import main as entry
 from accel_cli.command import BUILT_IN, find_command, spelled
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import extensions, forget
+from accel_state.plugins import forget_plugins, plugins_of
 
 COMMAND_MODULE = """
 class Hello:
@@ -54,7 +54,7 @@ def offer(tmp_path, monkeypatch):
         return folder
 
     yield install
-    forget()
+    forget_plugins()
 
 
 def test_without_arguments_it_prints_its_help_and_fails(accel):
@@ -111,7 +111,7 @@ def test_a_command_of_another_package_is_listed_without_being_loaded_and_runs(ac
 def test_the_help_text_describes_every_command(accel):
     # Lines are broken at blanks and after hyphens.
     shown = "".join(accel("--help").stdout.split())
-    others = list(extensions("accel.commands"))
+    others = list(plugins_of("accel.commands"))
     assert {extension.name for extension in others} >= {"estimate-memory"}
     for extension in others:
         line = f"{extension.name} {extension.load().help} (from {extension.origin})"

@@ -13,7 +13,6 @@ import pytest
 
 from accel_cli.main import main
 from accel_state.errors import AccelError
-from accel_state.settings.extension import Extension, contained
 
 ESCAPE = "\x1b[2Jgone"
 
@@ -137,26 +136,6 @@ def test_an_interrupt_by_the_user_still_ends_the_command(tmp_path):
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-
-
-def test_handlers_of_the_program_are_called_and_kept():
-    seen = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    own = signal.getsignal(signal.SIGINT)
-    try:
-        with contained():
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert seen == [signal.SIGINT]
-
-
-def test_errors_of_a_plugin_stay_as_they_are(monkeypatch, tmp_path):
-    (tmp_path / "failing_plugin.py").write_text("1 / 0", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        Extension("accel.backends", "failing", "failing_plugin:PLUGIN", "failing 1.0").load()
 
 
 def test_a_name_that_a_user_types_is_escaped(capsys):

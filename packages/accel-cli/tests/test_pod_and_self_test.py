@@ -99,9 +99,9 @@ def test_without_the_script_the_install_line_is_shown(monkeypatch):
     from argparse import Namespace
 
     from accel_cli.commands import test as command
+    from accel_state import plugins
     from accel_state.errors import Missing
-    from accel_state.settings import extension
 
-    monkeypatch.setattr(extension, "extensions", lambda group: ())
+    monkeypatch.setattr(plugins, "plugins_of", lambda group: ())
     with pytest.raises(Missing, match="Install accel-torch"):
         command.COMMAND.run(Namespace(config_file=None, launch=[]))

@@ -9,7 +9,7 @@ from accel_plugins import Capabilities, Manifest
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.xla.manifest import MANIFEST as XLA
 from accel_state.errors import NotOffered, PluginError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 
 GOOD = Manifest(name="example", strategy="example.strategy:ExampleStrategy")
 
@@ -43,5 +43,5 @@ def test_a_backend_whose_steps_need_all_processes_joins_nothing(manifest: Manife
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "deepspeed", "xla"])
 def test_a_manifest_travels_to_other_processes(name: str) -> None:
-    (found,) = [found for found in extensions("accel.backends") if found.name == name]
+    (found,) = [found for found in plugins_of("accel.backends") if found.name == name]
     assert pickle.loads(pickle.dumps(found.load())) == found.load()

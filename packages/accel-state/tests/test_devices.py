@@ -16,7 +16,7 @@ from accel_state.devices import select
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered, PluginError, SettingError
 from accel_state.labels import DistributedType, PrecisionType
-from accel_state.settings.extension import Extension
+from accel_state.plugins import Plugin
 from accel_state.settings.run import ProcessSettings
 from accel_testing.fresh import fresh
 
@@ -46,8 +46,8 @@ def test_an_unknown_device_family_is_refused() -> None:
 
 
 def test_a_family_that_cannot_be_loaded_is_recorded_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Extension("accel.devices", "abacus", "no_such_module:Abacus", "abacus 1.0")
-    monkeypatch.setattr(select, "extensions", lambda group: (broken,))
+    broken = Plugin("accel.devices", "abacus", "no_such_module:Abacus", "abacus 1.0")
+    monkeypatch.setattr(select, "plugins_of", lambda group: (broken,))
     select._load.cache_clear()
     try:
         with pytest.warns(UserWarning, match="abacus"):
@@ -63,25 +63,25 @@ class Own(CPU):
 
 
 @pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Extension]]:
+def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plugin]]:
     """Entry points that other packages seem to have, besides our own."""
-    offers: list[Extension] = []
-    ours = select.extensions("accel.devices")
-    monkeypatch.setattr(select, "extensions", lambda group: (*ours, *offers))
+    offers: list[Plugin] = []
+    ours = select.plugins_of("accel.devices")
+    monkeypatch.setattr(select, "plugins_of", lambda group: (*ours, *offers))
     select._load.cache_clear()
     yield offers
     select._load.cache_clear()
 
 
-def offer(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> Extension:
+def offer(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> Plugin:
     module = ModuleType(distribution)
     module.Family = type(f"Family{distribution}", (Own,), {"name": name})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, distribution, module)
-    return Extension("accel.devices", name, f"{distribution}:Family", f"{distribution} 1.0")
+    return Plugin("accel.devices", name, f"{distribution}:Family", f"{distribution} 1.0")
 
 
 def test_a_family_of_another_package_replaces_a_built_in_one(
-    offered: list[Extension], monkeypatch: pytest.MonkeyPatch
+    offered: list[Plugin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered.append(offer("npu", "better_npu", monkeypatch))
     assert isinstance(select.family_of("npu:0"), Own)
@@ -89,7 +89,7 @@ def test_a_family_of_another_package_replaces_a_built_in_one(
 
 
 def test_two_packages_with_one_family_name_are_both_named(
-    offered: list[Extension], monkeypatch: pytest.MonkeyPatch
+    offered: list[Plugin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered += [offer("abacus", "first_abacus", monkeypatch), offer("abacus", "second_abacus", monkeypatch)]
     assert [failed.name for failed in select.failed_families()] == ["abacus"]
@@ -97,7 +97,7 @@ def test_two_packages_with_one_family_name_are_both_named(
         select.family_of("abacus")
 
 
-def test_a_family_is_added_at_run_time(offered: list[Extension]) -> None:
+def test_a_family_is_added_at_run_time(offered: list[Plugin]) -> None:
     class Abacus(CPU):
         name = "abacus"
         priority = 1000

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from accel_state import library
 from accel_state.hang_report.call_log import CallLog, Location, format_ranks, locate
 from accel_state.hang_report.rank_status import RankStatus, capture_status
 from accel_state.hang_report.report import describe_ranks
-from accel_state.settings import extension
+from accel_state.plugins import Plugin
 
 IN_GATHER = RankStatus(17, "gather", "eval.py:88", True, "", "")
 IN_REDUCE = RankStatus(17, "reduce", "train.py:41", True, "", "")
@@ -198,13 +199,13 @@ def test_lines_are_named_from_the_working_directory(tmp_path: object, monkeypatc
     assert str(locate("/elsewhere/eval.py", 3)) == "/elsewhere/eval.py:3"
 
 
-def test_lines_of_a_loaded_extension_are_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_loaded_plugin_are_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "foreign_backend.py").write_text("def call(log):\n    log.enter('gather')\n    log.leave()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(extension, "_libraries", set(extension._libraries))
+    monkeypatch.setattr(library, "_libraries", set(library._libraries))
     log = CallLog()
     importlib.import_module("foreign_backend").call(log)
     assert log.last().location.path.endswith("foreign_backend.py")
-    extension.Extension("accel.backends", "foreign", "foreign_backend:call", "foreign 1.0").load()(log)
+    Plugin("accel.backends", "foreign", "foreign_backend:call", "foreign 1.0").load()(log)
     assert log.last().location.path.endswith("test_hang_reports.py")
     sys.modules.pop("foreign_backend")

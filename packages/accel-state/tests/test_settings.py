@@ -1,4 +1,4 @@
-"""Settings: one definition, read from arguments, variables and defaults; and extensions found without loading them."""
+"""Settings: one definition, read from arguments, variables and defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from accel_state.settings.environ import (
     resolve,
     to_environment,
 )
-from accel_state.settings.extension import extensions
 from accel_state.settings.installed import Requirement, importable, possibly_importable
 from accel_state.settings.schema import (
     BOOLEAN,
@@ -178,26 +177,6 @@ def test_possibly_importable_leaves_out_modules_that_are_not_installed(
     (tmp_path / "archive.zip").write_bytes(b"")
     monkeypatch.syspath_prepend(str(tmp_path / "archive.zip"))
     assert possibly_importable(names) == set(names)
-
-
-def test_extensions_are_found_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "some_backend-1.2.dist-info"
-    folder.mkdir()
-    (folder / "entry_points.txt").write_text(
-        "[console_scripts]\nx = y:z\n\n[accel.backends]\nquick = some_backend.manifest:MANIFEST\n[accel.devices]\n"
-    )
-    other = tmp_path / "unrelated-1.0.dist-info"
-    other.mkdir()
-    (other / "entry_points.txt").write_text("[console_scripts]\na = b:c\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    found = next(extension for extension in extensions("accel.backends") if extension.name == "quick")
-
-    assert found.target == "some_backend.manifest:MANIFEST"
-    assert found.origin == "some-backend 1.2"
-    assert "some_backend" not in sys.modules
-    with pytest.raises(ModuleNotFoundError):
-        found.load()
 
 
 def test_origins_of_texts_that_no_encoding_has_are_kept() -> None:

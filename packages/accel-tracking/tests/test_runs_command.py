@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel_state.errors import Missing, SettingError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_tracking import JSONLinesTracker, curves
 from accel_tracking.commands.runs import COMMAND
 from accel_tracking.curves import sparkline
@@ -41,7 +41,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_has_an_entry_point() -> None:
-    (found,) = [found for found in extensions("accel.commands") if found.name == "runs"]
+    (found,) = [found for found in plugins_of("accel.commands") if found.name == "runs"]
     assert found.load() is COMMAND
 
 

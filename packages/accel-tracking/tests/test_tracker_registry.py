@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel_state.errors import Missing, PluginError, SettingError
-from accel_state.settings import extension
+from accel_state.plugins import forget_plugins
 from accel_state.settings.installed import Requirement
 from accel_tracking import (
     GeneralTracker,
@@ -98,9 +98,9 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "no_tracker = stranger:__name__\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    extension.forget()
+    forget_plugins()
     yield tmp_path
-    extension.forget()
+    forget_plugins()
     for name in ("stranger", "broken_stranger"):
         sys.modules.pop(name, None)
 

@@ -26,7 +26,7 @@ from accel_bigmodel.sizes import Dtype, convert_bytes
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import NotOffered, SettingError
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 from accel_state.settings.installed import Requirement
 from accel_state.settings.integers import as_int
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import Extension, extensions
+from accel_state.plugins import Plugin, plugins_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -63,10 +63,10 @@ def spelled(flag: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((flag, flag.replace("_", "-"))))
 
 
-def offers() -> dict[str, tuple[Extension, str]]:
+def offers() -> dict[str, tuple[Plugin, str]]:
     """Every command by name: its entry point and its line of help; a built-in command is never replaced."""
-    found = {name: (Extension(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
-    for extension in (*extensions(GROUP), *extensions(CONVERSIONS)):
+    found = {name: (Plugin(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
+    for extension in (*plugins_of(GROUP), *plugins_of(CONVERSIONS)):
         found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
     return found
 
@@ -132,7 +132,7 @@ def find_command(name: str) -> Command:
     if name not in known:
         raise _unknown(name, known)
     extension, _ = known[name]
-    rivals = [] if extension.origin == "accel-cli" else [e for e in extensions(extension.group) if e.name == name]
+    rivals = [] if extension.origin == "accel-cli" else [e for e in plugins_of(extension.group) if e.name == name]
     if len(rivals) > 1:
         raise PluginError(
             f"Cannot load the command `accel {name}`.",
@@ -152,7 +152,7 @@ def find_command(name: str) -> Command:
 
 
 def _as_command(name: str, converter: Any) -> Command:
-    convert = Extension(GROUP, name, "accel_cli.commands.convert:Convert", "accel-cli").load()
+    convert = Plugin(GROUP, name, "accel_cli.commands.convert:Convert", "accel-cli").load()
     made: Command = convert(name, converter)
     return made
 

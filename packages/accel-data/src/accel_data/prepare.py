@@ -39,7 +39,7 @@ from accel_state import current
 from accel_state.errors import Conflict, UnknownKind
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 
 __all__ = ("get_sampler", "prepare_data_loader")
 

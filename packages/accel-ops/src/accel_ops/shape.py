@@ -15,7 +15,7 @@ from accel_ops.checked_call import CheckedCall, check_alone, check_leaf, transpo
 from accel_ops.groups import Group
 from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 
 __all__ = (
     "CannotPadNestedTensorWarning",

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_plugins.separate import check_variables
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
+from accel_state.library import stack_level
+from accel_state.plugins import Plugin, contained, plugins_of
 from accel_state.settings.environ import from_environment, resolve
-from accel_state.settings.extension import Extension, contained, extensions, stack_level
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import closest
 from accel_state.untrusted import printable
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 def available() -> tuple[Found, ...]:
     """All installed backends, sorted by name; those that cannot be loaded have a `failure`."""
-    return tuple(sorted((_look_at(extension) for extension in extensions(_GROUP)), key=lambda found: found.name))
+    return tuple(sorted((_look_at(extension) for extension in plugins_of(_GROUP)), key=lambda found: found.name))
 
 
 def _look_at(extension: Any) -> Found:
@@ -381,7 +382,7 @@ def _refuse_tie(asked: str, equal: Sequence[Found]) -> NoReturn:
 
 def _imported(manifest: Manifest, target: str) -> Any:
     try:
-        return Extension(_GROUP, manifest.name, target, "").load()
+        return Plugin(_GROUP, manifest.name, target, "").load()
     except Exception as error:
         raise PluginError(
             f"Cannot start the backend {manifest.name!r}.",

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Capabilities, ObjectKind
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 
 if TYPE_CHECKING:
     from torch import Tensor

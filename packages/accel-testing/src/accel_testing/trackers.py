@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import pytest
 
 from accel_state.errors import Missing, NotOffered
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_tracking.base import GeneralTracker
 
 __all__ = ("Curves", "TrackerSuite", "leveldb_records")
@@ -86,7 +86,7 @@ class TrackerSuite:
 
     def test_an_entry_point_has_its_name(self) -> None:
         target = f"{self.tracker_class.__module__}:{self.tracker_class.__qualname__}"
-        names = [found.name for found in extensions("accel.trackers") if found.target == target]
+        names = [found.name for found in plugins_of("accel.trackers") if found.target == target]
         assert names == [self.tracker_class.name]
 
     def test_its_module_imports_neither_the_library_nor_torch(self) -> None:

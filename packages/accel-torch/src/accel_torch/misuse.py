@@ -23,7 +23,7 @@ from accel_plugins.layers import prepared_models, strategy_model
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
-from accel_state.settings.extension import is_library, stack_level
+from accel_state.library import is_library, stack_level
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter

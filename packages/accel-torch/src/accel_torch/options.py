@@ -15,9 +15,9 @@ from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
+from accel_state.library import stack_level
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
-from accel_state.settings.extension import stack_level
 from accel_state.settings.integers import as_int
 from accel_state.settings.run import COMPILE_VARIABLE, PROJECT_DIR_VARIABLE, RunSettings
 

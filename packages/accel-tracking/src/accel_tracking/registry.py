@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.labels import BaseEnum
-from accel_state.settings.extension import Extension, extensions, stack_level
+from accel_state.library import stack_level
+from accel_state.plugins import Plugin, plugins_of
 from accel_state.settings.schema import closest
 from accel_tracking.base import GeneralTracker
 
@@ -87,7 +88,7 @@ def unregister_tracker_class(name: str) -> None:
 
 def tracker_names() -> tuple[str, ...]:
     """Names of all trackers, whether or not their library is installed."""
-    known = dict.fromkeys([*_registered, *(found.name for found in extensions("accel.trackers"))])
+    known = dict.fromkeys([*_registered, *(found.name for found in plugins_of("accel.trackers"))])
     return tuple(name for name in known if name not in _unregistered)
 
 
@@ -101,7 +102,7 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
     text = str(name)
     if text in _registered:
         return _registered[text]
-    for found in extensions("accel.trackers"):
+    for found in plugins_of("accel.trackers"):
         if found.name == text and text not in _unregistered:
             return _load(found)
     known = tracker_names()
@@ -113,7 +114,7 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
     )
 
 
-def _load(found: Extension) -> type[GeneralTracker]:
+def _load(found: Plugin) -> type[GeneralTracker]:
     failed, remedy = f"Cannot load the tracker {found.name!r}.", f"Repair or uninstall {found.origin}."
     try:
         loaded = found.load()

@@ -116,7 +116,7 @@ def why_not(address: str) -> tuple[str, str, str] | None:
 @cache
 def _join() -> None:
     """Set up logging, reports and warnings, once, when the first name is read; before, no package logs for a script."""
-    from accel_state.settings.extension import add_library
+    from accel_state.library import add_library
     from accelerate.loggers import join_loggers
     from accelerate.unread import watch
 
@@ -159,7 +159,7 @@ def _holders(owner: Owner) -> list[ModuleType]:
 
 
 def _is_ours(module: str) -> bool:
-    from accel_state.settings.extension import OWN_PACKAGES
+    from accel_state.library import OWN_PACKAGES
 
     return module.partition(".")[0] in OWN_PACKAGES or module.startswith("accelerate.legacy.")
 

@@ -10,7 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, Final
 
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_state.untrusted import printable
 
 __all__ = ("COMMAND", "EstimateMemory")
@@ -58,7 +58,7 @@ class EstimateMemory:
             action="store_true",
             help="Estimate one training step on several processes, by plan (needs accel-torch).",
         )
-        for extension in extensions(_TRAINING):
+        for extension in plugins_of(_TRAINING):
             try:
                 extension.load().add_arguments(parser)
             except Exception as error:
@@ -98,7 +98,7 @@ class EstimateMemory:
 def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
     from accel_state.errors import PluginError, SettingError
 
-    for extension in extensions(_TRAINING):
+    for extension in plugins_of(_TRAINING):
         try:
             estimator = extension.load()
         except Exception as error:

@@ -12,7 +12,7 @@ from accel_cli.command import spelled
 from accel_cli.config.file import default_path
 from accel_cli.distributions import installed, requirements, versions
 from accel_state.errors import AccelError, SettingError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     found: dict[str, Any] = {
         "system": _system(),
         "packages": versions(_packages()),
-        "backends": {extension.name: extension.origin for extension in extensions("accel.backends")},
+        "backends": {extension.name: extension.origin for extension in plugins_of("accel.backends")},
     }
     if not light:
         found["devices"] = _devices()
@@ -149,7 +149,7 @@ def _concerns_us(name: str) -> bool:
 @lru_cache(maxsize=1)
 def _of_extensions() -> tuple[str, ...]:
     """Prefixes of the variables of backends and launchers: their names without a version; no setting is loaded."""
-    offered = (*extensions("accel.backends"), *extensions("accel.launchers"))
+    offered = (*plugins_of("accel.backends"), *plugins_of("accel.launchers"))
     return tuple({extension.name.rstrip("0123456789").upper() for extension in offered})
 
 

@@ -55,9 +55,9 @@ class Test:
 
 def _script() -> str:
     """Name of the module with the script."""
-    from accel_state.settings.extension import extensions
+    from accel_state.plugins import plugins_of
 
-    for extension in extensions(GROUP):
+    for extension in plugins_of(GROUP):
         if extension.name == "test":
             return extension.target.partition(":")[0]
     raise Missing(

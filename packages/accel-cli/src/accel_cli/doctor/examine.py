@@ -16,7 +16,7 @@ from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
-from accel_state.settings.extension import contained, extensions
+from accel_state.plugins import contained, plugins_of
 from accel_state.untrusted import printable
 
 __all__ = ("ERROR", "EXAMINATIONS", "OK", "WARNING", "Finding", "examine", "examine_launch", "lines_of")
@@ -121,7 +121,7 @@ _PLUGINS: Final = (
 
 def _plugins(request: Request) -> Iterator[Finding]:
     """The plugins of other packages that cannot be loaded."""
-    for extension in (one for group in _PLUGINS for one in extensions(group) if not one.is_own):
+    for extension in (one for group in _PLUGINS for one in plugins_of(group) if not one.is_own):
         try:
             extension.load()
         except Exception as error:
@@ -136,7 +136,7 @@ def _plugins(request: Request) -> Iterator[Finding]:
 
 def _added(request: Request) -> Iterator[Finding]:
     """The checks that other installed packages provide."""
-    for extension in extensions("accel.examinations"):
+    for extension in plugins_of("accel.examinations"):
         try:
             check = extension.load()
             with contained():

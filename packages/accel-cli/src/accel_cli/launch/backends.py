@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from accel_plugins.resolve import Found, available
 from accel_plugins.separate import install_remedy, package_of
 from accel_state.errors import Missing, PluginError, SettingError
-from accel_state.settings.extension import Extension, extensions
+from accel_state.plugins import Plugin, plugins_of
 from accel_state.settings.schema import closest, settings_of
 from accel_state.untrusted import printable
 
@@ -88,7 +88,7 @@ def check_backend(name: str, origin: str) -> None:
     Raises:
         SettingError: there is no such backend.
     """
-    names = [extension.name for extension in extensions(GROUP)]
+    names = [extension.name for extension in plugins_of(GROUP)]
     if name not in names:
         near = closest(name, names)
         raise SettingError(
@@ -145,7 +145,7 @@ def _with_settings(found: Found) -> OfferedBackend:
     if not target:
         return OfferedBackend(found.name, found.origin, found.manifest, failure=found.failure)
     try:
-        settings: Any = Extension(GROUP, found.name, target, found.origin).load()
+        settings: Any = Plugin(GROUP, found.name, target, found.origin).load()
     except Exception:
         import traceback
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 
 __all__ = ("ask_torch", "best_devices", "count_devices", "usual_variables", "visible")
 
@@ -105,7 +105,7 @@ def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
 
 
 def _may_have_devices() -> bool:
-    if any(not extension.origin.startswith(_OWN_FAMILIES) for extension in extensions("accel.devices")):
+    if any(not extension.origin.startswith(_OWN_FAMILIES) for extension in plugins_of("accel.devices")):
         return True
     if not sys.platform.startswith("linux"):
         return True

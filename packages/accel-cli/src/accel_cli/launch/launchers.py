@@ -15,7 +15,7 @@ from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import Extension, contained, extensions
+from accel_state.plugins import Plugin, contained, plugins_of
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import closest, settings_of
 from accel_state.topology import in_batch_script
@@ -115,7 +115,7 @@ SAGEMAKER: Final = LauncherManifest(
 class Offered(NamedTuple):
     """One entry point of the group: its manifest, or the error that occurred while loading it."""
 
-    extension: Extension
+    extension: Plugin
     manifest: LauncherManifest | None = None
     settings: type | None = None
     error: Exception | None = None
@@ -125,18 +125,18 @@ class Offered(NamedTuple):
 def offered_launchers() -> Mapping[str, tuple[Offered, ...]]:
     """The entry points of the group by name; those of this package are never replaced."""
     found: dict[str, tuple[Offered, ...]] = {}
-    for extension in sorted(extensions(GROUP), key=lambda one: not _own(one)):
+    for extension in sorted(plugins_of(GROUP), key=lambda one: not _own(one)):
         known = found.get(extension.name, ())
         if not any(_own(one.extension) for one in known):
             found[extension.name] = (*known, _load(extension))
     return found
 
 
-def _own(extension: Extension) -> bool:
+def _own(extension: Plugin) -> bool:
     return extension.origin.split()[0] == _OWN
 
 
-def _load(extension: Extension) -> Offered:
+def _load(extension: Plugin) -> Offered:
     try:
         manifest: LauncherManifest = extension.load()
         settings = extension._replace(target=manifest.settings).load() if manifest.settings else None
@@ -229,7 +229,7 @@ def load_launcher(manifest: LauncherManifest) -> Launcher:
         PluginError: the class could not be loaded.
     """
     try:
-        launcher: Any = Extension(GROUP, manifest.name, manifest.launcher, "").load()
+        launcher: Any = Plugin(GROUP, manifest.name, manifest.launcher, "").load()
         with contained():
             made: Launcher = launcher()
     except Exception as error:

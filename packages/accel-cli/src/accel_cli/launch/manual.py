@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from accel_cli.terminal import render
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_state.settings.installed import folder_names
 
 __all__ = ("ESSENTIAL", "OPTIONS", "cache_path", "launch_manual")
@@ -78,7 +78,7 @@ def cache_path(environ: Mapping[str, str]) -> str:
 
 def _rows() -> Rows:
     path = cache_path(os.environ)
-    offered = [list(extension) for group in ("accel.backends", "accel.launchers") for extension in extensions(group)]
+    offered = [list(extension) for group in ("accel.backends", "accel.launchers") for extension in plugins_of(group)]
     folders = _folders({target.partition(":")[0].partition(".")[0] for _, _, target, _ in offered})
     try:
         with open(path, encoding="utf-8") as file:

@@ -73,10 +73,10 @@ def probe_backends() -> dict[str, Any]:
 
 
 def _ask(manifest: Any, process: Any) -> dict[str, Any]:
-    from accel_state.settings.extension import Extension, contained
+    from accel_state.plugins import Plugin, contained
 
     def imported(target: str) -> Any:
-        return Extension("accel.backends", manifest.name, target, "").load()
+        return Plugin("accel.backends", manifest.name, target, "").load()
 
     try:
         imported(manifest.strategy)

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from accel_plugins.checkpoint.files import fsync_path, walk
 from accel_state.errors import AccelError, CheckpointError, PluginError, SettingError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 from accel_state.untrusted import path_inside
 
 __all__ = ("CheckpointStore", "FileStore", "StoredFile", "is_url", "open_store", "store_errors")
@@ -192,7 +192,7 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
         []
     """
     scheme = url.partition("://")[0]
-    known = {found.name: found for found in extensions(GROUP)}
+    known = {found.name: found for found in plugins_of(GROUP)}
     if "://" not in url or scheme not in known:
         raise SettingError(
             f"Cannot open the store {url!r} for checkpoints.",

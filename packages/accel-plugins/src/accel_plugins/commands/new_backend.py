@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import SettingError
-from accel_state.settings.extension import extensions
+from accel_state.plugins import plugins_of
 
 __all__ = ("COMMAND", "NewBackend")
 
@@ -260,7 +260,7 @@ COMMAND: Final = NewBackend()
 
 
 def _check(name: str, folder: Path) -> None:
-    taken = {found.name: found.origin for found in extensions("accel.backends")}
+    taken = {found.name: found.origin for found in plugins_of("accel.backends")}
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise SettingError(
             f"Cannot name a backend {name!r}.",

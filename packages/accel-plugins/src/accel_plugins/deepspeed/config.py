@@ -26,9 +26,9 @@ from accel_plugins.deepspeed.ds_config import (
 )
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
+from accel_state.library import stack_level
 from accel_state.replaceable import Replaceable
 from accel_state.settings.environ import read_setting
-from accel_state.settings.extension import stack_level
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("DeepSpeedPlugin",)

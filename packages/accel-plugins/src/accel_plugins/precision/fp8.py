@@ -32,7 +32,7 @@ from accel_plugins.precision.config import (
 from accel_plugins.precision.native import Autocasting
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import Conflict, Missing, NotOffered, SettingError
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 from accel_state.settings.installed import Requirement, importable
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from accel_state.devices.cpu import CPU
 from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
-from accel_state.settings.extension import Extension, contained, extensions, stack_level
+from accel_state.library import stack_level
+from accel_state.plugins import Plugin, contained, plugins_of
 from accel_state.settings.installed import possibly_importable
 from accel_state.settings.run import ProcessSettings
 
@@ -75,16 +76,16 @@ def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
     return found, tuple(failed)
 
 
-def _of_other_packages() -> Iterator[Sequence[Extension]]:
+def _of_other_packages() -> Iterator[Sequence[Plugin]]:
     """Entry points of other packages, grouped by name."""
-    by_name: dict[str, list[Extension]] = {}
-    for extension in extensions(_GROUP):
+    by_name: dict[str, list[Plugin]] = {}
+    for extension in plugins_of(_GROUP):
         if not extension.target.startswith(_OURS):
             by_name.setdefault(extension.name, []).append(extension)
     yield from by_name.values()
 
 
-def _only(offers: Sequence[Extension]) -> Extension:
+def _only(offers: Sequence[Plugin]) -> Plugin:
     if len(offers) == 1:
         return offers[0]
     raise PluginError(

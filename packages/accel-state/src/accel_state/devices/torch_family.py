@@ -23,8 +23,9 @@ import torch
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS, DeviceSpec, unlisted_spec
 from accel_state.errors import NotOffered
+from accel_state.library import stack_level
+from accel_state.plugins import contained
 from accel_state.settings.environ import publish
-from accel_state.settings.extension import contained, stack_level
 from accel_state.settings.installed import importable
 from accel_state.topology import Topology
 

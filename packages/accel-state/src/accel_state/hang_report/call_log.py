@@ -16,7 +16,7 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
-from accel_state.settings.extension import is_library
+from accel_state.library import is_library
 
 __all__ = (
     "IMPORT",

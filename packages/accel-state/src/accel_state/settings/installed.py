@@ -126,6 +126,15 @@ class Requirement(NamedTuple):
         """The install command."""
         return f'Run: pip install "{self.install or (self.distribution or self.module) + self.versions}"'
 
+    def error(self, failure: str) -> Missing | None:
+        """The error of a feature that needs the package, or None when the requirement is met.
+
+        Args:
+            failure: what fails without the package, as the first part of the error.
+        """
+        obstacle = self.obstacle()
+        return None if obstacle is None else Missing(failure, obstacle, self.remedy())
+
     def demand(self, failure: str) -> None:
         """Raise an error unless the requirement is met.
 
@@ -135,6 +144,6 @@ class Requirement(NamedTuple):
         Raises:
             Missing: the package is not installed, or its version does not fit.
         """
-        obstacle = self.obstacle()
-        if obstacle is not None:
-            raise Missing(failure, obstacle, self.remedy())
+        error = self.error(failure)
+        if error is not None:
+            raise error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_plugins.layers import strategy_model
 from accel_state.labels import DEVICE_MAP
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 from accel_torch.accumulation import MicroBatch, no_sync_all
 from accel_torch.members import AcceleratorMembers
 from accel_torch.options import generator_names

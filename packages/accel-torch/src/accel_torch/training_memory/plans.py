@@ -17,7 +17,7 @@ from accel_plugins import resolve
 from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.memory_plans import MemoryPlans
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import stack_level
+from accel_state.library import stack_level
 from accel_state.settings.schema import Setting, settings_of
 
 __all__ = (

@@ -30,7 +30,7 @@ from accel_plugins.blocks import repeated_blocks
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
-from accel_state.settings.extension import OWN_PACKAGES
+from accel_state.library import OWN_PACKAGES
 from accel_torch.training_memory import estimating
 from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
 from accel_torch.training_memory.plans import TrainingPlan, plan_settings, planned_backend

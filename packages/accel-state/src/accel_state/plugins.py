@@ -1,0 +1,478 @@
+"""Plugins: what installed packages register in the entry-point groups of this project.
+
+`PluginGroup` is the one class for all groups: backends, device families, trackers, launchers, commands, checkpoint
+stores. A group promises:
+
+- Finding imports nothing. `importlib.metadata` reads and parses the metadata of every distribution; this module looks
+  only at the `entry_points.txt` files on `sys.path` that mention one of our groups, which is about fifty times faster.
+- A plugin that cannot be loaded affects no other one. It is listed with its traceback, and only its use is an error.
+- While a plugin is imported, it can neither end the process nor print into the output of a command.
+- The names of plugins are printable text: characters that control a terminal are escaped.
+- What can go wrong has one text for all groups: an unknown name (`SettingError`), a name that several packages provide,
+  a broken plugin, an object of the wrong type, name or version of the interface (`PluginError`), and a requirement that
+  is not installed (`Missing`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from accel_state.errors import AccelError, Missing, PluginError, SettingError
+from accel_state.library import OWN_PACKAGES, add_library
+from accel_state.settings.installed import folder_names
+
+__all__ = ("Interface", "LoadedPlugin", "Plugin", "PluginGroup", "contained", "forget_plugins", "plugins_of")
+
+T = TypeVar("T")
+
+_PREFIX: Final = "[accel."
+
+
+class Plugin(NamedTuple):
+    """One entry point: `name = target` in a group of a distribution.
+
+    Args:
+        group: for example "accel.backends".
+        name: the name with which users select it.
+        target: "module:attribute".
+        origin: name and version of the distribution, such as "accel-plugins 0.1.0"; empty if it is unknown.
+    """
+
+    group: str
+    name: str
+    target: str
+    origin: str
+
+    @property
+    def package(self) -> str:
+        """Name of the distribution, or of the module's top-level package if the distribution is unknown."""
+        return self.origin.split(" ")[0] or self.target.partition(":")[0].partition(".")[0]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a package of this project provides it."""
+        return self.target.partition(":")[0].partition(".")[0] in OWN_PACKAGES
+
+    @property
+    def described(self) -> str:
+        """The target and the distribution, for messages."""
+        return f"{self.target} of {self.origin}" if self.origin else self.target
+
+    def load(self) -> Any:
+        """Import the module and return the attribute; import errors propagate. See `contained`."""
+        import importlib
+
+        module, _, attribute = self.target.partition(":")
+        add_library(module.partition(".")[0])
+        with contained():
+            found: Any = importlib.import_module(module)
+            for part in attribute.split(".") if attribute else ():
+                found = getattr(found, part)
+        return found
+
+
+class Interface(NamedTuple):
+    """What the objects that plugins name must be.
+
+    Args:
+        instance_of: the class of the objects.
+        subclass_of: the base class, if the objects are classes.
+        called: whether the plugin names a class or a function without arguments that creates the object.
+        versions: the oldest and the newest version of the interface that this release supports; the objects then have
+            an attribute `protocols` with the versions that they support.
+    """
+
+    instance_of: type | None = None
+    subclass_of: type | None = None
+    called: bool = False
+    versions: tuple[int, int] | None = None
+
+    def fault(self, plugin: Plugin, value: Any, noun: str) -> str:
+        """What is wrong with a loaded object, in one sentence; empty if nothing is."""
+        if value is None and self.instance_of is None:
+            return f"{plugin.described} is None."
+        if self.instance_of is not None and not isinstance(value, self.instance_of):
+            return f"{plugin.described} is a {type(value).__name__}, not a {self.instance_of.__name__}."
+        if self.subclass_of is not None and not (isinstance(value, type) and issubclass(value, self.subclass_of)):
+            return f"{plugin.described} is not a subclass of {self.subclass_of.__name__}."
+        if self.versions is not None:
+            oldest, newest = value.protocols
+            if newest < self.versions[0] or oldest > self.versions[1]:
+                supported, needed = _versions(oldest, newest), _versions(*self.versions)
+                return (
+                    f"{plugin.described} supports {supported} of the {noun} interface; this release supports {needed}."
+                )
+        return ""
+
+
+_ANYTHING: Final = Interface()
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
+class LoadedPlugin(Generic[T]):
+    """A plugin, loaded as far as possible.
+
+    Args:
+        plugin: its entry point.
+        noun: what it is, for messages, such as "backend".
+        value: the object that it names; None if it is broken.
+        failure: why it is broken: a traceback, or a sentence; empty if it is not.
+        cause: the exception of the traceback.
+        settings: the settings class of a manifest; see `with_settings`.
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin,
+        noun: str,
+        value: T | None = None,
+        failure: str = "",
+        cause: Exception | None = None,
+        settings: type | None = None,
+    ) -> None:
+        self.plugin, self.noun, self.value = plugin, noun, value
+        self.failure, self.cause, self.settings = failure, cause, settings
+
+    @property
+    def name(self) -> str:
+        """The name with which users select it."""
+        return self.plugin.name
+
+    @property
+    def origin(self) -> str:
+        """Name and version of the distribution."""
+        return self.plugin.origin
+
+    @property
+    def reason(self) -> str:
+        """Why it is broken, in one line; empty if it is not."""
+        if self.cause is None:
+            return self.failure
+        from accel_state.untrusted import printable
+
+        return printable(f"{type(self.cause).__name__}: {' '.join(str(self.cause).split())}")
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it cannot be used, in one line: it is broken, or a requirement is not met. None if it can be used."""
+        if self.failure:
+            return self.reason
+        unmet = (requirement.obstacle() for requirement in getattr(self.value, "requires", ()))
+        return next((obstacle for obstacle in unmet if obstacle is not None), None)
+
+    @property
+    def warning(self) -> str:
+        """The sentence about a broken plugin that is not used."""
+        return f"The {self.noun} {self.name!r} of {self.origin} is broken and was ignored: {self.reason}"
+
+    def error(self, failed: str) -> AccelError | None:
+        """The error for a plugin that cannot be used, or None.
+
+        Args:
+            failed: what fails without it, as the first part of the error.
+
+        Returns:
+            A `PluginError` for a broken plugin; a `Missing` for a requirement that is not met.
+        """
+        if self.failure:
+            return self._broken(failed)
+        for requirement in getattr(self.value, "requires", ()):
+            missing: Missing | None = requirement.error(failed)
+            if missing is not None:
+                return missing
+        return None
+
+    def get(self, failed: str) -> T:
+        """The object; its requirements are not checked.
+
+        Args:
+            failed: what fails without it, as the first part of the error.
+
+        Raises:
+            PluginError: the plugin is broken.
+        """
+        if self.value is None or self.failure:
+            raise self._broken(failed) from self.cause
+        return self.value
+
+    def usable(self, failed: str) -> T:
+        """The object, whose requirements are met.
+
+        Args:
+            failed: what fails without it, as the first part of the error.
+
+        Raises:
+            PluginError: the plugin is broken.
+            Missing: a package that it requires is not installed, or has another version.
+        """
+        error = self.error(failed)
+        if error is not None:
+            raise error from self.cause
+        return self.get(failed)
+
+    def with_settings(self, target: str) -> LoadedPlugin[T]:
+        """This plugin with the settings class that its manifest names as "module:class"; broken without it."""
+        if self.failure or not target:
+            return self
+        part: LoadedPlugin[type] = _load(self.plugin._replace(target=target), self.noun, _ANYTHING)
+        return LoadedPlugin(self.plugin, self.noun, self.value, part.failure, part.cause, part.value)
+
+    def _broken(self, failed: str) -> PluginError:
+        why = self.reason if self.cause is None else f"{self.plugin.described} could not be loaded: {self.reason}"
+        return PluginError(failed, why, f"Repair, update or remove {self.plugin.package}.")
+
+
+class PluginGroup(Generic[T]):
+    """All plugins of one entry-point group.
+
+    Args:
+        group: the name of the group.
+        noun: what one plugin is, for messages.
+        plural: what several of them are; by default the noun with an "s".
+        interface: what the objects must be.
+        own: which plugin is used if a package of this project and another package provide the same name: "first" for
+            ours, "last" for the other one, "equal" for neither, which is an error.
+        built_in: plugins that are found without the metadata of a package.
+
+    Example:
+        >>> families = PluginGroup("accel.devices", "device family", "device families")
+        >>> "cpu" in families.names()
+        True
+        >>> families.find("cqu", "Cannot use the device 'cqu'.")
+        Traceback (most recent call last):
+        accel_state.errors.SettingError: Cannot use the device 'cqu'.
+          Installed device families: cpu, cuda, hpu, mlu, mps, musa, neuron, npu, sdaa, xla, xpu.
+          Did you mean 'cpu'?
+    """
+
+    def __init__(
+        self,
+        group: str,
+        noun: str,
+        plural: str = "",
+        interface: Interface = _ANYTHING,
+        own: str = "equal",
+        built_in: tuple[Plugin, ...] = (),
+    ) -> None:
+        self.group, self.noun, self.plural = group, noun, plural or f"{noun}s"
+        self.interface, self.own, self.built_in = interface, own, built_in
+        self._scan: tuple[Plugin, ...] | None = None
+        self._loaded: tuple[LoadedPlugin[T], ...] = ()
+
+    def plugins(self) -> tuple[Plugin, ...]:
+        """The plugins in the order of `sys.path`, those that others replace left out; imports none of them."""
+        plugins = (*self.built_in, *plugins_of(self.group))
+        if self.own == "equal":
+            return plugins
+        preferred = {plugin.name for plugin in plugins if plugin.is_own == (self.own == "first")}
+        return tuple(
+            plugin for plugin in plugins if plugin.is_own == (self.own == "first") or plugin.name not in preferred
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the plugins, sorted, each once; imports none of them."""
+        return tuple(sorted({plugin.name for plugin in self.plugins()}))
+
+    def loaded(self) -> tuple[LoadedPlugin[T], ...]:
+        """Every plugin, sorted by name and loaded as far as possible.
+
+        Plugins are loaded once, and again after a change of `sys.path` and after `forget_plugins`.
+        """
+        scan = _scan(tuple(sys.path))
+        if scan is not self._scan:
+            self._loaded = tuple(sorted(map(self.load, self.plugins()), key=lambda loaded: loaded.name))
+            self._scan = scan
+        return self._loaded
+
+    def load(self, plugin: Plugin) -> LoadedPlugin[T]:
+        """One plugin of the group, loaded as far as possible."""
+        loaded: LoadedPlugin[T] = _load(plugin, self.noun, self.interface)
+        name = getattr(loaded.value, "name", plugin.name) if self.interface is not _ANYTHING else plugin.name
+        if isinstance(name, str) and name != plugin.name:
+            fault = f"{plugin.described} has the name {name!r}, but its entry point has the name {plugin.name!r}."
+            return LoadedPlugin(plugin, self.noun, failure=fault)
+        return loaded
+
+    def find(self, name: str, failed: str, others: Iterable[str] = ()) -> LoadedPlugin[T]:
+        """The plugin with a name, loaded as far as possible.
+
+        Args:
+            name: its name.
+            failed: what fails without it, as the first part of an error, such as "Cannot use the tracker 'x'."
+            others: further valid names, for the text of the error.
+
+        Raises:
+            SettingError: no plugin has the name; the error contains the most similar one.
+            PluginError: several packages provide it.
+        """
+        plugins = [plugin for plugin in self.plugins() if plugin.name == name]
+        if not plugins:
+            raise self.unknown(name, failed, (*self.names(), *others))
+        if len(plugins) > 1:
+            raise PluginError(
+                failed,
+                f"Several packages provide this {self.noun}: {', '.join(plugin.origin for plugin in plugins)}.",
+                "Uninstall all but one of them.",
+            )
+        return self.load(plugins[0])
+
+    def part(self, name: str, target: str, interface: Interface = _ANYTHING) -> LoadedPlugin[Any]:
+        """Another object of a plugin, which its manifest names, loaded as far as possible.
+
+        Args:
+            name: the name of the plugin, which may be registered without being installed.
+            target: the object as "module:attribute".
+            interface: what the object must be.
+        """
+        plugins = (plugin for plugin in self.plugins() if plugin.name == name)
+        plugin = next(plugins, Plugin(self.group, name, target, ""))
+        return _load(plugin._replace(target=target), self.noun, interface)
+
+    def unknown(self, name: str, failed: str, names: Iterable[str]) -> SettingError:
+        """The error for a name that no plugin has.
+
+        Args:
+            name: the name.
+            failed: what fails without the plugin, as the first part of the error.
+            names: the valid names.
+        """
+        from accel_state.settings.schema import closest
+
+        valid = sorted(set(names))
+        near = closest(name, valid)
+        return SettingError(
+            failed,
+            f"Installed {self.plural}: {', '.join(valid) or 'none'}.",
+            f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
+        )
+
+
+def _load(plugin: Plugin, noun: str, interface: Interface) -> LoadedPlugin[Any]:
+    try:
+        value = plugin.load()
+        if interface.called:
+            with contained():
+                value = value()
+        fault = interface.fault(plugin, value, noun)
+    except Exception as error:
+        import traceback
+
+        from accel_state.untrusted import printable
+
+        return LoadedPlugin(plugin, noun, None, printable(traceback.format_exc(), keep="\n\t"), error)
+    return LoadedPlugin(plugin, noun, None if fault else value, fault)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Run code of a plugin, so that it can neither end this process nor write into the output of a command.
+
+    What it prints is written to standard error. An interrupt by the user ends the process as always.
+
+    Raises:
+        ImportError: the code called `sys.exit`, or raised another exception that is not an error.
+    """
+    from contextlib import redirect_stdout
+
+    with _interrupts() as interrupts, redirect_stdout(sys.stderr):
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if interrupts:
+                raise
+            shown = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raise {error!r}"
+            raise ImportError(f"Its code tried to end this process with: {shown}") from error
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The interrupts that this process receives in the block; an exception alone does not tell who raised it."""
+    import signal
+
+    received: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: Any) -> None:
+        received.append(number)
+        if callable(before):
+            before(number, frame)
+
+    try:
+        if callable(before):
+            signal.signal(signal.SIGINT, interrupted)
+    except ValueError:
+        # Only the main thread handles signals.
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, before)
+
+
+def plugins_of(group: str) -> tuple[Plugin, ...]:
+    """Entry points of a group in the order of `sys.path`; those with the same name and target are listed once."""
+    return tuple(plugin for plugin in _scan(tuple(sys.path)) if plugin.group == group)
+
+
+def forget_plugins() -> None:
+    """Search again at the next call, because the running process has installed a package."""
+    _scan.cache_clear()
+
+
+@lru_cache(maxsize=4)
+def _scan(path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    plugins: dict[tuple[str, str, str], Plugin] = {}
+    for folder in dict.fromkeys(path):
+        for origin, text in _metadata(folder or os.curdir):
+            for plugin in _parse(text, origin):
+                plugins.setdefault((plugin.group, plugin.name, plugin.target), plugin)
+    return tuple(plugins.values())
+
+
+def _metadata(folder: str) -> Iterator[tuple[str, str]]:
+    """Origin and text of each entry-point file in a folder that mentions one of our groups."""
+    for name in sorted(name for name in folder_names(folder) or () if name.endswith((".dist-info", ".egg-info"))):
+        try:
+            # Without file objects and decoding: most of the hundreds of files do not mention our groups.
+            file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            content = os.read(file, os.fstat(file).st_size)
+            text = content.decode() if _PREFIX.encode() in content else ""
+        except (OSError, UnicodeDecodeError):
+            continue
+        finally:
+            os.close(file)
+        if text:
+            distribution, _, version = name.rsplit(".", 1)[0].rpartition("-")
+            yield f"{distribution.replace('_', '-')} {version}", text
+
+
+def _parse(text: str, origin: str) -> Iterator[Plugin]:
+    group = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            group = line[1:-1].strip()
+        elif group.startswith(_PREFIX[1:]) and "=" in line and not line.startswith(("#", ";")):
+            name, _, target = line.partition("=")
+            texts = (group, name.strip(), target.split("[")[0].strip(), origin)
+            yield Plugin(*texts if all(map(str.isprintable, texts)) else map(_escaped, texts))
+
+
+def _escaped(text: str) -> str:
+    from accel_state.untrusted import printable
+
+    return printable(text)
