@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from accel_ops import gather
+from accel_ops.checked_call import recent_calls
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, GeneralTracker
@@ -59,6 +62,20 @@ def two(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Processes:
     # Importing takes each process as long as it takes, and in the first run the other waits for it.
     two.run(told, str(tmp_path_factory.mktemp("first") / "checkpoint"), -1)
     return two
+
+
+def gathered_in_a_group() -> tuple[list[int], list[str]]:
+    accelerator = Accelerator(cpu=True, straggler_report=True)
+    group = dist.new_group(list(range(accelerator.num_processes)))
+    values = gather(torch.tensor([accelerator.process_index]), group=group).tolist()
+    return values, [call.group for call in recent_calls(1)]
+
+
+def test_a_group_has_collectives_while_they_are_measured(two: Processes) -> None:
+    (first, calls), (second, others) = two.run(gathered_in_a_group)
+    assert first == second == [0, 1]
+    assert calls == others
+    assert calls[0]
 
 
 def told(folder: str, slow: int) -> dict[str, float]:

@@ -9,16 +9,15 @@ For example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from accel_state import current
-from accel_state.protocol.state import share_protocol_state
-from accel_state.transport.base import Reduction, Transport, Work
-from accel_state.transport.control import ControlStore
+from accel_state.transport.base import Transport
+from accel_state.transport.forwarding import ForwardingTransport
 
 __all__ = ("Record", "RecordingTransport", "recording")
 
@@ -35,72 +34,27 @@ class Record(NamedTuple):
     nbytes: int
 
 
-class RecordingTransport(Transport):
+class RecordingTransport(ForwardingTransport):
     """Forwards every call to another transport and records it.
 
     Args:
         inner: the transport that does the work.
 
     Attributes:
-        records: the collectives that were started so far.
+        records: the collectives that were started so far, also those of groups.
     """
 
     def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.device = inner.device
-        self.timeout = inner.timeout
-        self.ranks, self.group = inner.ranks, inner.group
+        super().__init__(inner)
         self.records: list[Record] = []
-        self._groups: dict[Transport, RecordingTransport] = {}
 
-    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
-        inner = self.inner.subgroup(group, label, meet)
-        if inner not in self._groups:
-            made = self._groups[inner] = RecordingTransport(inner)
-            made.records = self.records
-        return self._groups[inner]
+    def around(self, inner: Transport) -> RecordingTransport:
+        other = RecordingTransport(inner)
+        other.records = self.records
+        return other
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
-        self._note("all_gather", tensor)
-        return self.inner.all_gather(output, tensor, header=header)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        self._note("all_reduce", tensor)
-        return self.inner.all_reduce(tensor, op, into)
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        self._note("broadcast", tensor)
-        return self.inner.broadcast(tensor, src)
-
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
-        self._note("scatter", *(inputs or ()))
-        return self.inner.scatter(output, inputs, src)
-
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
-        self._note("gather", tensor)
-        return self.inner.gather(outputs, tensor, dst)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        self._note("all_to_all", tensor)
-        return self.inner.all_to_all(output, tensor)
-
-    def barrier(self) -> None:
-        self._note("barrier")
-        self.inner.barrier()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def store(self) -> Any | None:
-        return self.inner.store()
-
-    def control(self) -> ControlStore | None:
-        return self.inner.control()
-
-    def _note(self, operation: str, *given: torch.Tensor) -> None:
-        self.records.append(Record(operation, sum(tensor.nbytes for tensor in given)))
+    def before(self, operation: str, *sent: torch.Tensor) -> None:
+        self.records.append(Record(operation, sum(tensor.nbytes for tensor in sent)))
 
 
 @contextmanager
@@ -108,7 +62,5 @@ def recording() -> Iterator[list[Record]]:
     """Record the collectives that this process starts on its transport inside the block."""
     process = current.process_or_start()
     transport = RecordingTransport(process.transport)
-    if process.world_size > 1:
-        share_protocol_state(transport, process.transport)
     with current.replace_process(process._replace(transport=transport)):
         yield transport.records

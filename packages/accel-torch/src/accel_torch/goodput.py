@@ -27,7 +27,6 @@ from accel_state.goodput.account import (
     TimeAccount,
 )
 from accel_state.hang_report.progress import PROGRESS
-from accel_state.protocol.state import share_protocol_state
 from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.stopwatch import TimedTransport
 
@@ -88,9 +87,7 @@ class GoodputRecorder(RunObserver):
         account, process = self.account, current.process()
         if process.world_size == 1 or isinstance(process.transport, TimedTransport):
             return
-        transport = TimedTransport(process.transport, account)
-        share_protocol_state(transport, process.transport)
-        current.set_process(process._replace(transport=transport))
+        current.set_process(process._replace(transport=TimedTransport(process.transport, account)))
 
     def begins(self, accelerator: Any) -> None:
         """Charge saving, and with several processes the waiting in backward passes."""

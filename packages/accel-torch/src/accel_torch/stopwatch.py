@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
-
-import torch
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from accel_data.order import RNGState
 from accel_data.progress import Position
 from accel_data.source import Source, WrappedSource
-from accel_state.transport.base import Reduction, Transport, Work
-
-if TYPE_CHECKING:
-    from accel_state.transport.control import ControlStore
+from accel_state.transport.base import Transport, Work
+from accel_state.transport.forwarding import ForwardingTransport
 
 __all__ = ("SHARES", "Stopwatch", "TimedSource", "TimedTransport")
 
@@ -150,7 +146,7 @@ class Timer(Protocol):
         """Context manager whose time counts for a share."""
 
 
-class TimedTransport(Transport):
+class TimedTransport(ForwardingTransport):
     """Forwards every call to another transport, and measures how long this process waits for it.
 
     Args:
@@ -159,43 +155,15 @@ class TimedTransport(Transport):
     """
 
     def __init__(self, inner: Transport, stopwatch: Timer) -> None:
-        self.inner, self._stopwatch = inner, stopwatch
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.device, self.timeout = inner.device, inner.timeout
+        super().__init__(inner)
+        self._stopwatch = stopwatch
 
-    def _timed(self, work: Work) -> Work:
+    def around(self, inner: Transport) -> TimedTransport:
+        return TimedTransport(inner, self._stopwatch)
+
+    def started(self, work: Work) -> Work:
         return _TimedWork(work, self._stopwatch)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
-        return self._timed(self.inner.all_gather(output, tensor, header=header))
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        return self._timed(self.inner.all_reduce(tensor, op, into))
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        return self._timed(self.inner.broadcast(tensor, src))
-
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
-        return self._timed(self.inner.scatter(output, inputs, src))
-
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
-        return self._timed(self.inner.gather(outputs, tensor, dst))
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        return self._timed(self.inner.all_to_all(output, tensor))
 
     def barrier(self) -> None:
         with self._stopwatch.on("waiting"):
-            self.inner.barrier()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def store(self) -> Any | None:
-        return self.inner.store()
-
-    def control(self) -> ControlStore | None:
-        return self.inner.control()
-
-    def in_child(self) -> Transport:
-        return self.inner.in_child()
+            super().barrier()

@@ -9,7 +9,6 @@ import torch
 
 from accel_ops import gather_object
 from accel_state import current
-from accel_state.protocol.state import share_protocol_state
 from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
 
 if TYPE_CHECKING:
@@ -33,10 +32,7 @@ class StragglerReport:
     def watch_collectives(self) -> None:
         """Measure all collectives of this process from now on; called before other objects refer to the process."""
         process = current.process()
-        transport = TimedTransport(process.transport, self.stopwatch)
-        if process.world_size > 1:
-            share_protocol_state(transport, process.transport)
-        current.set_process(process._replace(transport=transport))
+        current.set_process(process._replace(transport=TimedTransport(process.transport, self.stopwatch)))
 
     def watch_methods(self, accelerator: Any) -> None:
         """Wrap methods of one Accelerator to measure them, so that other Accelerators have no overhead."""

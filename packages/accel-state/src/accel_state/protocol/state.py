@@ -17,7 +17,7 @@ from accel_state.transport.base import Transport
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor
 
-__all__ = ("ProtocolState", "add_group_state", "protocol_state", "share_protocol_state")
+__all__ = ("ProtocolState", "add_group_state", "protocol_state")
 
 
 class ProtocolState:
@@ -25,7 +25,6 @@ class ProtocolState:
 
     Args:
         transport: the transport between the processes; the state does not refer to it.
-        like: the state of another transport between the same processes; this one continues its log.
         world: for the transport of a group, the state of the transport between all processes.
 
     Attributes:
@@ -53,32 +52,24 @@ class ProtocolState:
         "world_size",
     )
 
-    def __init__(
-        self, transport: Transport, like: ProtocolState | None = None, world: ProtocolState | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, world: ProtocolState | None = None) -> None:
         self.header = EagerHeader(transport.world_size)
         self.plans: dict[Hashable, Any] = {}
         self.sites: dict[Hashable, Any] = {}
         self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
-        self.listeners: list[Callable[[int], None]] = like.listeners if like else []
-        self.turn: Turn
-        if like is not None:
-            self.turn = like.turn
-        else:
-            self.turn = Turn(world.turn.home, numbers=False) if world else Turn(threading.current_thread())
+        self.listeners: list[Callable[[int], None]] = []
+        self.turn: Turn = Turn(world.turn.home, numbers=False) if world else Turn(threading.current_thread())
         self.log: CallLog
         self.monitor: HangMonitor
         self.world_size: int
         if world is not None:
             self.log = CallLog(world=world.log, group=transport.group)
             self.monitor, self.world_size = world.monitor, world.world_size
-        elif like is not None:
-            self.log, self.monitor, self.world_size = like.log, like.monitor, like.world_size
         else:
             self.log, self.world_size = CallLog(), transport.world_size
             self.monitor = self._start_monitor(transport)
-        self.pending: deque[Callable[[], None]] = like.pending if like else deque()
+        self.pending: deque[Callable[[], None]] = deque()
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
         # Only runs of several processes need it.
@@ -93,10 +84,11 @@ _states: weakref.WeakKeyDictionary[Transport, ProtocolState] = weakref.WeakKeyDi
 
 
 def protocol_state(transport: Transport) -> ProtocolState:
-    """The state of a transport, created at the first call."""
-    state = _states.get(transport)
+    """The state of a transport, created at the first call; transports that forward have that of the connected one."""
+    connected = transport.connected
+    state = _states.get(connected)
     if state is None:
-        state = _states[transport] = ProtocolState(transport)
+        state = _states[connected] = ProtocolState(connected)
     return state
 
 
@@ -105,10 +97,6 @@ def add_group_state(transport: Transport, world: Transport) -> None:
 
     Its calls have their own lock: calls of several groups may run at the same time.
     """
-    if transport not in _states:
-        _states[transport] = ProtocolState(transport, world=protocol_state(world))
-
-
-def share_protocol_state(transport: Transport, original: Transport) -> None:
-    """Make a transport that forwards its calls to `original` continue the log of `original`."""
-    _states[transport] = ProtocolState(transport, like=protocol_state(original))
+    connected = transport.connected
+    if connected not in _states:
+        _states[connected] = ProtocolState(connected, world=protocol_state(world))

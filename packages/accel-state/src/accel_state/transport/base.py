@@ -70,6 +70,11 @@ class Transport(ABC):
     group: str = ""
     ranks: Sequence[int] = ()
 
+    @property
+    def connected(self) -> Transport:
+        """The transport that has the connections: this one, unless it forwards to another."""
+        return self
+
     def rank_in_run(self, index: int) -> int:
         """Rank in the run of the process with this index in the transport."""
         return self.ranks[index] if self.ranks else index
