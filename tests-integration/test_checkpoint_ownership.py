@@ -152,7 +152,12 @@ RECOVER = """
 print(os.getpid(), flush=True)
 save(target.with_name("other"), "text")
 """
-NO_EXCHANGE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import faults; faults.refuse_exchange()"
+NO_EXCHANGE = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from faults import tracing
+tracing.refuse_exchange()
+"""
 
 
 @contained

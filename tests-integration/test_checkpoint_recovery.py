@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faults
 import pytest
+from faults import tracing
 
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.manifest import verify
@@ -31,18 +31,18 @@ def die_between_two_renames(target: Path) -> None:
     """Save over a name where names cannot be exchanged, and be killed while nothing has that name."""
 
     def save() -> None:
-        faults.refuse_exchange()
+        tracing.refuse_exchange()
         write(target, "new")
 
     write(target, "old")
-    ended = faults.run(save, target.parent, faults.Fault(1, only=("rename",)), timeout=250)
+    ended = tracing.run(save, target.parent, tracing.Fault(1, only=("rename",)), timeout=250)
     assert ended.hit is not None
     assert ended.hit.other == target
     assert not target.exists()
 
 
 pytestmark = [
-    pytest.mark.skipif(faults.obstacle() is not None, reason=str(faults.obstacle())),
+    pytest.mark.skipif(tracing.obstacle() is not None, reason=str(tracing.obstacle())),
     pytest.mark.usefixtures("cpu_state"),
 ]
 
@@ -55,11 +55,11 @@ def test_exchanges_are_refused_by_the_kernel(tmp_path: Path) -> None:
         from accel_plugins.checkpoint.commit import exchange
 
         assert exchange(tmp_path / "a", tmp_path / "b")
-        faults.refuse_exchange()
+        tracing.refuse_exchange()
         assert not exchange(tmp_path / "a", tmp_path / "b")
         (tmp_path / "a").rename(tmp_path / "c")
 
-    ended = faults.run(try_it, tmp_path)
+    ended = tracing.run(try_it, tmp_path)
     assert ended.code == 0
     assert [operation.kind for operation in ended.operations] == ["exchange", "rename"]
 
@@ -91,7 +91,7 @@ def test_a_numbered_checkpoint_is_the_newest_after_it_was_saved_over(tmp_path: P
 
 def test_a_first_checkpoint_that_was_complete_is_put_in_place(tmp_path: Path) -> None:
     target = tmp_path / "last"
-    ended = faults.run(lambda: write(target, "new"), tmp_path, faults.Fault(0, only=("rename",)))
+    ended = tracing.run(lambda: write(target, "new"), tmp_path, tracing.Fault(0, only=("rename",)))
     assert ended.hit is not None
     assert not target.exists()
     assert located(target) == target
@@ -100,7 +100,7 @@ def test_a_first_checkpoint_that_was_complete_is_put_in_place(tmp_path: Path) ->
 
 def test_a_first_checkpoint_that_was_not_complete_is_missing(tmp_path: Path) -> None:
     target = tmp_path / "last"
-    faults.run(lambda: write(target, "new"), tmp_path, faults.Fault(5))
+    tracing.run(lambda: write(target, "new"), tmp_path, tracing.Fault(5))
     assert unfinished(tmp_path)
     assert located(target) is None
     assert unfinished(tmp_path)

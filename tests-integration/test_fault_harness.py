@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import faults
 import pytest
-from faults import Outcome
+from faults import sweeps, tracing
+from faults.sweeps import Outcome
 
-pytestmark = pytest.mark.skipif(faults.obstacle(errors=True) is not None, reason=str(faults.obstacle(errors=True)))
+pytestmark = pytest.mark.skipif(tracing.obstacle(errors=True) is not None, reason=str(tracing.obstacle(errors=True)))
 
 
 def write(path: Path, text: str, *, flush: bool = True) -> None:
@@ -31,7 +31,7 @@ def flush_folder(path: Path) -> None:
     os.close(descriptor)
 
 
-def kinds(ended: faults.Ended) -> list[tuple[str, str]]:
+def kinds(ended: tracing.Ended) -> list[tuple[str, str]]:
     return [(operation.kind, operation.path.name) for operation in ended.operations]
 
 
@@ -55,7 +55,7 @@ def do_everything(folder: Path) -> None:
 
 def test_every_operation_is_recorded_in_order(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    ended = faults.run(lambda: do_everything(tmp_path / "in"), tmp_path / "in")
+    ended = tracing.run(lambda: do_everything(tmp_path / "in"), tmp_path / "in")
 
     assert (ended.code, ended.hung, ended.hit) == (0, False, None)
     assert kinds(ended) == [
@@ -71,9 +71,9 @@ def test_the_model_of_the_disk_ends_where_the_disk_does(tmp_path: Path) -> None:
     root, before = tmp_path / "in", tmp_path / "before"
     root.mkdir()
     before.mkdir()
-    ended = faults.run(lambda: do_everything(root), root)
+    ended = tracing.run(lambda: do_everything(root), root)
     compared = 0
-    for done, _, found in faults.crashes(before, root, ended.operations, tmp_path / "found", [Outcome.EVERYTHING]):
+    for done, _, found in sweeps.crashes(before, root, ended.operations, tmp_path / "found", [Outcome.EVERYTHING]):
         if done == len(ended.operations):
             compared += 1
             assert {path.relative_to(found) for path in found.rglob("*")} == {
@@ -93,10 +93,10 @@ def test_what_was_not_flushed_may_be_lost(tmp_path: Path) -> None:
         write(root / "new", "new", flush=False)
         (root / "new").rename(root / "old")
 
-    ended = faults.run(change, root)
+    ended = tracing.run(change, root)
     found = {
         outcome: path.joinpath("old").read_bytes()
-        for done, outcome, path in faults.crashes(before, root, ended.operations, tmp_path / "found")
+        for done, outcome, path in sweeps.crashes(before, root, ended.operations, tmp_path / "found")
         if done == len(ended.operations)
     }
     assert found == {
@@ -109,7 +109,7 @@ def test_what_was_not_flushed_may_be_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_process_is_killed_before_the_operation_that_was_named(tmp_path: Path, at: int) -> None:
-    ended = faults.run(lambda: write(tmp_path / "a", "text"), tmp_path, faults.Fault(at))
+    ended = tracing.run(lambda: write(tmp_path / "a", "text"), tmp_path, tracing.Fault(at))
 
     if at == 3:
         assert (ended.hit, ended.code) == (None, 0)
@@ -131,8 +131,8 @@ def expect_error(path: Path, number: int) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_operation_gives_the_error_and_does_not_happen(tmp_path: Path, number: int, at: int) -> None:
-    fault = faults.Fault(at, number, lasting=True)
-    ended = faults.run(lambda: expect_error(tmp_path / "a", number), tmp_path, fault)
+    fault = tracing.Fault(at, number, lasting=True)
+    ended = tracing.run(lambda: expect_error(tmp_path / "a", number), tmp_path, fault)
 
     assert ended.code == 7
     assert len(ended.operations) == at
@@ -148,7 +148,7 @@ def test_an_error_that_strikes_once_is_gone_afterwards(tmp_path: Path) -> None:
             except OSError:
                 (tmp_path / "failed").mkdir()
 
-    ended = faults.run(twice, tmp_path, faults.Fault(0, errno.EIO))
+    ended = tracing.run(twice, tmp_path, tracing.Fault(0, errno.EIO))
     assert kinds(ended) == [("mkdir", "failed"), ("mkdir", "second")]
 
 
@@ -158,7 +158,7 @@ def test_threads_are_followed(tmp_path: Path) -> None:
         thread.start()
         thread.join()
 
-    assert kinds(faults.run(from_a_thread, tmp_path)) == [("create", "a"), ("write", "a"), ("fsync", "a")]
+    assert kinds(tracing.run(from_a_thread, tmp_path)) == [("create", "a"), ("write", "a"), ("fsync", "a")]
 
 
 def test_a_child_that_raises_or_hangs_is_told_apart(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_a_child_that_raises_or_hangs_is_told_apart(tmp_path: Path) -> None:
         raise ValueError("on purpose")
 
     log = tmp_path / "log"
-    assert faults.run(fail, tmp_path, log=log).code == 1
+    assert tracing.run(fail, tmp_path, log=log).code == 1
     assert "on purpose" in log.read_text()
-    hung = faults.run(lambda: time.sleep(60), tmp_path, timeout=0.5)
+    hung = tracing.run(lambda: time.sleep(60), tmp_path, timeout=0.5)
     assert (hung.hung, hung.code) == (True, -signal.SIGKILL)
     for timeout in (0.5, 5.0, 50.0):
-        waits = faults.run(lambda: None, tmp_path, companion=lambda: time.sleep(100), timeout=timeout)
+        waits = tracing.run(lambda: None, tmp_path, companion=lambda: time.sleep(100), timeout=timeout)
         if waits.code == 0:
             break  # Otherwise the machine was so busy that the first child was not done in that time.
     assert (waits.hung, waits.code, waits.companion_code) == (True, 0, None)
@@ -210,11 +210,11 @@ def test_a_saver_is_right_when_nothing_can_be_lost(
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "state").write_text("old")
-    job = faults.Workload(folder, lambda: saver(folder), old_or_new)
+    job = sweeps.Workload(folder, lambda: saver(folder), old_or_new)
     tallies = {
-        "kill": faults.kill_everywhere(job),
-        "full": faults.fail_everywhere(job, errno.ENOSPC),
-        "power": faults.lose_power(job),
+        "kill": sweeps.kill_everywhere(job),
+        "full": sweeps.fail_everywhere(job, errno.ENOSPC),
+        "power": sweeps.lose_power(job),
     }
 
     assert not tallies["kill"].lost if killed else tallies["kill"].lost
@@ -230,7 +230,7 @@ def test_each_file_is_harmed_in_each_way_and_healed(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345678")
     (tmp_path / "empty").write_bytes(b"")
     seen = []
-    for damage in faults.damages(tmp_path):
+    for damage in sweeps.damages(tmp_path):
         now = damage.path.read_bytes() if damage.path.exists() else None
         seen.append((damage.kind, damage.path.name, now))
     assert seen == [

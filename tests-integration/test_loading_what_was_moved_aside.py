@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
+from faults import tracing
 from torch import nn
 
 from accel_plugins.checkpoint.recovery import Claim
@@ -32,17 +32,17 @@ def save(folder: Path, value: float) -> None:
 
 
 def save_without_exchange(folder: Path, value: float) -> None:
-    faults.refuse_exchange()
+    tracing.refuse_exchange()
     save(folder, value)
 
 
-@pytest.mark.skipif(faults.obstacle() is not None, reason=str(faults.obstacle()))
+@pytest.mark.skipif(tracing.obstacle() is not None, reason=str(tracing.obstacle()))
 def test_training_does_not_start_anew_after_a_death_between_the_two_renames(tmp_path: Path) -> None:
     target = tmp_path / "last"
     save(target, 1.0)
     for at in range(10):
-        ended = faults.run(
-            lambda: save_without_exchange(target, 2.0), tmp_path, faults.Fault(at, only=("rename",)), timeout=100
+        ended = tracing.run(
+            lambda: save_without_exchange(target, 2.0), tmp_path, tracing.Fault(at, only=("rename",)), timeout=100
         )
         assert ended.hit is not None
         if ended.hit.other == target:

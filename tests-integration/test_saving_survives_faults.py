@@ -6,13 +6,13 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-import faults
 import pytest
+from faults import sweeps, tracing
 
 import reliability
 from accel_state.errors import NotOffered
 
-TRACED = faults.obstacle(errors=True)
+TRACED = tracing.obstacle(errors=True)
 
 # Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of the kinds of runs, each is
 # hit by SIGKILL; a failing call and a loss of power hit the runs in which what follows them differs: the others go
@@ -65,21 +65,21 @@ def test_the_document_tells_of_every_sweep_and_of_no_loss() -> None:
 
 def test_a_loss_or_a_missing_sweep_is_noticed() -> None:
     names = list(reliability.SWEEPS)
-    well = {name: faults.Tally("a fault", 3, 3) for name in names}
+    well = {name: sweeps.Tally("a fault", 3, 3) for name in names}
     assert reliability.problems(reliability.document(well)) == []
 
-    lost = {**well, names[0]: faults.Tally("a fault", 3, 2, ["it was gone"])}
+    lost = {**well, names[0]: sweeps.Tally("a fault", 3, 2, ["it was gone"])}
     assert reliability.problems(reliability.document(lost)) == [f"{names[0]}: [3, 2, 1]"]
     assert reliability.problems(reliability.document({names[0]: well[names[0]]})) == [
         f"{name}: not in the document" for name in names[1:]
     ]
-    never = {**well, names[1]: faults.Tally("a fault")}
+    never = {**well, names[1]: sweeps.Tally("a fault")}
     assert reliability.problems(reliability.document(never)) == [f"{names[1]}: [0, 0, 0]"]
 
 
 def test_some_sweeps_can_run_again_while_the_other_rows_stay() -> None:
     name, other = list(reliability.SWEEPS)[:2]
-    tallies = {name: faults.Tally("a fault", 3, 2, ["it was gone"]), other: faults.Tally("another", 4, 4)}
+    tallies = {name: sweeps.Tally("a fault", 3, 2, ["it was gone"]), other: sweeps.Tally("another", 4, 4)}
     read = reliability.recorded(reliability.document(tallies))
 
     assert {row: (one.kind, one.injected, one.survived, len(one.lost)) for row, one in read.items()} == {

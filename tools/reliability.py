@@ -26,8 +26,8 @@ from typing import Final
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests-integration"))
 
-import faults
 import torch
+from faults import sweeps
 
 import reliability_containers as containers
 import reliability_damaged_files as damaged
@@ -39,7 +39,7 @@ from reliability_data_writes import data_writes
 
 DOCUMENT = ROOT / "docs" / "reliability.md"
 
-Sweep = Callable[[Path, int], faults.Tally]
+Sweep = Callable[[Path, int], sweeps.Tally]
 
 HEAD: Final = """# What saving and waiting survive
 
@@ -68,29 +68,29 @@ when cut.
 """
 
 
-def _job(sweep: Callable[[faults.Workload, int], faults.Tally], **options: bool) -> Sweep:
+def _job(sweep: Callable[[sweeps.Workload, int], sweeps.Tally], **options: bool) -> Sweep:
     return lambda folder, every: sweep(runs.Run(folder / "project", **options).job(), every)
 
 
-def _kill(job: faults.Workload, every: int) -> faults.Tally:
-    return faults.kill_everywhere(job, every=every)
+def _kill(job: sweeps.Workload, every: int) -> sweeps.Tally:
+    return sweeps.kill_everywhere(job, every=every)
 
 
-def _full(job: faults.Workload, every: int) -> faults.Tally:
-    return faults.fail_everywhere(job, errno.ENOSPC, every=every)
+def _full(job: sweeps.Workload, every: int) -> sweeps.Tally:
+    return sweeps.fail_everywhere(job, errno.ENOSPC, every=every)
 
 
-def _broken(job: faults.Workload, every: int) -> faults.Tally:
-    return faults.fail_everywhere(job, errno.EIO, every=every)
+def _broken(job: sweeps.Workload, every: int) -> sweeps.Tally:
+    return sweeps.fail_everywhere(job, errno.EIO, every=every)
 
 
-def _power(job: faults.Workload, every: int) -> faults.Tally:
-    return faults.lose_power(job, every=every)
+def _power(job: sweeps.Workload, every: int) -> sweeps.Tally:
+    return sweeps.lose_power(job, every=every)
 
 
 def _together(hit: int, **options: bool) -> Sweep:
-    def sweep(folder: Path, every: int) -> faults.Tally:
-        return faults.kill_everywhere(runs.Together(folder / "project", hit, **options).job(), every=every)
+    def sweep(folder: Path, every: int) -> sweeps.Tally:
+        return sweeps.kill_everywhere(runs.Together(folder / "project", hit, **options).job(), every=every)
 
     return sweep
 
@@ -98,8 +98,8 @@ def _together(hit: int, **options: bool) -> Sweep:
 def _told(kind: str, ask: Callable[[runs.Together], str | None]) -> Sweep:
     """One fault for each process."""
 
-    def sweep(folder: Path, every: int) -> faults.Tally:
-        tally = faults.Tally(kind)
+    def sweep(folder: Path, every: int) -> sweeps.Tally:
+        tally = sweeps.Tally(kind)
         for hit in (0, 1):
             (folder / str(hit)).mkdir()
             tally.count(f"process {hit}", ask(runs.Together(folder / str(hit) / "project", hit)))
@@ -167,22 +167,22 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
 """The name of each row, with its sweep; the number counts the operations between two faults."""
 
 
-def sweep(name: str, every: int = 1) -> faults.Tally:
+def sweep(name: str, every: int = 1) -> sweeps.Tally:
     """Run one sweep in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         return SWEEPS[name](Path(folder), every)
 
 
-def recorded(text: str) -> dict[str, faults.Tally]:
+def recorded(text: str) -> dict[str, sweeps.Tally]:
     """The rows of a document, which counts losses and does not describe them."""
     found = re.finditer(r"^\| ([^|*]+) \| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     return {
-        name: faults.Tally(kind, int(injected), int(survived), ["recorded before"] * int(lost))
+        name: sweeps.Tally(kind, int(injected), int(survived), ["recorded before"] * int(lost))
         for name, kind, injected, survived, lost in (row.groups() for row in found)
     }
 
 
-def document(tallies: Mapping[str, faults.Tally]) -> str:
+def document(tallies: Mapping[str, sweeps.Tally]) -> str:
     """The text of the document."""
     rows = [
         f"| {name} | {tally.kind} | {tally.injected} | {tally.survived} | {len(tally.lost)} |"
@@ -228,7 +228,7 @@ def main() -> int:
         wrong = problems(DOCUMENT.read_text(encoding="utf-8"))
         print("\n".join(wrong), end="\n" if wrong else "")
         return 1 if wrong else 0
-    tallies: dict[str, faults.Tally] = {}
+    tallies: dict[str, sweeps.Tally] = {}
     for name in selected(arguments.only):
         begun = time.monotonic()
         tallies[name] = tally = sweep(name)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import faults
+from faults import sweeps, tracing
 
 import reliability_runs as runs
 from accel_plugins.checkpoint.manifest import verify
@@ -33,9 +33,9 @@ _REFUSED: Final = 99
 _SAVES: Final = 87
 
 
-def neighbours(run: runs.Run, every: int) -> faults.Tally:
+def neighbours(run: runs.Run, every: int) -> sweeps.Tally:
     """Two containers with one host name save under one name at once: no save fails, and what is there is whole."""
-    tally = faults.Tally("another PID namespace saves there")
+    tally = sweeps.Tally("another PID namespace saves there")
     times = -(-_SAVES // every)
     done = [run.project.with_name(f"done_{number}") for number in (0, 1)]
     started = [
@@ -85,15 +85,15 @@ def _identity(folder: Path) -> bytes | None:
         return None
 
 
-def restarts(run: runs.Run, every: int) -> faults.Tally:
+def restarts(run: runs.Run, every: int) -> sweeps.Tally:
     """A container is killed while it saves; its successor, with its host name and pid, cleans up and resumes."""
-    tally = faults.Tally("SIGKILL before a file operation, and a restart with the same pid")
+    tally = sweeps.Tally("SIGKILL before a file operation, and a restart with the same pid")
     before = run.project.with_name("before")
     shutil.copytree(run.project, before)
     for at in range(0, 1000, every):
         shutil.rmtree(run.project)
         shutil.copytree(before, run.project)
-        killed = partial(_save_once, run, run.save, faults.Fault(at))
+        killed = partial(_save_once, run, run.save, tracing.Fault(at))
         first = _code(_contained(killed, run.project), wait=True)
         if first == 0:
             break
@@ -104,9 +104,9 @@ def restarts(run: runs.Run, every: int) -> faults.Tally:
     return tally
 
 
-def _save_once(run: runs.Run, save: Callable[[], None], fault: faults.Fault | None) -> None:
+def _save_once(run: runs.Run, save: Callable[[], None], fault: tracing.Fault | None) -> None:
     _next_pid(300)
-    ended = faults.run(save, run.project, fault, log=run.project.with_name("output"))
+    ended = tracing.run(save, run.project, fault, log=run.project.with_name("output"))
     if ended.hit is not None or ended.code != 0:
         raise SystemExit(1 if ended.hit is not None and ended.code == -signal.SIGKILL else 2)
 

@@ -38,8 +38,8 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
 
-import faults
 import torch
+from faults import sweeps
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -286,7 +286,7 @@ def _fault_of(life: _Life, before: int, known: Mapping[int, str], kept: Mapping[
     return None
 
 
-def random_kills(folder: Path, every: int) -> faults.Tally:
+def random_kills(folder: Path, every: int) -> sweeps.Tally:
     """SIGKILL at random moments of runs that save continuously.
 
     The last entry is about all kills together: the work that was lost took at most the time between two saves and that
@@ -296,7 +296,7 @@ def random_kills(folder: Path, every: int) -> faults.Tally:
         folder: for the runs.
         every: of the hundred kills, how many there are for one that is made.
     """
-    tally = faults.Tally("SIGKILL at a random moment")
+    tally = sweeps.Tally("SIGKILL at a random moment")
     policy, project = ContinuousSavePolicy(max_overhead=0.1, keep_last=10_000), folder / "project"
     chance, losses, kills = random.Random(0), dict[int, str](), _Kills()
     before = 0

@@ -30,9 +30,9 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
 
-import faults
 import torch
 import yaml
+from faults import sweeps
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.utils.data import DataLoader
@@ -427,7 +427,7 @@ def _be_a_child(read: Callable[[Path], object], folder: Path, writing: int) -> N
         os._exit(0)
 
 
-def sweep(folder: Path, count: int = COUNT, only: str = "") -> faults.Tally:
+def sweep(folder: Path, count: int = COUNT, only: str = "") -> sweeps.Tally:
     """Damage so many files, each in a copy of its folder.
 
     Args:
@@ -437,7 +437,7 @@ def sweep(folder: Path, count: int = COUNT, only: str = "") -> faults.Tally:
     """
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    tally = faults.Tally("damaged file")
+    tally = sweeps.Tally("damaged file")
     templates: dict[str, tuple[Path, list[Path]]] = {}
     for name, subject in SUBJECTS.items():
         if only in name:

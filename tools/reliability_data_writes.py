@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import faults
 import torch
+from faults import sweeps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -185,10 +185,10 @@ def _wrong(project: Path, moments: list[list[Tensor]]) -> str | None:
     return None if same else "what was loaded is of no single moment"
 
 
-def data_writes(folder: Path, every: int) -> faults.Tally:
+def data_writes(folder: Path, every: int) -> sweeps.Tally:
     """Each write before each tensor that is copied, for good and taken back before the copy is complete."""
     logging.getLogger("accel_torch").setLevel(logging.ERROR)
-    tally = faults.Tally("write through .data")
+    tally = sweeps.Tally("write through .data")
     place, number, tensors = 0, 0, 1
     while place < tensors:
         for name, write in WRITES.items():

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
 
 import numpy
 import torch
-from faults import Tally
+from faults.sweeps import Tally
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_bigmodel.weight_files.torch_files import torch_rules

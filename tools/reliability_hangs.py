@@ -22,7 +22,7 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
 
-from faults import Tally
+from faults.sweeps import Tally
 
 from accel_state.errors import NotOffered
 

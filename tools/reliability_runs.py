@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
 import torch
+from faults import sweeps, tracing
 from torch import nn
 
 from accel_plugins.checkpoint.manifest import verify
@@ -81,7 +81,7 @@ class Run:
     def save(self) -> None:
         """What a process does that is hit by a fault: resume, train one step, save."""
         if not self.exchange:
-            faults.refuse_exchange()
+            tracing.refuse_exchange()
         session = self.session()
         session.load()
         session.train(1)
@@ -103,9 +103,9 @@ class Run:
         expected = self.losses[done : done + STEPS]
         return None if losses == expected else f"from step {done} the losses are {losses}, not {expected}"
 
-    def job(self, **options: Any) -> faults.Workload:
+    def job(self, **options: Any) -> sweeps.Workload:
         """This run, to be hit by faults."""
-        return faults.Workload(self.project, self.save, self.wrong, **options)
+        return sweeps.Workload(self.project, self.save, self.wrong, **options)
 
 
 class _Step:
@@ -222,7 +222,7 @@ class Together:
         self.port = self._reserved.reserve()
 
     def _both(self, function: Callable[[int], None]) -> None:
-        ended = faults.run(lambda: function(0), self.project.parent, companion=lambda: function(1))
+        ended = tracing.run(lambda: function(0), self.project.parent, companion=lambda: function(1))
         if (ended.code, ended.companion_code) != (0, 0):
             raise AssertionError(f"The undisturbed processes ended with {ended.code} and {ended.companion_code}.")
 
@@ -243,7 +243,7 @@ class Together:
     def save(self, rank: int) -> None:
         """Resume, train one step and save."""
         if not self.exchange:
-            faults.refuse_exchange()
+            tracing.refuse_exchange()
         session = self._session(rank)
         session.load()
         session.train(1)
@@ -260,7 +260,7 @@ class Together:
     def wrong(self, folder: Path) -> str | None:
         """What is wrong with what a restart of both processes finds."""
         self.prepare()
-        ended = faults.run(
+        ended = tracing.run(
             lambda: self._resume(0, folder),
             self.project.parent / "nowhere",
             companion=lambda: self._resume(1, folder),
@@ -269,10 +269,10 @@ class Together:
         codes = (ended.code, ended.companion_code)
         return None if codes == (0, 0) else f"the restarted processes ended with {codes}"
 
-    def job(self) -> faults.Workload:
+    def job(self) -> sweeps.Workload:
         """This run, to be hit by faults."""
         mine, other = self.hit, 1 - self.hit
-        return faults.Workload(
+        return sweeps.Workload(
             self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=300.0
         )
 
@@ -303,7 +303,9 @@ class Together:
         self.prepare()
         log = self.project.parent / "refusal"
         log.unlink(missing_ok=True)
-        ended = faults.run(lambda: function(0), self.project.parent / "nowhere", companion=lambda: function(1), log=log)
+        ended = tracing.run(
+            lambda: function(0), self.project.parent / "nowhere", companion=lambda: function(1), log=log
+        )
         if ended.hung or (ended.code, ended.companion_code) != (1, 1):
             return f"the processes ended with {ended.code} and {ended.companion_code}"
         if words not in log.read_text():
@@ -318,7 +320,7 @@ def _numbers(path: Path) -> list[float]:
 # ---------------------------------------------------------------- single faults
 
 
-def harm(run: Run) -> faults.Tally:
+def harm(run: Run) -> sweeps.Tally:
     """Damage to each file of the newest checkpoint: it is passed over, or what is extra does not matter."""
     newest = find_newest(run.project / "checkpoints", hashes=True)
 
@@ -331,7 +333,7 @@ def harm(run: Run) -> faults.Tally:
             return None if find_newest(newest.parent) != newest else "an unverified checkpoint was preferred"
         return resumed_from(run, 1 if serious else 2)
 
-    return faults.harm_everything(newest, wrong)
+    return sweeps.harm_everything(newest, wrong)
 
 
 def resumed_from(run: Run, step: int) -> str | None:
@@ -344,15 +346,15 @@ def resumed_from(run: Run, step: int) -> str | None:
     return None if (found, losses) == (step, expected) else f"resumed from step {found} with losses {losses}"
 
 
-def stale_folders(run: Run) -> faults.Tally:
+def stale_folders(run: Run) -> sweeps.Tally:
     """What dead processes left behind: swept away by the next save, and never taken for a checkpoint."""
-    tally = faults.Tally("folder left behind by a dead process")
+    tally = sweeps.Tally("folder left behind by a dead process")
     for at in range(0, 30, 3):
-        ended = faults.run(run.save, run.project, faults.Fault(at), log=run.project.with_name("output"))
+        ended = tracing.run(run.save, run.project, tracing.Fault(at), log=run.project.with_name("output"))
         if ended.hit is None:
             break
         left = _unfinished(run.project)
-        faults.run(run.save, run.project, log=run.project.with_name("output"))
+        tracing.run(run.save, run.project, log=run.project.with_name("output"))
         wrong = run_goes_on(run)
         if wrong is None and _unfinished(run.project):
             wrong = f"{_unfinished(run.project)} stayed"
@@ -371,14 +373,14 @@ def run_goes_on(run: Run) -> str | None:
     return None if known and newest == known[-1].path else f"the newest good one is {newest.name}"
 
 
-def two_writers(run: Run, times: int = 10) -> faults.Tally:
+def two_writers(run: Run, times: int = 10) -> sweeps.Tally:
     """Two processes that know nothing of each other save under one name at the same time."""
-    tally = faults.Tally("two writers of one name at once")
+    tally = sweeps.Tally("two writers of one name at once")
     target = run.project / "checkpoints" / "contested"
 
     def save() -> None:
         if not run.exchange:
-            faults.refuse_exchange()
+            tracing.refuse_exchange()
         session = run.session()
         session.load()
         session.train(1)
@@ -387,16 +389,16 @@ def two_writers(run: Run, times: int = 10) -> faults.Tally:
             session.accelerator.save_state(str(target))
 
     for time_ in range(times):
-        ended = faults.run(save, run.project, companion=save, log=run.project.with_name("output"))
+        ended = tracing.run(save, run.project, companion=save, log=run.project.with_name("output"))
         verdict = verify(target, hashes=True)
         wrong = "a process hung" if ended.hung else None if verdict.good else f"damaged: {verdict.damage}"
         tally.count(f"time {time_}", wrong)
     return tally
 
 
-def signals(run: Run, times: int = 20) -> faults.Tally:
+def signals(run: Run, times: int = 20) -> sweeps.Tally:
     """SIGTERM to a process while it saves, at moments spread over the save."""
-    tally = faults.Tally("SIGTERM during a save")
+    tally = sweeps.Tally("SIGTERM during a save")
     with fresh():
         session = run.session()
         session.load()

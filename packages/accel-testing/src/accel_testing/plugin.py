@@ -153,18 +153,19 @@ def working_on(kind: str, memory: int = 2**30) -> Iterator[None]:
 @contextmanager
 def room_for(device: torch.device, size: int) -> Iterator[None]:
     """Limit the free memory of a device for this process to `size` bytes, inside the block."""
-    if device.type != "cuda":
-        held = torch.empty(family_of(device).free_memory() - size, dtype=torch.uint8, device=device)
+    family = family_of(device)
+    limit = getattr(family.module, "set_per_process_memory_fraction", None)
+    if limit is None:
+        held = torch.empty(family.free_memory() - size, dtype=torch.uint8, device=device)
         yield
         del held
         return
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + size) / total, device)
+    family.empty_cache()
+    limit((family.module.memory_reserved(device) + size) / family.total_memory(device.index), device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        limit(1.0, device)
 
 
 @pytest.fixture
