@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_torch import Accelerator
+from accel_torchft.elastic import share_of_batch
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONTEXT, WIDTH, LAYERS, HEADS, BATCH, WARM_UP = 32, 64, 2, 4, 16, 100
@@ -91,7 +92,8 @@ def main(folder: Path, steps: int) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 if accelerator.sync_gradients and not optimizer.step_was_skipped:
-                    made = getattr(loader.share, "step", made) + 1
+                    share = share_of_batch(loader)
+                    made = (made if share is None else share.step) + 1
             if accelerator.sync_gradients:
                 progress.write_text(str(made))
             if made >= steps:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_torch import Accelerator, ProjectConfiguration
+from accel_torchft.elastic import share_of_batch
 
 BATCH = 4
 
@@ -87,7 +88,8 @@ def main(
             total = 0.0
             for index, inputs, targets in loader:
                 with accelerator.accumulate(model):
-                    share = loader.share
+                    share = share_of_batch(loader)
+                    assert share is not None
                     loss = nn.functional.cross_entropy(model(inputs), targets)
                     ids += index.tolist()[: share.samples]
                     total += loss.item() * share.samples

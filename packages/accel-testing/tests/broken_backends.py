@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accel_plugins import Bundle, Capabilities, Manifest, ObjectKind, Shards, StepShards
+from accel_data import PreparedLoader
+from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ObjectKind, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.memory_plans import MemoryPlans
@@ -455,39 +456,51 @@ def says_maybe(process: Any) -> str:
 
 
 # Where each is caught: (strategy, changes of the manifest, name of the test, further arguments of the test).
-class CountsSteps(DDPStrategy):
-    """An elastic strategy whose members stay."""
+class SharesSteps(DDPStrategy):
+    """An elastic strategy whose members stay: each process reads every n-th batch, and n batches make a step."""
 
-    made = 0
+    share: BatchShare | None = None
 
-    def begin_step(self) -> StepShards:
+    def wrap_loader(self, loader: Any) -> Any:
+        if isinstance(loader, PreparedLoader):
+            loader.epoch_reader = self.read
+        return loader
+
+    def read(self, loader: PreparedLoader) -> Iterator[Any]:
         shards = self.shards()
-        return StepShards(shards.count, shards.index, self.made, shards.count)
+        for number, batch in enumerate(loader.source.open()):
+            if number % shards.count == shards.index:
+                size = len(batch[0])
+                share = BatchShare(number // shards.count, size, size * shards.count, shards.count, last=True)
+                self.share = self.changed(share)
+                yield batch
 
-    def step(self, optimizer: Any, closure: Any = None) -> bool:
-        self.made += 1
-        return super().step(optimizer, closure)
+    def changed(self, share: BatchShare) -> BatchShare:
+        """What is wrong with the share."""
+        return share
 
-
-class CountsQuestions(CountsSteps):
-    def begin_step(self) -> StepShards:
-        self.made += 1
-        return super().begin_step()
-
-
-class CountsNoSteps(CountsSteps):
-    def step(self, optimizer: Any, closure: Any = None) -> bool:
-        return DDPStrategy.step(self, optimizer, closure)
+    def share_of_batch(self, loader: Any) -> BatchShare | None:
+        return self.share
 
 
-class SeesOthersStep(CountsSteps):
-    def begin_step(self) -> StepShards:
-        return dataclasses.replace(super().begin_step(), number=self.made + self.context.process.rank)
+class CountsNoSteps(SharesSteps):
+    def changed(self, share: BatchShare) -> BatchShare:
+        return dataclasses.replace(share, step=0, last=share.step > 0)
 
 
-class MakesSmallerSteps(CountsSteps):
-    def begin_step(self) -> StepShards:
-        return dataclasses.replace(super().begin_step(), batches=9 - self.made)
+class SeesOthersStep(SharesSteps):
+    def changed(self, share: BatchShare) -> BatchShare:
+        return dataclasses.replace(share, step=share.step + self.context.process.rank)
+
+
+class CountsItsOwnSamples(SharesSteps):
+    def changed(self, share: BatchShare) -> BatchShare:
+        return dataclasses.replace(share, total=share.samples)
+
+
+class CountsItselfAlone(SharesSteps):
+    def changed(self, share: BatchShare) -> BatchShare:
+        return dataclasses.replace(share, members=1)
 
 
 ELASTIC = {"capabilities": Capabilities(elastic=True)}
@@ -599,8 +612,8 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
     *(
-        (kind, ELASTIC, "test_members_of_each_step_agree_and_steps_are_counted", ())
-        for kind in (CountsQuestions, CountsNoSteps, SeesOthersStep, MakesSmallerSteps)
+        (kind, ELASTIC, "test_shares_of_each_step_make_up_its_samples_and_steps_are_counted", ())
+        for kind in (CountsNoSteps, SeesOthersStep, CountsItsOwnSamples, CountsItselfAlone)
     ),
     (Sound, {"protocol": 9}, "test_the_manifest_fits_this_version_of_the_interface", ()),
     (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),

@@ -130,5 +130,5 @@ def test_a_test_may_not_be_overridden_in_silence() -> None:
 
 def test_members_that_stay_pass_the_test_of_elastic_backends(two: Processes) -> None:
     suite_of(
-        broken.manifest(broken.CountsSteps, **broken.ELASTIC)
-    ).test_members_of_each_step_agree_and_steps_are_counted(two.run)
+        broken.manifest(broken.SharesSteps, **broken.ELASTIC)
+    ).test_shares_of_each_step_make_up_its_samples_and_steps_are_counted(two.run)

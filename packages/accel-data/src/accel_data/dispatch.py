@@ -132,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _check_alike(self, rank: int, main: dict[str, Any], theirs: dict[str, Any]) -> None:
         name = next((name for name, value in theirs.items() if value != main[name]), None)
         if name is not None:
-            raise self._error(
+            raise self.error(
                 "cannot begin an epoch that the main process reads for all processes.",
                 f"Process 0 has {name}={main[name]}, process {rank} has {name}={theirs[name]}.",
                 "Create the loader with the same arguments on every process.",
@@ -177,7 +177,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 yield batch
                 if between is not None and (pauses is None or pauses.used):
                     between(False)
-                received = NO_BATCH if received.last else self._next(epoch.batches)
+                received = NO_BATCH if received.last else self.next_batch(epoch.batches)
             epoch.given = number
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batch_codec import samples_in
-from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, observed, transferred
+from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, accompanied, observed, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
@@ -59,7 +59,7 @@ _FLAT: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OURS: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer", "pauses")
+_OF_THE_RUN: Final = ("between_batches", "device_transfer", "epoch_reader", "observer", "pauses")
 """Attributes that are not pickled."""
 
 
@@ -141,6 +141,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         pauses: whether `between_batches` has work to do; None calls it always.
         device_transfer: copies batches to the device, if more than a plain copy is needed; None for a plain copy.
         observer: observes epochs and batches.
+        epoch_reader: reads epochs whose next batch depends on what the loop did with the last one; None if no batch
+            does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
+            in host memory, which sets `progress` before it yields a batch, or None to let the loader read this epoch
+            itself. The loader moves the batches to its device and reads none ahead.
     """
 
     source: Source
@@ -155,6 +159,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     device_transfer: DeviceTransfer | None = None
     observer: LoaderObserver | None = None
     pauses: BatchPauses | None = None
+    epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None] | None = None
     _non_blocking: bool
 
     @classmethod
@@ -200,8 +205,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return LoaderOptions(**own | changes)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = self._batches()
+        batches = self._batches() if self.epoch_reader is None else self._batches_of(self.epoch_reader)
         return batches if self.observer is None else observed(batches, self.observer)
+
+    def _batches_of(self, epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None]) -> Generator[Any, None, None]:
+        batches = epoch_reader(self)
+        if batches is None:
+            yield from self._batches()
+            return
+        self.progress.take_start()
+        self.begin()
+        try:
+            if self.device is not None:
+                batches = (send_to_device(batch, self.device, self._non_blocking) for batch in batches)
+            between = self.between_batches
+            yield from (batches if between is None else accompanied(batches, between, self.pauses))
+            self.progress.finish()
+        finally:
+            self.end()
 
     def _batches(self) -> Generator[Any, None, None]:
         """Yield the batches of an epoch, inside `with LoaderEpoch(self)`.
@@ -211,9 +232,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         raise NotImplementedError
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
-        first = self._next(batches)
+        first = self.next_batch(batches)
         if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
-            raise self._error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
+            raise self.error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
         return first
 
     def _begin_epoch(self, at: Position | None) -> EpochInfo:
@@ -222,7 +243,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         steps, samples = source.skipped() if at is None else (at.steps, at.samples)
         info = self._epoch_info(at, samples)
         if info.shortage is not None:
-            raise self._error("cannot begin an epoch.", info.shortage, _ENOUGH)
+            raise self.error("cannot begin an epoch.", info.shortage, _ENOUGH)
         progress.begin(steps, samples, source.step_size, info.length, info.remainder)
         return info
 
@@ -254,9 +275,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         elif real >= 0 <= remainder != real:
             obstacle = f"Its last step had {real or 'all'} samples; by len() it should have {remainder}."
         remedy = "Correct __len__ of the data set, the sampler or the batch sampler, or remove it."
-        return self._error("the epoch does not have the reported length.", obstacle, remedy) if obstacle else None
+        return self.error("the epoch does not have the reported length.", obstacle, remedy) if obstacle else None
 
-    def _next(self, batches: Iterator[Any]) -> Any:
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """The next batch, or `NO_BATCH`; the message of an error names the process and the loader."""
         try:
             return next(batches, NO_BATCH)
         except Exception as error:
@@ -271,7 +293,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _explained(self, error: Exception) -> Exception | None:
         """An error of reading with process and loader in its message; None to raise it unchanged."""
         if isinstance(error, IndexError):
-            return self._error(
+            return self.error(
                 "cannot get the next batch.",
                 f"An index of the sampler is not in the data set: {error}",
                 "Check that the data set's __len__ and the sampler agree with the indices that __getitem__ accepts.",
@@ -279,14 +301,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
         if is_of_a_worker(error):
-            return self._error(
+            return self.error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",
                 "Look for the cause (memory, a crash in __getitem__), or try num_workers=0.",
             )
         return None
 
-    def _error(self, failed: str, obstacle: str, remedy: str) -> DataError:
+    def error(self, failed: str, obstacle: str, remedy: str) -> DataError:
+        """An error whose message names the process and the loader before what failed."""
         return DataError(f"{self._name()}: {failed}", obstacle, remedy)
 
     def _name(self) -> str:
@@ -339,7 +362,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         while hasattr(below, "batch_sampler"):
             below = below.batch_sampler
         if below is None or isinstance(self.base_dataloader.dataset, IterableDataset):
-            raise self._error(
+            raise self.error(
                 "cannot replace its sampler.",
                 "It has no sampler of indices.",
                 "Prepare a DataLoader over a map-style data set, or use another stream.",

@@ -21,8 +21,8 @@ from accel_plugins.precision.config import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
 from accel_plugins.precision.config import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_plugins.precision.config import TERecipeKwargs as TERecipeKwargs
+from accel_plugins.shards import BatchShare as BatchShare
 from accel_plugins.shards import Shards as Shards
-from accel_plugins.shards import StepShards as StepShards
 from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.transform import Stage as Stage
 from accel_plugins.transform import Transform as Transform

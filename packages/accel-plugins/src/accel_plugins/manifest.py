@@ -90,8 +90,8 @@ class Capabilities(NamedTuple):
         compile_before_wrap: whole models are compiled before the strategy wraps them, otherwise after.
         compiles_blocks: by default, `torch.compile` compiles the model's repeated blocks before the strategy wraps it;
             False compiles whole models.
-        elastic: the number of processes may change between two optimizer steps. Training loaders then call
-            `Strategy.begin_step` before each step.
+        elastic: the number of processes may change between two optimizer steps. The loaders that `Strategy.wrap_loader`
+            receives then have a global order, and `Strategy.share_of_batch` weights their batches.
     """
 
     own_accumulation: bool = False

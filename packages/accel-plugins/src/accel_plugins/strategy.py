@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
     from accel_plugins.precision.base import Closure
-    from accel_plugins.shards import Shards, StepShards
+    from accel_plugins.shards import BatchShare, Shards
     from accel_plugins.transform import Transform
 
 __all__ = ("Strategy",)
@@ -120,6 +120,12 @@ class Strategy:
         still work."""
         return model
 
+    def check_loader(self, loader: Any) -> None:
+        """Raise an error, with reason and remedy, for a loader that this backend cannot train with.
+
+        Called by `prepare` for each loader of the script, before it is sharded. Must not change the loader.
+        """
+
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
         """Wrap a data loader. Called by `prepare` for each loader, after it was sharded."""
         loaded: Iterable[Any] = loader
@@ -129,8 +135,8 @@ class Strategy:
         """The shard of each batch that this process trains on.
 
         Called by `prepare` and by code that counts samples. Processes that must read the same samples, such as those of
-        one tensor-parallel group, return the same index. Constant during a run. With the capability `elastic` it
-        applies to evaluation loaders only; training loaders use `begin_step`.
+        one tensor-parallel group, return the same index. Constant during a run. With the capability `elastic`, the
+        batches of training may be distributed differently in each step; see `share_of_batch`.
         """
         from accel_plugins.shards import Shards
 
@@ -144,17 +150,16 @@ class Strategy:
             count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
         return Shards(count, index)
 
-    def begin_step(self) -> StepShards:
-        """Agree on the processes that make the next optimizer step.
+    def share_of_batch(self, loader: Any) -> BatchShare | None:
+        """The share of a loader's newest batch in the optimizer step.
 
-        Called only with the capability `elastic`: by a training loader, before it draws the indices of the step's first
-        batch, and again after the last step of an epoch. The Accelerator multiplies the loss of each batch by its share
-        of the step's samples, so the mean of the gradients over the `count` processes is the gradient of the step. When
-        a process is lost during a step, `step` returns False, and the next call returns the same `number` again. It may
-        be called twice before a step.
+        Called only with the capability `elastic`, for the loader that is being iterated: in `accumulate`, `backward`
+        and the optimizer's `step`. The Accelerator multiplies the loss by the share's `factor`, so the mean of the
+        gradients over the processes that share the step is the gradient of the step, and completes the gradients at
+        its last batch. None means that the loader does not train, and is an error in these calls.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} declares Capabilities(elastic=True) but does not override begin_step()."
+            f"{type(self).__name__} declares Capabilities(elastic=True) but does not override share_of_batch()."
         )
 
     def batches_per_step(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from accel_data.elastic import MicroBatchShare
+    from accel_plugins.shards import BatchShare
     from accel_state.gradient import GradientState
     from accel_torch.misuse import MisuseGuard
     from accel_torch.weighting import LossReduction, TokenWeighting
@@ -133,16 +133,16 @@ class Accumulation:
         steps = self.gradient.plugin.num_steps or 1
         return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
-    def elastic_share(self) -> MicroBatchShare | None:
+    def elastic_share(self) -> BatchShare | None:
         """The share of the newest batch in the optimizer step; for runs whose world size may change.
 
         Raises:
             Conflict: the loader does not follow optimizer steps.
         """
-        loader: Any = self.gradient.active_dataloader
+        loader = self.gradient.active_dataloader
         if loader is None:
             return None
-        share: MicroBatchShare | None = getattr(loader, "share", None)
+        share = self.strategy.share_of_batch(loader)
         if share is None:
             raise Conflict(
                 "Cannot train on this batch.",

@@ -186,10 +186,7 @@ def prepare_loader(
     if getattr(type(loader), "placeholder_for", None) is ObjectKind.LOADER:
         # The backend creates the loader, with this process's shard of the data.
         return strategy.wrap_loader(loader)
-    if strategy.capabilities.elastic:
-        from accel_data.elastic import ElasticLoader
-
-        ElasticLoader.check(loader)
+    strategy.check_loader(loader)
     shards = strategy.shards()
     configuration = options.loader
     move = options.device_placement if device_placement is None else device_placement
@@ -215,11 +212,6 @@ def prepare_loader(
         seed_samples=configuration.seed_samples,
         order="global" if strategy.capabilities.elastic else configuration.order,
     )
-    if strategy.capabilities.elastic:
-        from accel_data.elastic import ElasticLoader
-
-        models = accelerator._prepared.models
-        sharded = ElasticLoader.following(sharded, strategy.begin_step, lambda: any(model.training for model in models))
     if accelerator._report is not None:
         accelerator._report.watch_loader(sharded)
     call_between_batches(accelerator, sharded)

@@ -8,6 +8,7 @@ restore the weights from its beginning and repeat its samples.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from torch.nn import Module, ParameterList
 from torch.optim import SGD, Optimizer
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from accel_plugins import Bundle, Context, StepShards
+from accel_plugins import Bundle, Context
 from accel_plugins.fsdp.fsdp2 import FSDP2Strategy
 from accel_state.errors import NotReady
+from accel_torchft.elastic import StepMembers
 from accel_torchft.gradients import local_shard
 from accel_torchft.quorum import Quorum, QuorumMembers
 from accel_torchft.replica_state import local_shards, spread_like_parameters
@@ -82,10 +84,9 @@ class LocalSteps(Replicated):
 
     # ------------------------------------------------------------------ rounds
 
-    def begin_step(self) -> StepShards:
-        shards = super().begin_step()
-        number = shards.number * self.replicas.sync_every + self._local
-        return StepShards(shards.count, shards.index, number, shards.batches)
+    def begin_step(self) -> StepMembers:
+        members = super().begin_step()
+        return dataclasses.replace(members, number=members.number * self.replicas.sync_every + self._local)
 
     def _open(self) -> Quorum:
         quorum = Quorum(

@@ -8,7 +8,7 @@ it. The all-reduce, the quorum and the recovery are torchft's.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accel_plugins import Bundle, Context, StepShards, Strategy
+from accel_data import PreparedLoader
+from accel_plugins import BatchShare, Bundle, Context, Strategy
 from accel_plugins.fsdp.fsdp2 import FSDP2Strategy
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.environ import from_environment
 from accel_torchft.config import TorchFTConfig
+from accel_torchft.elastic import StepMembers, check_follows_steps, follow_steps, share_of_batch
 from accel_torchft.gradients import GradientBuckets
 from accel_torchft.quorum import Quorum, QuorumMembers, lighthouse_of
 from accel_torchft.replica_state import ReplicaState
@@ -70,16 +72,35 @@ class Replicated(Strategy):
         self._state.add(bundle)
         return bundle
 
+    # ------------------------------------------------------------------ loaders
+
+    def check_loader(self, loader: Any) -> None:
+        check_follows_steps(loader)
+        super().check_loader(loader)
+
+    def wrap_loader(self, loader: Any) -> Iterable[Any]:
+        if isinstance(loader, PreparedLoader):
+            follow_steps(loader, self.begin_step, lambda: any(model.training for model in self._state.models))
+        return super().wrap_loader(loader)
+
+    def share_of_batch(self, loader: Any) -> BatchShare | None:
+        return share_of_batch(loader)
+
     # ------------------------------------------------------------------ one step
 
-    def begin_step(self) -> StepShards:
+    def begin_step(self) -> StepMembers:
+        """Agree on the processes that make the next optimizer step.
+
+        Called by training loaders before they draw the indices of the step's first batch, and again after the last
+        step of an epoch. It may be called twice before a step.
+        """
         _check_optimizers(len(self._state.optimizers))
         members = self._begin()
         inside = self.shards()
-        return StepShards(
+        return StepMembers(
+            members.step,
             members.count * inside.count,
             members.index * inside.count + inside.index,
-            members.step,
             self.batches_per_step(),
         )
 

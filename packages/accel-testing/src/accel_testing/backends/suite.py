@@ -509,20 +509,21 @@ class BackendSuite:
 
     # ---------------------------------------------------------------- what the engine does
 
-    def test_members_of_each_step_agree_and_steps_are_counted(self, run: Run) -> None:
-        """As long as no process leaves, all begin the same steps, and each step's samples are divided among them."""
+    def test_shares_of_each_step_make_up_its_samples_and_steps_are_counted(self, run: Run) -> None:
+        """As long as no process leaves, all make the same steps, and each step's samples are divided among them."""
         if not self.manifest.capabilities.elastic:
             pytest.skip(f"the processes of {self.manifest.name} do not change during a run")
-        answers = run(tasks.begin_steps, self.case())
-        first, following = answers[0]["first"], answers[0]["following"]
-        assert {answer["first"]["index"] for answer in answers} == set(range(first["count"]))
-        for answer in answers:
-            assert answer["first"] == {**first, "index": answer["first"]["index"]}
-            assert answer["again"] == answer["first"]
-            assert answer["following"] == {**following, "index": answer["following"]["index"]}
-        assert following["batches"] == first["batches"] >= 1
+        answers = run(tasks.read_steps, self.case())
+        steps = list(dict.fromkeys(share["step"] for share in answers[0]))
+        for step in steps:
+            shares = [[share for share in answer if share["step"] == step] for answer in answers]
+            assert [[share["last"] for share in own] for own in shares] == [
+                [*[False] * (len(own) - 1), True] for own in shares
+            ]
+            totals = {(share["total"], share["members"]) for own in shares for share in own}
+            assert totals == {(sum(share["samples"] for own in shares for share in own), len(answers))}
         if self.manifest.capabilities.equal_replicas:
-            assert following["number"] == first["number"] + 1
+            assert steps == [steps[0], steps[0] + 1]
 
     def test_nothing_keeps_a_model_that_was_released(self, run: Run) -> None:
         for answer in run(tasks.release, self.case()):

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
+from accel_data import prepare_data_loader
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
@@ -621,16 +623,27 @@ def release_another(case: Case) -> Answer:
     return {"weights": training.weights()}
 
 
-def begin_steps(case: Case) -> Answer:
-    """The result of `begin_step` for the first step, called twice, and for the step after it."""
+def read_steps(case: Case) -> list[Answer]:
+    """The shares of this process's batches in the first two optimizer steps of a loader that trains."""
     training = case.open()
-
-    def members() -> Answer:
-        return asdict(training.strategy.begin_step())
-
-    answer = {"first": members(), "again": members()}
-    training.train(list(batches(case))[:1])
-    return {**answer, "following": members()}
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*batches(case), strict=True))
+    loader = prepare_data_loader(
+        DataLoader(TensorDataset(inputs, targets), batch_size=2), order="global", num_processes=1, process_index=0
+    )
+    shares: list[Answer] = []
+    for batch in training.strategy.wrap_loader(loader):
+        share = training.strategy.share_of_batch(loader)
+        assert share is not None
+        shares.append(asdict(share))
+        share.accumulated = True
+        with nullcontext() if share.last else training.strategy.no_sync(training.made):
+            training.strategy.backward(loss_of(training.model, *batch) * share.factor, training.made)
+        if share.last:
+            training.step()
+            share.stepped = True
+            if sum(one["last"] for one in shares) == 2:
+                break
+    return shares
 
 
 def refuse_foreign_settings(case: Case) -> str:

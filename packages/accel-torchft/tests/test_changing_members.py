@@ -18,11 +18,13 @@ from accel_state.run_state import AcceleratorState
 from accel_testing.backends.reference_loop import near
 from accel_testing.processes import Processes
 from accel_torch import Accelerator
+from accel_torchft.elastic import share_of_batch
 
 BACKEND = '''
 import torch
 
-from accel_plugins import Capabilities, Manifest, StepShards, Strategy
+from accel_plugins import Capabilities, Manifest, Strategy
+from accel_torchft.elastic import StepMembers, check_follows_steps, follow_steps, share_of_batch
 
 BATCHES = 3
 """Batches of one process in a step."""
@@ -37,12 +39,23 @@ class Changing(Strategy):
     def __init__(self, context, config=None):
         super().__init__(context, config)
         self.number = self.attempt = 0
-        self.parameters = []
+        self.models, self.parameters = [], []
 
     def setup(self, bundle):
+        self.models += bundle.models
         self.parameters = [p for model in bundle.models for p in model.parameters()]
         self._heal(0)
         return bundle
+
+    def check_loader(self, loader):
+        check_follows_steps(loader)
+
+    def wrap_loader(self, loader):
+        follow_steps(loader, self.begin_step, lambda: any(model.training for model in self.models))
+        return loader
+
+    def share_of_batch(self, loader):
+        return share_of_batch(loader)
 
     def begin_step(self):
         rank = self.context.process.rank
@@ -50,7 +63,7 @@ class Changing(Strategy):
             self._reduce([torch.zeros_like(parameter) for parameter in self.parameters])
             self._end_attempt()
         members, _ = self._now()
-        return StepShards(len(members), members.index(rank), self.number, BATCHES)
+        return StepMembers(self.number, len(members), members.index(rank), BATCHES)
 
     def step(self, optimizer, closure=None):
         members, counts = self._now()
@@ -153,12 +166,13 @@ def train(site: str, attempts: list[Any], accumulation: int) -> tuple[list[Any],
     for _ in range(EPOCHS):
         for ids, inputs in loader:
             with accelerator.accumulate(model):
-                attempt += ids.tolist()[: loader.share.samples]
+                share = share_of_batch(loader)
+                attempt += ids.tolist()[: share.samples]
                 accelerator.backward((model(inputs) ** 2).mean())
                 optimizer.step()
                 if accelerator.sync_gradients:
                     if not optimizer.step_was_skipped:
-                        seen[loader.share.step] = attempt
+                        seen[share.step] = attempt
                     attempt = []
                 optimizer.zero_grad()
     return [parameter.flatten().tolist() for parameter in plain.parameters()], seen

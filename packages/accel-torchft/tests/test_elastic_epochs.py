@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,19 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from accel_data import SeedableRandomSampler, prepare_data_loader
-from accel_data.elastic import ElasticLoader, StepPlan
+from accel_data import DataLoaderShard, SeedableRandomSampler, prepare_data_loader
 from accel_state.errors import Conflict, DataError
+from accel_torchft.elastic import StepMembers, StepPlan, follow_steps, share_of_batch
 
 SEED = 7
-
-
-@dataclass
-class Members:
-    number: int
-    count: int
-    index: int
-    batches: int
 
 
 class World:
@@ -34,20 +25,21 @@ class World:
         self.worlds, self.batches, self.failing = worlds, batches, failing
         self.number = self.attempt = self.asked = 0
 
-    def begin_step(self) -> Members:
+    def begin_step(self) -> StepMembers:
         self.asked += 1
-        return Members(self.number, *self.worlds[min(self.attempt, len(self.worlds) - 1)], self.batches)
+        return StepMembers(self.number, *self.worlds[min(self.attempt, len(self.worlds) - 1)], self.batches)
 
-    def step(self, loader: ElasticLoader) -> None:
-        assert loader.share is not None
-        loader.share.stepped = True
+    def step(self, loader: DataLoaderShard) -> None:
+        share = share_of_batch(loader)
+        assert share is not None
+        share.stepped = True
         self.number += self.attempt not in self.failing
         self.attempt += 1
 
 
 def elastic(
-    length: int, batch_size: int, begin_step: Callable[[], Members], trains: bool = True, **how: Any
-) -> ElasticLoader:
+    length: int, batch_size: int, begin_step: Callable[[], StepMembers], trains: bool = True, **how: Any
+) -> DataLoaderShard:
     workers, drop_last = how.pop("workers", 0), how.pop("drop_last", False)
     plain: DataLoader[Any] = DataLoader(
         torch.arange(length),  # type: ignore[arg-type]
@@ -57,7 +49,9 @@ def elastic(
         drop_last=drop_last,
     )
     prepared = prepare_data_loader(plain, order="global", data_seed=SEED, num_processes=1, process_index=0, **how)
-    return ElasticLoader.following(prepared, begin_step, lambda: trains)
+    follow_steps(prepared, begin_step, lambda: trains)
+    assert isinstance(prepared, DataLoaderShard)
+    return prepared
 
 
 def order(length: int, epoch: int = 0) -> list[int]:
@@ -66,10 +60,10 @@ def order(length: int, epoch: int = 0) -> list[int]:
     return list(sampler)
 
 
-def read(loader: ElasticLoader, world: World) -> Iterator[tuple[int, list[int], float]]:
+def read(loader: DataLoaderShard, world: World) -> Iterator[tuple[int, list[int], float]]:
     """(step, samples that count, factor) of each batch, with an attempt to step after the last batch of each step."""
     for batch in loader:
-        share = loader.share
+        share = share_of_batch(loader)
         assert share is not None
         yield share.step, batch.tolist()[: share.samples], share.factor
         if share.last:
@@ -169,7 +163,7 @@ def test_members_are_asked_for_before_each_step_and_not_in_an_evaluation(cpu_sta
 
     loader = elastic(8, 2, world.begin_step, trains=False)
     assert [batch.tolist() for batch in loader] == [order(8)[i : i + 2] for i in range(0, 8, 2)]
-    assert loader.share is None
+    assert share_of_batch(loader) is None
     assert world.asked == 3
 
 
@@ -225,4 +219,4 @@ class Numbered(Dataset[int]):
 def test_loaders_without_an_order_are_refused(cpu_state: None, plain: DataLoader[Any], reason: str) -> None:
     prepared = prepare_data_loader(plain, num_processes=1, process_index=0)
     with pytest.raises(Conflict, match=reason):
-        ElasticLoader.following(prepared, World([(1, 0)], 1).begin_step, lambda: True)
+        follow_steps(prepared, World([(1, 0)], 1).begin_step, lambda: True)
