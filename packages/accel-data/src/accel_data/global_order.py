@@ -47,7 +47,7 @@ def check_global_order(
     if not obstacle and compared and not dispatched and isinstance(source, MapSource):
         obstacle, remedy = _difference(source.shard.sampler) or ("", "")
     if obstacle:
-        needed_by = 'which order="global" and runs whose world size may change need'
+        needed_by = 'which order="global" and some backends need'
         raise Conflict(f"Cannot give {source.identity()} a global order, {needed_by}.", obstacle, remedy)
 
 
