@@ -339,8 +339,8 @@ def test_a_run_goes_on_while_its_store_fails_and_loses_no_checkpoint(
     proxy.fault = lambda method, path: fault
     saved = accelerator.save_state()
     accelerator.wait_for_checkpoint()
-    assert accelerator._uploader is not None
-    accelerator._uploader.wait()
+    assert accelerator.session.uploader is not None
+    accelerator.session.uploader.wait()
     assert told in caplog.text
     assert verify(Path(saved), hashes=True).good
     nn.init.zeros_(model.weight)

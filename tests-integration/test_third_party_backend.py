@@ -40,7 +40,7 @@ for step in range(3):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-strategy = accelerator._backend.strategy
+strategy = accelerator.session.strategy
 if accelerator.is_main_process:
     told = [type(strategy).__name__, strategy.config.keep, strategy.config.feedback, strategy.sent_bytes()]
     print(json.dumps(told), file=open(sys.argv[1], "w"))

@@ -32,7 +32,6 @@ from accel_torch import (
     GradScalerKwargs,
     ProjectConfiguration,
 )
-from accel_torch.assemble import ActiveBackend
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -65,9 +64,9 @@ def test_other_libraries_find_sharding_in_the_environment_while_the_run_lasts() 
 def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=2)
     run = current.require_run()
-    engine = run.backend
-    manifest = dataclasses.replace(engine.manifest, capabilities=Capabilities(own_accumulation=True))
-    current.set_run(run._replace(backend=ActiveBackend(manifest, engine.strategy, engine.precision)))
+    context = run.strategy.context
+    manifest = dataclasses.replace(context.manifest, capabilities=Capabilities(own_accumulation=True))
+    current.set_run(run._replace(strategy=type(run.strategy)(context._replace(manifest=manifest))))
 
     first.gradient_state.sync_gradients = False
     assert not Accelerator().gradient_state.sync_gradients
@@ -454,7 +453,7 @@ def test_generators_and_placement_can_be_set_after_the_accelerator_was_made() ->
 
 def test_a_second_accelerator_may_name_the_same_backend() -> None:
     first = Accelerator(cpu=True, backend="single")
-    assert Accelerator(cpu=True, backend="single")._backend is first._backend
+    assert Accelerator(cpu=True, backend="single").session.strategy is first.session.strategy
     with pytest.raises(Conflict, match="created with backend='single'"):
         Accelerator(cpu=True, backend="ddp")
 

@@ -143,7 +143,7 @@ def test_free_memory_releases_what_the_accelerator_prepared(backend: Any) -> Non
 
 def test_the_last_accelerator_that_ends_its_training_closes_the_strategy_once(backend: Any) -> None:
     first, second = Accelerator(cpu=True, backend="recording"), Accelerator()
-    strategy = first._backend.strategy
+    strategy = first.session.strategy
     first.end_training()
     assert backend.CALLS == []
     second.end_training()
@@ -151,12 +151,12 @@ def test_the_last_accelerator_that_ends_its_training_closes_the_strategy_once(ba
     assert [("close", strategy)] == backend.CALLS
 
     third = Accelerator()
-    assert third._backend.strategy is not strategy
+    assert third.session.strategy is not strategy
     step(third, *prepared(third))
     AcceleratorState._reset_state(True)
     assert [call for call in backend.CALLS if call[0] == "close"] == [
         ("close", strategy),
-        ("close", third._backend.strategy),
+        ("close", third.session.strategy),
     ]
 
 
@@ -209,7 +209,7 @@ def save_and_load(site: str, folder: str) -> tuple[list[int], str]:
     sys.path.insert(0, site)
     accelerator = Accelerator(cpu=True, backend="recording")
     model, optimizer = prepared(accelerator)
-    strategy: Any = accelerator._backend.strategy
+    strategy: Any = accelerator.session.strategy
     counts = []
     step(accelerator, model, optimizer)
     accelerator.save_state(folder)

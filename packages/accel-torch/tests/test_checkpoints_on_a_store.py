@@ -117,8 +117,8 @@ def test_training_goes_on_when_the_store_fails(
     with monkeypatch.context() as patched:
         patched.setattr(FileStore, "write", refuse)
         accelerator.save_state()
-        assert accelerator._uploader is not None
-        accelerator._uploader.wait()
+        assert accelerator.session.uploader is not None
+        accelerator.session.uploader.wait()
     assert "no route to the store" in caplog.text
     accelerator.save_state()
     accelerator.end_training()

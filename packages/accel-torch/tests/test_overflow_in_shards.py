@@ -303,7 +303,7 @@ def assign_and_train() -> dict[str, Any]:
     skipped = accelerator.optimizer_step_was_skipped
     scaler = accelerator.scaler
     state = copy.deepcopy(scaler.state_dict())
-    accelerator._backend.precision.load_state_dict({**state, "scale": 2.0})
+    accelerator.session.precision.load_state_dict({**state, "scale": 2.0})
     return {
         "skipped": skipped,
         "scale": state["scale"],

@@ -165,7 +165,7 @@ def test_memory_is_used_again_and_given_back(tmp_path: Path) -> None:
         session.train(batches, 1)
         session.accelerator.save_state(str(tmp_path / "a"), async_save=True)
         session.accelerator.wait_for_checkpoint()
-        saver = session.accelerator._saver
+        saver = session.accelerator.session.saver
         assert saver is not None
         buffers, size = saver.buffers, saver.buffers.nbytes
         parameters = sum(parameter.nbytes for parameter in session.model.parameters())

@@ -98,7 +98,7 @@ def test_memory_for_copies_is_kept_and_given_back(device: torch.device, tmp_path
         run.train(1)
         run.accelerator.save_state(str(tmp_path / str(number)), async_save=True)
         run.accelerator.wait_for_checkpoint()
-        saver: Any = run.accelerator._saver
+        saver: Any = run.accelerator.session.saver
         held.append(saver.buffers.nbytes)
         assert {kept.is_pinned() for kept in saver.buffers._kept.values()} == {device.type == "cuda"}
     assert held[0] == held[1] >= 2 * 4 * 4 * WIDTH * WIDTH

@@ -165,8 +165,8 @@ def read(timed: bool, dispatch: bool) -> list[Any]:
     skipping = accelerator.skip_first_batches(loader, 1)
     batches = [batch.tolist() for source in (loader, skipping, loader) for batch in source]
     if timed and (accelerator.is_main_process or not dispatch):
-        assert accelerator._report is not None
-        assert accelerator._report.stopwatch.read()["data"] > 0
+        assert accelerator.session.report is not None
+        assert accelerator.session.report.stopwatch.read()["data"] > 0
     return [*batches, len(loader), loader.end_of_dataloader]
 
 

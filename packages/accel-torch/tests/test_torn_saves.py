@@ -361,7 +361,7 @@ def torn_on_two(folder: str, hit: int, fsdp2: bool) -> tuple[int, int, bool]:
                 session.accelerator.save_state(folder, async_save=True)
                 if session.accelerator.process_index != hit:
                     late.may_copy.set()
-                    session.accelerator._saver.wait_for_copy()  # type: ignore[union-attr]
+                    session.accelerator.session.saver.wait_for_copy()  # type: ignore[union-attr]
                 for parameter in session.model.parameters():
                     local: Any = parameter.to_local() if fsdp2 else parameter  # type: ignore[operator]
                     local.data.mul_(1.5)

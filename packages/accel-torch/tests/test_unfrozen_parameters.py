@@ -274,7 +274,7 @@ def frozen_parameters_change() -> dict[str, Any]:
     user[0].register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
     model = accelerator.prepare(user)
     calls = itertools.count()
-    transport = accelerator._backend.strategy.context.process.transport
+    transport = accelerator.session.strategy.context.process.transport
     reduce = transport.all_reduce
     transport.all_reduce = lambda *args, **options: (next(calls), reduce(*args, **options))[1]
     for _ in range(3):

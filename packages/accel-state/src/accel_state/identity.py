@@ -58,12 +58,12 @@ class Process(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Precision, backend and mesh of a run. The first Accelerator creates it, later ones share it.
+    """Precision, strategy and mesh of a run. The first Accelerator creates it, later ones share it.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         distributed_type: the label of the backend, else that of the process.
-        backend: the object that owns the run; opaque to this layer.
+        strategy: the strategy that owns the run; opaque to this layer.
         given: options that were passed as arguments, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: the sizes of the axes of the mesh, or None.
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
     mixed_precision: str
     distributed_type: DistributedType
-    backend: Any = None
+    strategy: Any = None
     given: Mapping[str, Any] = MappingProxyType({})
     mesh: Any = None
     parallelism_config: ParallelismConfig | None = None

@@ -64,7 +64,7 @@ class AcceleratorTraining(Training):
         )
         self.process = current.process()
         self.gradient = self.accelerator.gradient_state
-        self.strategy = self.accelerator._backend.strategy
+        self.strategy = self.accelerator.session.strategy
 
     def arguments(self) -> dict[str, Any]:
         """Further arguments for the Accelerator."""

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.layers import strategy_model
+from accel_plugins.precision.base import Precision
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady, SettingError
@@ -59,19 +60,15 @@ class Accumulation:
         "weighting",
     )
 
-    def __init__(
-        self,
-        gradient: GradientState,
-        strategy: Strategy,
-        counted_by_strategy: bool = False,
-        plain_backward: bool = False,
-    ) -> None:
+    def __init__(self, gradient: GradientState, strategy: Strategy) -> None:
         self.gradient = gradient
         self.strategy = strategy
         self.step = 0
         self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
-        self._counted_by_strategy = counted_by_strategy
-        self._plain_backward = plain_backward and not counted_by_strategy
+        self._counted_by_strategy = strategy.capabilities.own_accumulation
+        scales = type(strategy.context.precision).backward_scale is not Precision.backward_scale
+        plain_backward = type(strategy).backward is Strategy.backward and not scales
+        self._plain_backward = plain_backward and not self._counted_by_strategy
         self.elastic = strategy.capabilities.elastic
         self.first = True
         self.guard: MisuseGuard | None = None

@@ -15,7 +15,7 @@ from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.boundaries import Preemption, StepBoundaries
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("BetweenBatches", "call_between_batches")
 
@@ -28,56 +28,56 @@ class BetweenBatches:
     script exchanges for an evaluation are never saved as those of the run.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         ending: ends the run if a signal has requested it.
         saving: saves a checkpoint if one is due.
     """
 
-    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps")
+    __slots__ = ("_all_steps", "_ending", "_saving", "_seen", "_session", "_steps")
 
     def __init__(
         self,
-        accelerator: AcceleratorMembers,
+        session: Session,
         ending: Callable[[], None] | None,
         saving: Callable[[], None] | None = None,
     ) -> None:
         # A weak reference: the Accelerator has a reference to the loader, which has one to this object.
-        self._accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
+        self._session, self._ending, self._saving = weakref.ref(session), ending, saving
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
     def __call__(self, first: bool) -> None:
-        accelerator = self._accelerator()
-        saver = None if accelerator is None else accelerator._saver
-        if accelerator is not None and saver is not None:
+        session = self._session()
+        saver = None if session is None else session.saver
+        if session is not None and saver is not None:
             seen = saver.boundaries
             trained = not first and seen is not None and seen is self._seen and seen.steps > self._steps
-            if trained and accelerator.gradient_state.sync_gradients:
+            if trained and session.gradient.sync_gradients:
                 saver.between_steps()
                 seen = saver.boundaries
             self._seen, self._steps = seen, 0 if seen is None else seen.steps
-        if self._saving is not None and accelerator is not None:
-            if not first and PROGRESS.steps > self._all_steps and accelerator.gradient_state.sync_gradients:
+        if self._saving is not None and session is not None:
+            if not first and PROGRESS.steps > self._all_steps and session.gradient.sync_gradients:
                 self._saving()
             self._all_steps = PROGRESS.steps
         if self._ending is not None and not first:
             self._ending()
 
 
-def call_between_batches(accelerator: AcceleratorMembers, loader: Any) -> None:
+def call_between_batches(session: Session, loader: Any) -> None:
     """Make a prepared loader call this between its batches."""
     ending = None
-    if accelerator._options.project.save_on_signal:
-        ending = _ending(accelerator)
+    if session.options.project.save_on_signal:
+        ending = _ending(session)
     saving = None
-    if accelerator._options.project.save_policy is not None:
-        saving = _saving(accelerator)
-    loader.between_batches, loader.pauses = BetweenBatches(accelerator, ending, saving), accelerator._pauses
+    if session.options.project.save_policy is not None:
+        saving = _saving(session)
+    loader.between_batches, loader.pauses = BetweenBatches(session, ending, saving), session.pauses
     if ending is not None or saving is not None:
         loader.pauses.used = True
 
 
-def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
+def _ending(session: Session) -> Callable[[], None]:
     """The function that ends the run between two batches after a signal.
 
     Raises:
@@ -86,7 +86,7 @@ def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
     from accel_plugins.checkpoint.boundaries import Preemption
     from accel_torch.saving import save_state, wait
 
-    if accelerator._preemption is None:
+    if session.preemption is None:
         if threading.current_thread() is not threading.main_thread():
             raise NotOffered(
                 "Cannot handle signals for ProjectConfiguration(save_on_signal=True).",
@@ -95,17 +95,17 @@ def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
             )
 
         def save() -> None:
-            save_state(accelerator, None, True)
-            wait(accelerator)
+            save_state(session, None, True)
+            wait(session)
 
-        accelerator._preemption = Preemption(accelerator.state._process, save, accelerator._options.project.deadline)
-    return _boundary(accelerator, accelerator._preemption)
+        session.preemption = Preemption(session.process, save, session.options.project.deadline)
+    return _boundary(session, session.preemption)
 
 
-def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callable[[], None]:
+def _boundary(session: Session, preemption: Preemption) -> Callable[[], None]:
     """The function to call between two batches; waits for the end of a window if partial gradients cannot be saved."""
-    gradient = accelerator.gradient_state
-    if accelerator._backend.strategy.capabilities.partial_gradients:
+    gradient = session.gradient
+    if session.strategy.capabilities.partial_gradients:
         return preemption.between_batches
 
     def between_windows() -> None:
@@ -115,28 +115,28 @@ def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callab
     return between_windows
 
 
-def _saving(accelerator: AcceleratorMembers) -> Callable[[], None]:
+def _saving(session: Session) -> Callable[[], None]:
     """The function that saves a checkpoint between two steps if one is due."""
     from accel_plugins.checkpoint.boundaries import ContinuousSaver, SavePace
     from accel_torch.saving import save_state
 
-    project = accelerator._options.project
+    project = session.options.project
     policy = project.save_policy
     assert policy is not None
-    if accelerator._continuous is None:
+    if session.continuous is None:
         # A weak reference: the saver's thread must not keep the Accelerator alive.
-        owner = weakref.ref(accelerator)
-        strategy = accelerator._backend.strategy
+        owner = weakref.ref(session)
+        strategy = session.strategy
         behind = strategy.capabilities.async_save or not strategy.capabilities.collective_save
 
         def save() -> None:
-            if (accelerator := owner()) is not None:
-                save_state(accelerator, None, True, async_save=behind)
+            if (session := owner()) is not None:
+                save_state(session, None, True, async_save=behind)
 
         def busy() -> bool:
-            accelerator = owner()
-            return accelerator is not None and accelerator._saver is not None and accelerator._saver.busy
+            session = owner()
+            return session is not None and session.saver is not None and session.saver.busy
 
         pace = SavePace(policy.max_overhead)
-        accelerator._continuous = ContinuousSaver(accelerator.state._process, save, busy, pace, project.deadline)
-    return accelerator._continuous.between_steps
+        session.continuous = ContinuousSaver(session.process, save, busy, pace, project.deadline)
+    return session.continuous.between_steps

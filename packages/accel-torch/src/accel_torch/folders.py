@@ -12,7 +12,7 @@ from accel_state.errors import CheckpointNameError, SettingError
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("automatic_folder", "follow_number", "given_folder", "next_folder")
 
@@ -22,17 +22,17 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     return Path(project.project_dir or ".") / "checkpoints"
 
 
-def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[str] | None) -> str:
+def next_folder(session: Session, output_dir: str | os.PathLike[str] | None) -> str:
     """The path of the next checkpoint; the main process decides.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
         CheckpointNameError: the name is taken.
     """
-    project = accelerator._options.project
+    project = session.options.project
     if not project.automatic_checkpoint_naming:
         return given_folder(output_dir, "save_state")
-    return str(_next_automatic(project)) if accelerator.state._process.rank == 0 else ""
+    return str(_next_automatic(project)) if session.process.rank == 0 else ""
 
 
 def follow_number(project: ProjectConfiguration, loaded: str) -> None:

@@ -97,10 +97,10 @@ class GoodputRecorder(RunObserver):
         if accelerator.num_processes > 1:
             accelerator.backward = _waiting_backward(account, accelerator.backward)
 
-    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+    def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.observer = timed = _TimedLoader(self.account, accelerator.gradient_state, self._forget_steps)
+            loader.observer = timed = _TimedLoader(self.account, session.gradient, self._forget_steps)
             saves = self.account.timed(SAVING, loader.between_batches)
 
             def between(first: bool) -> None:

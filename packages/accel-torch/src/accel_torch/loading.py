@@ -23,7 +23,7 @@ from accel_torch.folders import automatic_folder, follow_number, given_folder
 
 if TYPE_CHECKING:
     from accel_state.current import Process
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("load_state",)
 
@@ -32,7 +32,7 @@ _REPORTED: Final = 10
 
 
 def load_state(
-    accelerator: AcceleratorMembers,
+    session: Session,
     input_dir: str | os.PathLike[str] | None,
     options: dict[str, Any],
     missing_ok: bool = False,
@@ -43,44 +43,44 @@ def load_state(
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: the checkpoint is incomplete or damaged, or does not fit the prepared objects.
     """
-    project, process = accelerator._options.project, accelerator.state._process
+    project, process = session.options.project, session.process
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
     with ExitStack() as stack:
         with barrier.reporting():
-            if accelerator._saver is not None:
-                accelerator._saver.wait()
-            found = _chosen(accelerator, barrier, input_dir, missing_ok, stack)
+            if session.saver is not None:
+                session.saver.wait()
+            found = _chosen(session, barrier, input_dir, missing_ok, stack)
             if found is not None:
-                _demand_prepared(accelerator, found.folder)
+                _demand_prepared(session, found.folder)
                 manifest = read_manifest(found.folder)
                 facts = {} if manifest is None else manifest.facts
-                _demand_same_window(accelerator, found.folder, facts)
-                _load(accelerator, found.folder, dict(options))
-                _follow(accelerator, found.place, facts)
+                _demand_same_window(session, found.folder, facts)
+                _load(session, found.folder, dict(options))
+                _follow(session, found.place, facts)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
 
-def _load(accelerator: AcceleratorMembers, folder: Path, options: dict[str, Any]) -> None:
-    map_location = _place(accelerator, options.pop("map_location", None))
+def _load(session: Session, folder: Path, options: dict[str, Any]) -> None:
+    map_location = _place(session, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
     trusted = not options.pop("weights_only", True)
-    accelerator._accumulation.step = load_folder(
+    session.accumulation.step = load_folder(
         folder,
-        accelerator._prepared,
-        accelerator._backend.strategy,
-        accelerator.state._process,
+        session.prepared,
+        session.strategy,
+        session.process,
         map_location=map_location,
         model_options=options,
         trusted=trusted,
         allow_missing=allow_missing,
-        hooks=list(accelerator._prepared.load_hooks.values()),
+        hooks=list(session.prepared.load_hooks.values()),
     )
     load_gradients(
-        accelerator._prepared.unwrapped_models(accelerator._backend.strategy.unwrap),
+        session.prepared.unwrapped_models(session.strategy.unwrap),
         folder,
-        accelerator.state.process_index,
+        session.state.process_index,
     )
 
 
@@ -89,13 +89,13 @@ _STATES: Final = (*_WEIGHTS, "optimizer", "scheduler", "dl_state_dict")
 """How the names of files with the states of prepared objects begin."""
 
 
-def _demand_prepared(accelerator: AcceleratorMembers, folder: Path) -> None:
+def _demand_prepared(session: Session, folder: Path) -> None:
     """Refuse to load nothing, after which a model prepared later would train from the beginning.
 
     Raises:
         CheckpointError: the checkpoint has weights and no model was prepared, or it has states and nothing was.
     """
-    prepared = accelerator._prepared
+    prepared = session.prepared
     # A hook may load the weights itself.
     if prepared.models or prepared.load_hooks:
         return
@@ -112,7 +112,7 @@ def _demand_prepared(accelerator: AcceleratorMembers, folder: Path) -> None:
         )
 
 
-def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Mapping[str, Any]) -> None:
+def _demand_same_window(session: Session, folder: Path, facts: Mapping[str, Any]) -> None:
     """Refuse gradients of an unfinished accumulation window that this run cannot add to.
 
     Raises:
@@ -121,8 +121,8 @@ def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Ma
     """
     if not (folder / gradients_name(0)).is_file():
         return
-    now = {"gradient_accumulation_steps": accelerator.gradient_state.num_steps}
-    now["world_size"] = accelerator.state.num_processes
+    now = {"gradient_accumulation_steps": session.gradient.num_steps}
+    now["world_size"] = session.state.num_processes
     other = [
         f"{name} was {facts[name]} and is {value}" for name, value in now.items() if facts.get(name, value) != value
     ]
@@ -135,21 +135,21 @@ def _demand_same_window(accelerator: AcceleratorMembers, folder: Path, facts: Ma
         )
 
 
-def _follow(accelerator: AcceleratorMembers, place: str, facts: Mapping[str, Any]) -> None:
+def _follow(session: Session, place: str, facts: Mapping[str, Any]) -> None:
     """Set the counters of steps, windows and automatic names to those of the checkpoint."""
     step = facts.get("run_step")
     if isinstance(step, int) and not isinstance(step, bool):
         PROGRESS.went_back_to(step)
-    steps = accelerator.gradient_state.num_steps
+    steps = session.gradient.num_steps
     if facts.get("gradient_accumulation_steps", steps) != steps:
         # It was saved between two windows, so the next micro-batch begins a window.
-        accelerator._accumulation.step = 0
-    follow_number(accelerator._options.project, place)
+        session.accumulation.step = 0
+    follow_number(session.options.project, place)
 
 
-def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:
+def _place(session: Session, asked: Any) -> Any:
     """The device to which tensors are read, before they are copied to the devices of the objects."""
-    places = {None: "cpu", "cpu": "cpu", "on_device": accelerator.state.device}
+    places = {None: "cpu", "cpu": "cpu", "on_device": session.state.device}
     if not isinstance(asked, (str, type(None))) or asked not in places:
         raise UnknownKind(
             f"Cannot load a state with map_location={asked!r}.",
@@ -173,7 +173,7 @@ class _Chosen:
 
 
 def _chosen(
-    accelerator: AcceleratorMembers,
+    session: Session,
     barrier: StoreBarrier,
     input_dir: str | os.PathLike[str] | None,
     missing_ok: bool,
@@ -182,7 +182,7 @@ def _chosen(
     """Choose the checkpoint to load and verify it; called on every process.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         barrier: the barrier of the load.
         input_dir: a folder, the URL of a checkpoint, or None for the project's newest checkpoint.
         missing_ok: whether to return None if there is no checkpoint.
@@ -192,37 +192,37 @@ def _chosen(
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: the checkpoint is incomplete or damaged, or there is none.
     """
-    if input_dir is None and accelerator._options.project.automatic_checkpoint_naming:
-        return _newest_good(accelerator, barrier, missing_ok, stack)
+    if input_dir is None and session.options.project.automatic_checkpoint_naming:
+        return _newest_good(session, barrier, missing_ok, stack)
     named = given_folder(input_dir, "load_state")
     if is_url(named):
         from accel_torch.remote import fetch
 
-        copy = fetch(accelerator, barrier, named, "fetch", stack, missing_ok)
+        copy = fetch(session, barrier, named, "fetch", stack, missing_ok)
         return None if copy is None else _Chosen(copy, named)
     folder = Path(named)
     mains = Path(barrier.wait("name", str(folder)))
     if folder.is_dir() and not any(folder.iterdir()):
         # If processes gave different names to save_state, the files are in the main process's folder.
         folder = mains
-    found = _found(accelerator, barrier, folder)
+    found = _found(session, barrier, folder)
     if found is None and missing_ok:
         return None
     asked = f"Cannot load the checkpoint {folder}."
     if found is None:
         raise CheckpointNameError(asked, "There is no such folder.", "Give a folder that save_state() wrote.")
-    if damage := _damage(accelerator, barrier, found, "contents"):
+    if damage := _damage(session, barrier, found, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return _Chosen(found, str(found))
 
 
-def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path) -> Path | None:
+def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None:
     """The folder of a named checkpoint; each local main process restores one that a crashed run had moved aside.
 
     Raises:
         CheckpointError: only some processes can see the folder.
     """
-    process = accelerator.state._process
+    process = session.process
     with barrier.reporting():
         found = located(folder) if process.topology.is_local_main else None
         barrier.wait("recover")
@@ -243,36 +243,32 @@ def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path)
     return found
 
 
-def _newest_good(
-    accelerator: AcceleratorMembers, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack
-) -> _Chosen | None:
+def _newest_good(session: Session, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack) -> _Chosen | None:
     """The project's newest checkpoint that no process finds damaged; from the store if that one is newer."""
-    project = accelerator._options.project
+    project = session.options.project
     damaged: dict[Path, str] = {}
     while True:
         turn = len(damaged)
-        told = _decided_by_main(
-            accelerator, barrier, f"choose {turn}", lambda: _newest(accelerator, damaged, missing_ok)
-        )
+        told = _decided_by_main(session, barrier, f"choose {turn}", lambda: _newest(session, damaged, missing_ok))
         project.iteration = max(project.iteration, told["following"])
         if told["url"] is not None:
             from accel_torch.remote import fetch
 
-            copy = fetch(accelerator, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+            copy = fetch(session, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
             return None if copy is None else _Chosen(copy, told["url"])
         if told["folder"] is None:
             return None
         folder = Path(told["folder"])
-        damage = _damage(accelerator, barrier, folder, f"contents {turn}")
+        damage = _damage(session, barrier, folder, f"contents {turn}")
         if not damage:
             return _Chosen(folder, str(folder))
         damaged[folder] = damage
 
 
-def _damage(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path, phase: str) -> str:
+def _damage(session: Session, barrier: StoreBarrier, folder: Path, phase: str) -> str:
     """The problems that the processes find in a folder, on every process; each verifies its share of the contents."""
     with barrier.reporting():
-        found = _own_damage(folder, accelerator.state._process, accelerator._options.project.verify == "hashes")
+        found = _own_damage(folder, session.process, session.options.project.verify == "hashes")
     return barrier.wait(phase, json.dumps(found[:_REPORTED]), _in_one_text)
 
 
@@ -287,9 +283,9 @@ def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
     return damage_in(folder, verdict.manifest, process)
 
 
-def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
+def _newest(session: Session, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
     """The newest checkpoint whose files have the expected sizes, and a free number for the next one."""
-    folder = automatic_folder(accelerator._options.project)
+    folder = automatic_folder(session.options.project)
     known = available(folder)
     following = known[-1].number + 1 if known else 0
     found, failure = None, None
@@ -298,10 +294,10 @@ def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missin
     except CheckpointError as error:
         failure = error
     stored = None
-    if accelerator._uploader is not None:
+    if session.uploader is not None:
         from accel_torch.remote import newest_on_store
 
-        stored = newest_on_store(accelerator, local=found is not None)
+        stored = newest_on_store(session, local=found is not None)
     if stored is not None:
         following = max(following, stored.number + 1)
         numbers = {checkpoint.path: checkpoint.number for checkpoint in known}
@@ -313,10 +309,10 @@ def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missin
 
 
 def _decided_by_main(
-    accelerator: AcceleratorMembers, barrier: StoreBarrier, phase: str, decide: Callable[[], dict[str, Any]]
+    session: Session, barrier: StoreBarrier, phase: str, decide: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Call `decide` on the main process, and return its result, or raise its error, on every process."""
     with barrier.reporting():
-        mine = json.dumps(decide()) if accelerator.state._process.rank == 0 else ""
+        mine = json.dumps(decide()) if session.process.rank == 0 else ""
     decided: dict[str, Any] = json.loads(barrier.wait(phase, mine))
     return decided

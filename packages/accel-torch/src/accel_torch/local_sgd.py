@@ -55,15 +55,16 @@ class LocalSGD(metaclass=Replaceable):
             )
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
-            accelerator._backend.manifest.demand("average_parameters")
+            accelerator.session.backend.demand("average_parameters")
         self.num_steps = 0
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, steps
         self.model_sync_obj: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            if self.accelerator._accumulation.guard is not None:
-                self.accelerator._accumulation.guard.expect_different_replicas()
+            guard = self.accelerator.session.accumulation.guard
+            if guard is not None:
+                guard.expect_different_replicas()
             self.model_sync_obj = self.accelerator.no_sync(self.model)
             self.model_sync_obj.__enter__()
         return self
@@ -88,7 +89,8 @@ class LocalSGD(metaclass=Replaceable):
             self._average()
 
     def _average(self) -> None:
-        if self.accelerator._saver is not None:
+        session = self.accelerator.session
+        if session.saver is not None:
             # A checkpoint in the background must contain the parameters from before the average.
-            self.accelerator._saver.wait_for_copy()
-        self.accelerator._backend.strategy.average_parameters(strategy_model(self.model))
+            session.saver.wait_for_copy()
+        session.strategy.average_parameters(strategy_model(self.model))

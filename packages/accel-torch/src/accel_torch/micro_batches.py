@@ -101,10 +101,10 @@ class MicroBatches:
 def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
     """Accumulate over exactly `steps` micro-batches inside the block."""
     failed = f"Cannot split a batch into {steps} micro-batches."
-    if accelerator._backend.capabilities.own_accumulation:
+    if accelerator.session.backend.capabilities.own_accumulation:
         raise NotOffered(
             failed,
-            f"The backend {accelerator._backend.manifest.name!r} accumulates gradients itself.",
+            f"The backend {accelerator.session.backend.name!r} accumulates gradients itself.",
             "Set the accumulation steps and the micro-batch size in its settings, and use loaders of that batch size.",
         )
     gradient = accelerator.gradient_state
@@ -199,11 +199,11 @@ def _shard_size(global_batch_size: int, process: Process, accelerator: Accelerat
 
 def _passes_are_local(accelerator: Accelerator) -> bool:
     """Whether one rank may stop inside forward or backward without blocking the others."""
-    if accelerator.state._process.world_size == 1:
+    if accelerator.session.process.world_size == 1:
         return True
     mesh = accelerator.state.device_mesh
     axes = () if mesh is None else mesh.mesh_dim_names or ()
-    return accelerator._backend.manifest.capabilities.local_passes and _INNER_AXES.isdisjoint(axes)
+    return accelerator.session.backend.capabilities.local_passes and _INNER_AXES.isdisjoint(axes)
 
 
 class Search:
@@ -285,15 +285,15 @@ def _restored(accelerator: Accelerator | None) -> Iterator[None]:
         finally:
             restore(generators)
         return
-    models = tuple(accelerator._prepared.models)
+    models = tuple(accelerator.session.prepared.models)
     buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     gradient, counted = accelerator.gradient_state, accelerator.step
     synchronises = gradient.sync_gradients
     gradient.sync_gradients = False
-    holds = accelerator._backend.manifest.capabilities.no_sync
+    holds = accelerator.session.backend.capabilities.no_sync
     try:
-        with no_sync_all(accelerator._backend.strategy, models) if holds and models else nullcontext():
+        with no_sync_all(accelerator.session.strategy, models) if holds and models else nullcontext():
             yield
     finally:
         gradient.sync_gradients, accelerator.step = synchronises, counted

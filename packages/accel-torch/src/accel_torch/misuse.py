@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.gradient import GradientState
-    from accel_torch.assemble import ActiveBackend
     from accel_torch.replicas import ReplicaComparison
 
 __all__ = ("MisuseGuard", "MisuseWarning")
@@ -70,7 +69,7 @@ class MisuseGuard:
 
     Args:
         gradient: the gradient state.
-        backend: the run's backend.
+        strategy: the strategy of the run.
         prepared: the prepared objects; weakly referenced.
         comparison: compares replicas after the second step, or None.
     """
@@ -78,17 +77,18 @@ class MisuseGuard:
     def __init__(
         self,
         gradient: GradientState,
-        backend: ActiveBackend,
+        strategy: Strategy,
         prepared: PreparedObjects,
         comparison: ReplicaComparison | None = None,
     ) -> None:
         self.backward_ran = False
-        self._gradient, self._backend = gradient, backend
+        capabilities = strategy.capabilities
+        self._gradient, self._strategy = gradient, strategy
         self._prepared = weakref.ref(prepared)
         self._comparison = comparison
-        self._several = backend.strategy.context.process.world_size > 1
-        self._scaler = None if backend.capabilities.own_precision else backend.precision.scaler
-        self._counts_backward = not backend.capabilities.own_accumulation
+        self._several = strategy.context.process.world_size > 1
+        self._scaler = None if capabilities.own_precision else strategy.context.precision.scaler
+        self._counts_backward = not capabilities.own_accumulation
         self._models: list[_PreparedModel] = []
         self._replaced: dict[int, weakref.ref[Parameter]] = {}
         self._steps: dict[int, int] = {}
@@ -97,9 +97,7 @@ class MisuseGuard:
         self._schedulers: list[tuple[weakref.ref[Any], Any]] | None = None
         self._between = False
         self._watches_steps = False
-        self._independent = not (
-            self._several and self._counts_backward and _trains_on_different_data(backend.strategy)
-        )
+        self._independent = not (self._several and self._counts_backward and _trains_on_different_data(strategy))
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._step_hooks: list[Any] = []
@@ -120,7 +118,7 @@ class MisuseGuard:
             return
         now = {id(parameter) for model in made for parameter in model.parameters()}
         self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
-        through_own = self._backend.strategy.capabilities.syncs_in_own_forward and self._several
+        through_own = self._strategy.capabilities.syncs_in_own_forward and self._several
         for model, own in zip(given, made, strict=True):
             known = _PreparedModel(own, through_own and own is not model)
             self._models.append(known)
@@ -288,7 +286,7 @@ class MisuseGuard:
             if any(id(parameter) in own for parameter in model.parameters()):
                 self._warn(
                     "forward",
-                    f"An optimizer steps with gradients of {type(known.inner(self._backend)).__name__}, but the "
+                    f"An optimizer steps with gradients of {type(known.inner(self._strategy)).__name__}, but the "
                     "model that prepare() returned was never called.",
                     "Gradients are averaged over processes only after a forward of that model.",
                     "Write `model = accelerator.prepare(model)` and call this model.",
@@ -389,9 +387,9 @@ class _PreparedModel:
     def has_any(self, parameters: Sequence[Parameter]) -> bool:
         return any(id(parameter) in self._parameters for parameter in parameters)
 
-    def inner(self, backend: ActiveBackend) -> Any:
+    def inner(self, strategy: Strategy) -> Any:
         model = self.model()
-        return None if model is None else backend.strategy.unwrap(strategy_model(model))
+        return None if model is None else strategy.unwrap(strategy_model(model))
 
 
 class _NoteForward:

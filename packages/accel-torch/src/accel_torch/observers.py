@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
-    from accel_state.gradient import GradientState
-    from accel_torch.assemble import ActiveBackend
-    from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
     from accel_torch.replicas import ReplicaChecker
+    from accel_torch.session import Session
     from accel_torch.straggler import StragglerReport
 
-__all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
+__all__ = ("RUN_OBSERVERS", "RunObserver", "guard_first_steps", "reporting", "watching")
 
 
 class RunObserver:
@@ -30,7 +28,7 @@ class RunObserver:
     def begins(self, accelerator: Any) -> None:
         """Called with each new Accelerator, before it prepares anything."""
 
-    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+    def loader_prepared(self, session: Session, loader: Any) -> None:
         """Called with each prepared loader, before it is read."""
 
 
@@ -56,19 +54,20 @@ def watching(options: Options, prepared: PreparedObjects, strategy: Strategy) ->
     return ReplicaChecker(options.check_replicas_every, prepared, strategy)
 
 
-def guarding(
-    options: Options, gradient: GradientState, backend: ActiveBackend, prepared: PreparedObjects
-) -> MisuseGuard:
-    """The guard that checks the first steps for mistakes; by default it also compares replicas once."""
+def guard_first_steps(session: Session) -> None:
+    """Check the first steps for mistakes; by default also compare replicas once. A repeated call does nothing."""
+    if not session.guards_first_steps:
+        return
     from accel_torch.misuse import MisuseGuard
 
-    alike = backend.manifest.capabilities.equal_replicas and backend.strategy.context.process.world_size > 1
+    session.guards_first_steps = False
+    several = session.strategy.context.process.world_size > 1
     comparison = None
-    if options.check_replicas_every is None and alike:
+    if session.options.check_replicas_every is None and several and session.backend.capabilities.equal_replicas:
         from accel_torch.replicas import ReplicaComparison
 
-        comparison = ReplicaComparison(backend.strategy, prepared)
-    guard = MisuseGuard(gradient, backend, prepared, comparison)
-    if backend.strategy.context.process.world_size > 1:
+        comparison = ReplicaComparison(session.strategy, session.prepared)
+    guard = MisuseGuard(session.gradient, session.strategy, session.prepared, comparison)
+    if several:
         guard.watch_steps()
-    return guard
+    session.accumulation.watch_by(guard)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_data import prepare_data_loader
@@ -15,24 +14,21 @@ from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
-from accel_torch.observers import RUN_OBSERVERS
+from accel_torch.observers import RUN_OBSERVERS, guard_first_steps
 from accel_torch.step import OptimizerStepper
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
-__all__ = ("PREPARING", "prepare", "prepare_for_evaluation", "prepare_loader")
+__all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
 
 _logger: Final = logging.getLogger(__name__)
 
-PREPARING: Final[ContextVar[AcceleratorMembers]] = ContextVar("accel_torch_preparing")
-"""The Accelerator whose `prepare` is running, for functions of programs that it calls."""
-
 
 def prepare(
-    accelerator: AcceleratorMembers,
+    session: Session,
     objects: Sequence[Any],
     device_placement: Sequence[bool] | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
@@ -40,7 +36,7 @@ def prepare(
     """Prepare objects for this run, and return them in the order given; see `Accelerator.prepare`.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         objects: models, optimizers, schedulers and loaders; objects of other types are returned unchanged.
         device_placement: for each object, whether to move it to the device. None uses the Accelerator's setting.
         slice_fn_for_dispatch: takes a process's shard from a global batch that the main process has read.
@@ -49,60 +45,52 @@ def prepare(
         SettingError: `device_placement` has another length than `objects`.
         AccelError: the backend does not support these objects; none of them was changed.
     """
-    placed = _placement(accelerator, objects, device_placement)
+    placed = _placement(session, objects, device_placement)
     bundle = Bundle.of(objects)
-    backend = accelerator._backend
-    accelerator._guard_first_steps()
-    _check_together(accelerator, bundle)
-    order.check_bundle(backend.manifest, backend.strategy, accelerator._transforms, bundle)
+    guard_first_steps(session)
+    _check_together(session, bundle)
+    order.check_bundle(session.backend, session.strategy, session.transforms, bundle)
     bundle.loaders[:] = [
-        prepare_loader(accelerator, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
+        prepare_loader(session, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
     given = list(bundle.models)
     before = [parameter for model in given for parameter in model.parameters()]
-    bundle = _run_steps(accelerator, bundle, placed)
-    _wrap_optimizers(accelerator, bundle)
-    _wrap_schedulers(accelerator, bundle)
-    if accelerator._report is not None:
-        accelerator._report.watch_models(bundle)
-    accelerator._prepared.remember(bundle)
-    if accelerator._prepared.steps_in_backward:
-        accelerator._accumulation.step_in_backward()
-    if accelerator._accumulation.guard is not None:
-        accelerator._accumulation.guard.prepared(given, before, bundle.models)
+    bundle = _run_steps(session, bundle, placed)
+    _wrap_optimizers(session, bundle)
+    _wrap_schedulers(session, bundle)
+    if session.report is not None:
+        session.report.watch_models(bundle)
+    session.prepared.remember(bundle)
+    if session.prepared.steps_in_backward:
+        session.accumulation.step_in_backward()
+    if session.accumulation.guard is not None:
+        session.accumulation.guard.prepared(given, before, bundle.models)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
 
 
-def prepare_for_evaluation(accelerator: AcceleratorMembers, model: Module, device_placement: bool) -> Module:
+def prepare_for_evaluation(session: Session, model: Module, device_placement: bool) -> Module:
     """Prepare a model that is not trained: moved, transformed and autocast, but not wrapped."""
     bundle = Bundle.of([model])
-    changed: Module = _run_steps(accelerator, bundle, {id(model): device_placement}, trains=False).models[0]
+    changed: Module = _run_steps(session, bundle, {id(model): device_placement}, trains=False).models[0]
     return changed
 
 
-def _run_steps(accelerator: AcceleratorMembers, bundle: Bundle, placed: dict[int, bool], trains: bool = True) -> Bundle:
-    backend = accelerator._backend
+def _run_steps(session: Session, bundle: Bundle, placed: dict[int, bool], trains: bool = True) -> Bundle:
     planned = order.steps(
-        backend.manifest, backend.strategy, accelerator._transforms, lambda model: placed.get(id(model), True), trains
+        session.backend, session.strategy, session.transforms, lambda model: placed.get(id(model), True), trains
     )
     if bundle.models or bundle.optimizers:
         _logger.debug("Preparing: %s.", order.numbered(planned))
-        token = PREPARING.set(accelerator)
-        try:
-            for step in planned:
-                bundle = step.run(bundle)
-        finally:
-            PREPARING.reset(token)
+        for step in planned:
+            bundle = step.run(bundle)
     return bundle
 
 
-def _placement(
-    accelerator: AcceleratorMembers, objects: Sequence[Any], asked: Sequence[bool] | None
-) -> dict[int, bool]:
+def _placement(session: Session, objects: Sequence[Any], asked: Sequence[bool] | None) -> dict[int, bool]:
     """Whether to move each object to the device, by id."""
     if asked is None:
-        asked = [accelerator._options.device_placement] * len(objects)
+        asked = [session.options.device_placement] * len(objects)
     if len(asked) != len(objects):
         raise SettingError(
             f"Cannot prepare with device_placement={list(asked)!r}.",
@@ -112,15 +100,15 @@ def _placement(
     return {id(item): move for item, move in zip(objects, asked, strict=True)}
 
 
-def _check_together(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
+def _check_together(session: Session, bundle: Bundle) -> None:
     """Check that objects which the backend needs in one call are all in this call."""
-    together = accelerator._backend.manifest.together
+    together = session.backend.together
     given = {part for part in together if bundle.of_kind(part)}
     missing = together - given
     if given and missing:
         raise Conflict(
             f"Cannot prepare {_named(given)} separately.",
-            f"The backend {accelerator._backend.manifest.name!r} needs {_named(together)} in one call.",
+            f"The backend {session.backend.name!r} needs {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
         )
 
@@ -129,60 +117,60 @@ def _named(kinds: set[ObjectKind] | frozenset[ObjectKind]) -> str:
     return " and ".join(sorted(kind.value for kind in kinds))
 
 
-def _wrap_optimizers(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
+def _wrap_optimizers(session: Session, bundle: Bundle) -> None:
     bundle.optimizers[:] = [
-        optimizer if isinstance(optimizer, AcceleratedOptimizer) else _wrapped_optimizer(accelerator, optimizer)
+        optimizer if isinstance(optimizer, AcceleratedOptimizer) else _wrapped_optimizer(session, optimizer)
         for optimizer in bundle.optimizers
     ]
 
 
-def _wrapped_optimizer(accelerator: AcceleratorMembers, optimizer: Any) -> AcceleratedOptimizer:
-    stepping: Any = OptimizerStepper(accelerator._backend.strategy, accelerator._accumulation, accelerator._prepared)
-    if accelerator._replica_checker is not None:
-        stepping = accelerator._replica_checker.watching(stepping)
-    guard = accelerator._accumulation.guard
+def _wrapped_optimizer(session: Session, optimizer: Any) -> AcceleratedOptimizer:
+    stepping: Any = OptimizerStepper(session.strategy, session.accumulation, session.prepared)
+    if session.replica_checker is not None:
+        stepping = session.replica_checker.watching(stepping)
+    guard = session.accumulation.guard
     wrapped = AcceleratedOptimizer(
         optimizer,
-        device_placement=accelerator._options.device_placement,
-        gradient=accelerator.gradient_state,
+        device_placement=session.options.device_placement,
+        gradient=session.gradient,
         strategy=stepping if guard is None else guard.watching(stepping),
-        precision=accelerator._backend.precision,
+        precision=session.precision,
     )
     if guard is not None and not wrapped.steps_in_backward:
         guard.guards(wrapped)
     return wrapped
 
 
-def _wrap_schedulers(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
+def _wrap_schedulers(session: Session, bundle: Bundle) -> None:
     bundle.schedulers[:] = [
-        scheduler if isinstance(scheduler, AcceleratedScheduler) else _wrapped_scheduler(accelerator, bundle, scheduler)
+        scheduler if isinstance(scheduler, AcceleratedScheduler) else _wrapped_scheduler(session, bundle, scheduler)
         for scheduler in bundle.schedulers
     ]
 
 
-def _wrapped_scheduler(accelerator: AcceleratorMembers, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
+def _wrapped_scheduler(session: Session, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
     """A scheduler that follows its optimizer, or all prepared optimizers if it has no attribute `optimizer`."""
-    candidates = [*accelerator._prepared.optimizers, *bundle.optimizers]
+    candidates = [*session.prepared.optimizers, *bundle.optimizers]
     inner = getattr(scheduler, "optimizer", None)
     own = [optimizer for optimizer in candidates if optimizer is inner or optimizer.optimizer is inner]
     return AcceleratedScheduler(
         scheduler,
         own or candidates,
-        step_with_optimizer=accelerator._options.step_scheduler_with_optimizer,
-        split_batches=accelerator._options.loader.split_batches,
-        gradient=accelerator.gradient_state,
-        processes=accelerator._backend.strategy.batches_per_step(),
+        step_with_optimizer=session.options.step_scheduler_with_optimizer,
+        split_batches=session.options.loader.split_batches,
+        gradient=session.gradient,
+        processes=session.strategy.batches_per_step(),
     )
 
 
 def prepare_loader(
-    accelerator: AcceleratorMembers,
+    session: Session,
     loader: Any,
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> Any:
     """Prepare one loader, which yields this process's shard of the data."""
-    options, strategy = accelerator._options, accelerator._backend.strategy
+    options, strategy = session.options, session.strategy
     if getattr(type(loader), "placeholder_for", None) is ObjectKind.LOADER:
         # The backend creates the loader, with this process's shard of the data.
         return strategy.wrap_loader(loader)
@@ -192,7 +180,7 @@ def prepare_loader(
     move = options.device_placement if device_placement is None else device_placement
     sharded = prepare_data_loader(
         loader,
-        device=accelerator.state.device,
+        device=session.state.device,
         num_processes=shards.count,
         process_index=shards.index,
         split_batches=configuration.split_batches,
@@ -206,15 +194,15 @@ def prepare_loader(
         non_blocking=configuration.non_blocking,
         use_stateful_dataloader=configuration.use_stateful_dataloader,
         torch_device_mesh=strategy.context.mesh,
-        gradient=accelerator.gradient_state,
+        gradient=session.gradient,
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
         order="global" if strategy.capabilities.elastic else configuration.order,
     )
-    if accelerator._report is not None:
-        accelerator._report.watch_loader(sharded)
-    call_between_batches(accelerator, sharded)
+    if session.report is not None:
+        session.report.watch_loader(sharded)
+    call_between_batches(session, sharded)
     for observer in RUN_OBSERVERS:
-        observer.loader_prepared(accelerator, sharded)
+        observer.loader_prepared(session, sharded)
     return strategy.wrap_loader(sharded)

@@ -16,18 +16,18 @@ from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints,
 from accel_state.errors import CheckpointError, Conflict
 
 if TYPE_CHECKING:
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
 
 logger = logging.getLogger(__name__)
 
 
-def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
+def probe(session: Session, folder: Path) -> None:
     """Check before training that a store can store checkpoints; called on every process.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         folder: the folder of automatically named checkpoints.
 
     Raises:
@@ -35,7 +35,7 @@ def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
         CheckpointError: the store cannot be reached, denies access, or has no conditional writes; raised on every
             process.
     """
-    project, process = accelerator._options.project, accelerator.state._process
+    project, process = session.options.project, session.process
     remote = RemoteCheckpoints.at(str(project.remote), project.deadline)
 
     def work() -> None:
@@ -46,7 +46,7 @@ def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
 
     failed = f"Cannot keep checkpoints in {project.remote}."
     raise_on_any_rank(process, "remote", work, failed, project.deadline, CheckpointError)
-    accelerator._uploader = Uploader(remote, *project.retention)
+    session.uploader = Uploader(remote, *project.retention)
 
 
 def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
@@ -70,13 +70,13 @@ def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
         )
 
 
-def upload(accelerator: AcceleratorMembers, folder: Path, committed: Committed | None) -> None:
+def upload(session: Session, folder: Path, committed: Committed | None) -> None:
     """Begin to upload a committed checkpoint, on each process that created a folder of it. Errors are logged."""
-    if accelerator._uploader is not None and committed is not None and committed.is_owner:
-        accelerator._uploader.add(folder, committed.identity, accelerator.state._process.rank, committed.owners)
+    if session.uploader is not None and committed is not None and committed.is_owner:
+        session.uploader.add(folder, committed.identity, session.process.rank, committed.owners)
 
 
-def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheckpoint | None:
+def newest_on_store(session: Session, local: bool) -> RemoteCheckpoint | None:
     """The project's newest complete checkpoint on its store; called on the main process.
 
     Args:
@@ -85,10 +85,10 @@ def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheck
     Raises:
         CheckpointError: the store cannot be reached.
     """
-    if accelerator._uploader is None:
+    if session.uploader is None:
         return None
     try:
-        return accelerator._uploader.remote.newest()
+        return session.uploader.remote.newest()
     except CheckpointError as error:
         if not local:
             raise
@@ -97,12 +97,12 @@ def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheck
 
 
 def fetch(
-    accelerator: AcceleratorMembers, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool
+    session: Session, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool
 ) -> Path | None:
     """Download a checkpoint to one local copy on each node; called on every process.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         barrier: the barrier of the load.
         url: the URL of the checkpoint.
         phase: the phase of the barrier; no other phase begins with this text.
@@ -112,7 +112,7 @@ def fetch(
     Raises:
         CheckpointError: the store cannot be reached, or the checkpoint does not exist or is damaged.
     """
-    process, project = accelerator.state._process, accelerator._options.project
+    process, project = session.process, session.options.project
     store, name = split_url(url)
     token = barrier.wait(f"{phase} token", secrets.token_hex(8))
     folder = Path(tempfile.gettempdir()) / f"accel-{token}-{process.topology.node_rank}"

@@ -78,7 +78,7 @@ class DrawnBatches:
 class SampleRecorder(RunObserver):
     """Makes every prepared loader store the ids of its samples; see `RunObserver`."""
 
-    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+    def loader_prepared(self, session: Any, loader: Any) -> None:
         """Make a loader store the indices that it draws."""
         source = getattr(loader, "source", None)
         while source is not None and not isinstance(getattr(source, "shard", None), BatchSamplerShard):
@@ -97,7 +97,7 @@ class SampleRecorder(RunObserver):
             PROGRESS.samples = ids
 
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        write = sample_file(os.environ[STATUS_FOLDER], accelerator.process_index) if restarted else None
+        write = sample_file(os.environ[STATUS_FOLDER], session.process.rank) if restarted else None
         drawn = DrawnBatches(learn, write)
         source.shard.drawn = drawn
 

@@ -25,7 +25,7 @@ from accel_state.hang_report.progress import PROGRESS
 from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("save_state", "wait")
 
@@ -36,7 +36,7 @@ _COPIES_BEHIND: Final = 3
 
 
 def save_state(
-    accelerator: AcceleratorMembers,
+    session: Session,
     output_dir: str | os.PathLike[str] | None,
     safe_serialization: bool,
     async_save: bool = False,
@@ -50,49 +50,47 @@ def save_state(
         NotOffered: the backend cannot save while training continues.
         CheckpointError: this checkpoint or the previous one could not be written; earlier checkpoints are unchanged.
     """
-    project = accelerator._options.project
-    barrier = StoreBarrier(
-        accelerator.state._process, "save", "Cannot save a checkpoint.", project.deadline, CheckpointError
-    )
+    project = session.options.project
+    barrier = StoreBarrier(session.process, "save", "Cannot save a checkpoint.", project.deadline, CheckpointError)
     with barrier.reporting():
-        wait(accelerator)
-        _check(accelerator, async_save, options or {})
-        named = next_folder(accelerator, output_dir)
-        if accelerator._uploader is not None and named:
+        wait(session)
+        _check(session, async_save, options or {})
+        named = next_folder(session, output_dir)
+        if session.uploader is not None and named:
             from accel_torch.remote import refuse_local_folder
 
-            refuse_local_folder(accelerator._uploader.remote, Path(named))
+            refuse_local_folder(session.uploader.remote, Path(named))
     target = Path(barrier.wait("ready", named))
     if async_save:
-        _save_behind(accelerator, _Request(target, safe_serialization), barrier)
+        _save_behind(session, _Request(target, safe_serialization), barrier)
     else:
         finalizer = CheckpointFinalizer(project.fsync)
-        with _staging(accelerator, target, finalizer, barrier) as folder:
-            _take(accelerator, folder).write(
+        with _staging(session, target, finalizer, barrier) as folder:
+            _take(session, folder).write(
                 folder,
-                accelerator._backend.strategy,
+                session.strategy,
                 safe_serialization=safe_serialization,
                 written=finalizer.begin,
                 model_options=options,
             )
-        _after_commit(accelerator, target, finalizer)
+        _after_commit(session, target, finalizer)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
 
 
 def _staging(
-    accelerator: AcceleratorMembers,
+    session: Session,
     target: Path,
     finalizer: CheckpointFinalizer,
     barrier: StoreBarrier,
     all_wrote: AllWrote | None = None,
 ) -> AbstractContextManager[Path]:
-    project = accelerator._options.project
+    project = session.options.project
     return staging(
         target,
-        accelerator.state._process,
-        facts=_facts(accelerator),
+        session.process,
+        facts=_facts(session),
         fsync=project.fsync,
         deadline=project.deadline,
         finalizer=finalizer,
@@ -101,14 +99,14 @@ def _staging(
     )
 
 
-def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
+def _facts(session: Session) -> dict[str, Any]:
     """The facts about the run that the manifest records besides its files."""
-    mesh = accelerator._backend.strategy.context.mesh
-    positions = [loader.progress for loader in accelerator._prepared.loaders if hasattr(loader, "progress")]
+    mesh = session.strategy.context.mesh
+    positions = [loader.progress for loader in session.prepared.loaders if hasattr(loader, "progress")]
     return {
-        "backend": accelerator._backend.manifest.name,
-        "step": accelerator._accumulation.step,
-        "gradient_accumulation_steps": accelerator.gradient_state.num_steps,
+        "backend": session.backend.name,
+        "step": session.accumulation.step,
+        "gradient_accumulation_steps": session.gradient.num_steps,
         "run_step": PROGRESS.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
@@ -116,53 +114,53 @@ def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
     }
 
 
-def _check(accelerator: AcceleratorMembers, async_save: bool, options: Mapping[str, Any]) -> None:
-    strategy = accelerator._backend.strategy
+def _check(session: Session, async_save: bool, options: Mapping[str, Any]) -> None:
+    strategy = session.strategy
     unknown = sorted(options.keys() - strategy.save_options)
     if unknown:
         known = ", ".join(sorted(strategy.save_options))
         raise SettingError(
             f"Cannot call save_state() with {', '.join(unknown)}.",
-            f"The backend {accelerator._backend.manifest.name!r} does not have these options for saving models.",
+            f"The backend {session.backend.name!r} does not have these options for saving models.",
             f"Use only its options: {known}." if known else "Remove them.",
         )
     if async_save and strategy.capabilities.collective_save and not strategy.capabilities.async_save:
         raise NotOffered(
             "Cannot save a checkpoint with async_save=True.",
-            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, which would interfere with "
+            f"The backend {session.backend.name!r} saves with collectives, which would interfere with "
             "those of training.",
             "Remove async_save.",
         )
-    _check_window(accelerator)
+    _check_window(session)
 
 
-def _check_window(accelerator: AcceleratorMembers) -> None:
-    strategy = accelerator._backend.strategy
-    weighting = accelerator._accumulation.weighting
+def _check_window(session: Session) -> None:
+    strategy = session.strategy
+    weighting = session.accumulation.weighting
     if weighting is not None and weighting.unfinished:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
             "Its micro-batches have weights, and a checkpoint does not contain their sum.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
-    if not accelerator.gradient_state.sync_gradients and not strategy.capabilities.partial_gradients:
+    if not session.gradient.sync_gradients and not strategy.capabilities.partial_gradients:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
-            f"The backend {accelerator._backend.manifest.name!r} does not expose the gradients accumulated so far.",
+            f"The backend {session.backend.name!r} does not expose the gradients accumulated so far.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
 
 
-def _take(accelerator: AcceleratorMembers, folder: Path) -> CheckpointState:
+def _take(session: Session, folder: Path) -> CheckpointState:
     return capture(
-        accelerator._prepared,
-        accelerator._backend.strategy,
-        accelerator.state._process,
+        session.prepared,
+        session.strategy,
+        session.process,
         folder=folder,
-        step=accelerator._accumulation.step,
-        save_on_each_node=accelerator._options.project.save_on_each_node,
-        hooks=list(accelerator._prepared.save_hooks.values()),
-        in_window=not accelerator.gradient_state.sync_gradients,
+        step=session.accumulation.step,
+        save_on_each_node=session.options.project.save_on_each_node,
+        hooks=list(session.prepared.save_hooks.values()),
+        in_window=not session.gradient.sync_gradients,
     )
 
 
@@ -180,26 +178,24 @@ class _Request:
         return f"Cannot save the checkpoint {self.target} in the background."
 
 
-def _save_behind(
-    accelerator: AcceleratorMembers, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None
-) -> None:
+def _save_behind(session: Session, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None) -> None:
     """Collect the state, then copy it and write the copy in a thread.
 
     Args:
         barrier: the barrier of the save, which ends with the commit.
         guard: the guard of the previous attempt, if its copy was inconsistent.
     """
-    strategy = accelerator._backend.strategy
-    optimizers = [inner_optimizer(wrapped) for wrapped in accelerator._prepared.optimizers]
-    saver = _saver(accelerator)
+    strategy = session.strategy
+    optimizers = [inner_optimizer(wrapped) for wrapped in session.prepared.optimizers]
+    saver = _saver(session)
     request.attempts += 1
     boundaries = StepBoundaries()
 
     def again(at_once: bool) -> None:
         if at_once:
-            _save_again(accelerator, request)
+            _save_again(session, request)
         else:
-            _save_behind(accelerator, request, _barrier(accelerator, request), guard)
+            _save_behind(session, request, _barrier(session, request), guard)
 
     def copied() -> list[str]:
         try:
@@ -225,20 +221,20 @@ def _save_behind(
             snapshot.captured.write(
                 folder, strategy, safe_serialization=request.safe_serialization, written=finalizer.begin
             )
-        _after_commit(accelerator, request.target, finalizer)
+        _after_commit(session, request.target, finalizer)
 
     with ExitStack() as stack:
         # An error here deletes the folder; later the thread is responsible for it.
-        finalizer = CheckpointFinalizer(accelerator._options.project.fsync)
-        folder = stack.enter_context(_staging(accelerator, request.target, finalizer, barrier, all_wrote))
+        finalizer = CheckpointFinalizer(session.options.project.fsync)
+        folder = stack.enter_context(_staging(session, request.target, finalizer, barrier, all_wrote))
         with barrier.reporting():
-            snapshot = Snapshot(_take(accelerator, folder), saver.buffers, guarded_tensors(optimizers))
+            snapshot = Snapshot(_take(session, folder), saver.buffers, guarded_tensors(optimizers))
             if guard is None:
                 guard = CopyGuard(
                     optimizers,
-                    accelerator._prepared.unwrapped_models(accelerator._backend.strategy.unwrap),
-                    lambda: _before_step(accelerator),
-                    lambda: _after_step(accelerator),
+                    session.prepared.unwrapped_models(session.strategy.unwrap),
+                    lambda: _before_step(session),
+                    lambda: _after_step(session),
                 )
             else:
                 guard.hold()
@@ -248,11 +244,11 @@ def _save_behind(
     saver.start(work, guard, boundaries, again)
 
 
-def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
+def _save_again(session: Session, request: _Request) -> None:
     """Save while training pauses, after copies in the background were inconsistent."""
-    _check_window(accelerator)
+    _check_window(session)
     request.attempts += 1
-    finalizer, barrier = CheckpointFinalizer(accelerator._options.project.fsync), _barrier(accelerator, request)
+    finalizer, barrier = CheckpointFinalizer(session.options.project.fsync), _barrier(session, request)
 
     def all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
         # Other processes may have reached a boundary and copied once more.
@@ -263,17 +259,17 @@ def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
             StepBoundaries().agree(barrier)
             raise
 
-    with _staging(accelerator, request.target, finalizer, barrier, all_wrote) as folder:
+    with _staging(session, request.target, finalizer, barrier, all_wrote) as folder:
         with barrier.reporting():
-            taken = _take(accelerator, folder)
-        taken.write(folder, accelerator._backend.strategy, safe_serialization=request.safe_serialization)
-    _after_commit(accelerator, request.target, finalizer)
+            taken = _take(session, folder)
+        taken.write(folder, session.strategy, safe_serialization=request.safe_serialization)
+    _after_commit(session, request.target, finalizer)
 
 
-def _barrier(accelerator: AcceleratorMembers, request: _Request) -> StoreBarrier:
+def _barrier(session: Session, request: _Request) -> StoreBarrier:
     topic = f"copy/{request.target.name}"
-    deadline = accelerator._options.project.deadline
-    return StoreBarrier(accelerator.state._process, topic, request.asked, deadline, CheckpointError)
+    deadline = session.options.project.deadline
+    return StoreBarrier(session.process, topic, request.asked, deadline, CheckpointError)
 
 
 def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], records: str, adopt: Adopt) -> None:
@@ -313,41 +309,41 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], reco
     raise TornError(named)
 
 
-def _before_step(accelerator: AcceleratorMembers) -> None:
+def _before_step(session: Session) -> None:
     """The step boundary of loops without a prepared loader, which would call at its batches."""
-    if accelerator._saver is not None and not accelerator._prepared.loaders:
-        accelerator._saver.between_steps()
+    if session.saver is not None and not session.prepared.loaders:
+        session.saver.between_steps()
 
 
-def _after_step(accelerator: AcceleratorMembers) -> None:
-    if accelerator._saver is not None and accelerator._saver.boundaries is not None:
-        accelerator._saver.boundaries.steps += 1
+def _after_step(session: Session) -> None:
+    if session.saver is not None and session.saver.boundaries is not None:
+        session.saver.boundaries.steps += 1
 
 
-def _saver(accelerator: AcceleratorMembers) -> BackgroundSaver:
-    if accelerator._saver is None:
-        accelerator._saver = BackgroundSaver(pinned=accelerator.state._process.family.pins_memory)
-        accelerator._pauses.used = True
-    return accelerator._saver
+def _saver(session: Session) -> BackgroundSaver:
+    if session.saver is None:
+        session.saver = BackgroundSaver(pinned=session.process.family.pins_memory)
+        session.pauses.used = True
+    return session.saver
 
 
-def _after_commit(accelerator: AcceleratorMembers, target: Path, finalizer: CheckpointFinalizer) -> None:
+def _after_commit(session: Session, target: Path, finalizer: CheckpointFinalizer) -> None:
     """Upload a new checkpoint to the store, and delete the oldest ones beyond the project's limit."""
-    project = accelerator._options.project
-    if accelerator._uploader is not None:
+    project = session.options.project
+    if session.uploader is not None:
         from accel_torch.remote import upload
 
-        upload(accelerator, target, finalizer.committed)
+        upload(session, target, finalizer.committed)
     limit, period = project.retention
-    if limit is not None and accelerator.state.process_index == 0:
-        remove_oldest(target.parent, limit, _in_use(accelerator) | {target}, period)
+    if limit is not None and session.state.process_index == 0:
+        remove_oldest(target.parent, limit, _in_use(session) | {target}, period)
 
 
-def _in_use(accelerator: AcceleratorMembers) -> frozenset[Path]:
-    return frozenset() if accelerator._uploader is None else accelerator._uploader.in_use
+def _in_use(session: Session) -> frozenset[Path]:
+    return frozenset() if session.uploader is None else session.uploader.in_use
 
 
-def wait(accelerator: AcceleratorMembers) -> None:
+def wait(session: Session) -> None:
     """Wait for the checkpoint in the background, and raise its error if it failed."""
-    if accelerator._saver is not None:
-        accelerator._saver.wait()
+    if session.saver is not None:
+        session.saver.wait()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
     from accel_torch.accumulation import Accumulation
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
 
@@ -91,24 +91,23 @@ def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimize
         accumulation.weighting.complete(optimizer)
 
 
-def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any] | None = None) -> None:
+def unscale_gradients(session: Session, optimizers: Iterable[Any] | None = None) -> None:
     """Complete the gradients of prepared optimizers and divide them by the loss scale; None means all of them."""
-    backend = accelerator._backend
-    for wrapped in accelerator._prepared.optimizers if optimizers is None else optimizers:
+    for wrapped in session.prepared.optimizers if optimizers is None else optimizers:
         optimizer: Optimizer = inner_optimizer(wrapped)
-        complete(backend.strategy, accelerator._accumulation, optimizer)
-        if not backend.capabilities.own_precision:
-            backend.precision.unscale(optimizer)
+        complete(session.strategy, session.accumulation, optimizer)
+        if not session.backend.capabilities.own_precision:
+            session.precision.unscale(optimizer)
 
 
-def fused_backward(accelerator: AcceleratorMembers, loss: Tensor, learning_rate: float | None) -> None:
+def fused_backward(session: Session, loss: Tensor, learning_rate: float | None) -> None:
     """Backward in which optimizers such as LOMO update each parameter as soon as its gradient exists.
 
     Raises:
         SettingError: `learning_rate` is None, or no such optimizer was prepared.
         NotOffered: the run has several processes or accumulates gradients.
     """
-    fused = [optimizer for optimizer in accelerator._prepared.optimizers if _steps_in_backward(optimizer)]
+    fused = [optimizer for optimizer in session.prepared.optimizers if _steps_in_backward(optimizer)]
     asked = "Cannot step the optimizer during backward (LOMO)."
     if not fused:
         raise SettingError(
@@ -122,7 +121,7 @@ def fused_backward(accelerator: AcceleratorMembers, loss: Tensor, learning_rate:
             "The learning rate is missing.",
             "Call backward(loss, learning_rate=...), which also steps the optimizer.",
         )
-    if accelerator.gradient_state.num_steps > 1 or accelerator.state.use_distributed:
+    if session.gradient.num_steps > 1 or session.state.use_distributed:
         raise NotOffered(
             asked,
             "The optimizer frees each gradient before the next is computed, so gradients cannot be accumulated or "
@@ -138,40 +137,39 @@ def _steps_in_backward(optimizer: Any) -> bool:
 
 
 def clip_grad_norm(
-    accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
+    session: Session, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
 ) -> Tensor | None:
     """Scale gradients down to a total norm, and return the norm before, or None if the backend clips itself."""
-    scale = _complete_to_clip(accelerator)
-    strategy, listed = accelerator._backend.strategy, _listed(parameters)
+    scale = _complete_to_clip(session)
+    strategy, listed = session.strategy, _listed(parameters)
     if scale is None:
         return strategy.clip_norm(listed, max_norm, norm_type)
     norm = strategy.clip_norm(listed, max_norm * scale, norm_type)
     return None if norm is None else norm / scale
 
 
-def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+def clip_grad_value(session: Session, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients."""
-    accelerator._backend.manifest.demand("clip_value")
-    scale = _complete_to_clip(accelerator)
+    session.backend.demand("clip_value")
+    scale = _complete_to_clip(session)
     listed = _listed(parameters)
     if scale is not None:
         _mark_overflows(listed)
         clip_value = clip_value * scale
-    accelerator._backend.strategy.clip_value(listed, clip_value)
+    session.strategy.clip_value(listed, clip_value)
 
 
-def _complete_to_clip(accelerator: AcceleratorMembers) -> float | None:
+def _complete_to_clip(session: Session) -> float | None:
     """Complete and unscale the gradients; or, inside a window, return the loss scale by which they stay multiplied.
 
     The next micro-batches of the window add gradients with this scale.
     """
-    backend = accelerator._backend
-    scaler = None if backend.capabilities.own_precision else backend.precision.scaler
-    if scaler is None or not scaler.is_enabled() or accelerator.gradient_state.sync_gradients:
-        unscale_gradients(accelerator)
+    scaler = None if session.backend.capabilities.own_precision else session.precision.scaler
+    if scaler is None or not scaler.is_enabled() or session.gradient.sync_gradients:
+        unscale_gradients(session)
         return None
-    for wrapped in accelerator._prepared.optimizers:
-        complete(backend.strategy, accelerator._accumulation, inner_optimizer(wrapped))
+    for wrapped in session.prepared.optimizers:
+        complete(session.strategy, session.accumulation, inner_optimizer(wrapped))
     return scaler.get_scale()
 
 

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("put_weights", "save_model", "state_dict")
 
 
-def state_dict(accelerator: AcceleratorMembers, model: Module, unwrap: bool = True) -> dict[str, Any]:
+def state_dict(session: Session, model: Module, unwrap: bool = True) -> dict[str, Any]:
     """All weights of a model, including offloaded ones; called on every process."""
     if any(has_offloaded_params(module) for module in model.modules()):
         return get_state_dict_offloaded_model(model)
-    return accelerator._backend.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
+    return session.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
 
 
 def save_model(
-    accelerator: AcceleratorMembers,
+    session: Session,
     model: Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str,
@@ -40,18 +40,18 @@ def save_model(
     Raises:
         CheckpointError: a weight has no data, or a file cannot be written.
     """
-    strategy = accelerator._backend.strategy
-    project, topology = accelerator._options.project, accelerator.state._process.topology
+    strategy = session.strategy
+    project, topology = session.options.project, session.process.topology
     writes = topology.is_local_main if project.save_on_each_node else topology.rank == 0
     with strategy.global_weights(strategy_model(model)):
-        weights = state_dict(accelerator, model)
+        weights = state_dict(session, model)
         if writes and strategy.writes_weights():
             folder = os.path.expanduser(os.fspath(save_directory))
             save_weights(weights, folder, max_shard_size, safe_serialization, fsync=project.fsync)
 
 
 def put_weights(
-    accelerator: AcceleratorMembers, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
+    session: Session, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
 ) -> None:
     """Load weights into a prepared model; called on every process.
 
@@ -60,10 +60,10 @@ def put_weights(
     """
     found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
     try:
-        accelerator._backend.strategy.load_weights(strategy_model(model), found, strict=strict)
+        session.strategy.load_weights(strategy_model(model), found, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"Cannot load weights into {type(accelerator._backend.strategy.unwrap(strategy_model(model))).__name__}.",
+            f"Cannot load weights into {type(session.strategy.unwrap(strategy_model(model))).__name__}.",
             f"They do not fit: {error}",
             "Give the weights of this model, or strict=False to ignore names that differ.",
         ) from error

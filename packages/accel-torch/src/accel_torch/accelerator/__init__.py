@@ -188,11 +188,11 @@ class Accelerator(
                 goodput=account_kept(goodput),
             )
         )
-        if self._options.project.remote is not None:
+        if project.remote is not None:
             from accel_torch.folders import automatic_folder
             from accel_torch.remote import probe
 
-            probe(self, automatic_folder(self._options.project))
+            probe(self.session, automatic_folder(project))
 
     def __repr__(self) -> str:
         return (

@@ -14,7 +14,7 @@ from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.errors import NoState, SettingError, UnknownKind
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
 
 if TYPE_CHECKING:
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
@@ -45,10 +45,10 @@ class _Registered:
         self._name: Final = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else getattr(instance._prepared, self._name)
+        return self if instance is None else getattr(instance.session.prepared, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        setattr(instance._prepared, self._name, value)
+        setattr(instance.session.prepared, self._name, value)
 
 
 class _Handler(Generic[H]):
@@ -60,9 +60,7 @@ class _Handler(Generic[H]):
         then: called with the Accelerator and the assigned object.
     """
 
-    def __init__(
-        self, module: str, name: str, then: Callable[[AcceleratorMembers, H | None], None] | None = None
-    ) -> None:
+    def __init__(self, module: str, name: str, then: Callable[[Facade, H | None], None] | None = None) -> None:
         self._module, self._name, self._then = module, name, then
         self.__doc__ = f"The `{name}` that was given, or None. An assigned one applies to objects created afterwards."
 
@@ -73,12 +71,12 @@ class _Handler(Generic[H]):
     @overload
     def __get__(self, instance: None, owner: type) -> _Handler[H]: ...
     @overload
-    def __get__(self, instance: AcceleratorMembers, owner: type) -> H | None: ...
-    def __get__(self, instance: AcceleratorMembers | None, owner: type) -> _Handler[H] | H | None:
-        return self if instance is None else instance._options.handler(self._kind())
+    def __get__(self, instance: Facade, owner: type) -> H | None: ...
+    def __get__(self, instance: Facade | None, owner: type) -> _Handler[H] | H | None:
+        return self if instance is None else instance.session.options.handler(self._kind())
 
-    def __set__(self, instance: AcceleratorMembers, handler: H | None) -> None:
-        kind, options, strategy = self._kind(), instance._options, instance._backend.strategy
+    def __set__(self, instance: Facade, handler: H | None) -> None:
+        kind, options, strategy = self._kind(), instance.session.options, instance.session.strategy
         if handler is not None and not isinstance(handler, kind):
             raise UnknownKind(
                 f"Cannot set an attribute of the Accelerator to {handler!r}.",
@@ -86,14 +84,14 @@ class _Handler(Generic[H]):
                 f"Assign a {kind.__name__}(...) or None.",
             )
         others = [other for other in options.handlers if not isinstance(other, kind)]
-        instance._options = options._replace(handlers=(*others, *([] if handler is None else [handler])))
+        instance.session.options = options._replace(handlers=(*others, *([] if handler is None else [handler])))
         if isinstance(strategy.config, kind):
             strategy.config = handler or kind()
         if self._then is not None:
             self._then(instance, handler)
 
 
-class AttributesMixin(AcceleratorMembers):
+class AttributesMixin(Facade):
     """Prepared objects, registered objects and settings."""
 
     _models = _Registered("models")
@@ -107,12 +105,12 @@ class AttributesMixin(AcceleratorMembers):
     @property
     def deepspeed_engine_wrapped(self) -> Any:
         """The engine that was assigned here, otherwise the strategy's engine, or None."""
-        assigned = self._prepared.engine
-        return assigned if assigned is not None else getattr(self._backend.strategy, "engine", None)
+        assigned = self.session.prepared.engine
+        return assigned if assigned is not None else getattr(self.session.strategy, "engine", None)
 
     @deepspeed_engine_wrapped.setter
     def deepspeed_engine_wrapped(self, engine: Any) -> None:
-        self._prepared.engine = engine
+        self.session.prepared.engine = engine
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -139,11 +137,11 @@ class AttributesMixin(AcceleratorMembers):
     @property
     def native_amp(self) -> bool:
         """Whether prepared models run their forward pass under autocast."""
-        return self._backend.precision.autocasts
+        return self.session.precision.autocasts
 
     @native_amp.setter
     def native_amp(self, autocasts: bool) -> None:
-        self._backend.precision.switch_autocast(autocasts)
+        self.session.precision.switch_autocast(autocasts)
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
@@ -152,7 +150,7 @@ class AttributesMixin(AcceleratorMembers):
         Raises:
             SettingError: the assigned value is not a `DataLoaderConfiguration`.
         """
-        return self._options.loader
+        return self.session.options.loader
 
     @dataloader_config.setter
     def dataloader_config(self, configuration: DataLoaderConfiguration) -> None:
@@ -162,7 +160,7 @@ class AttributesMixin(AcceleratorMembers):
                 "The attribute must be a DataLoaderConfiguration.",
                 "Assign a DataLoaderConfiguration(...).",
             )
-        self._options = self._options._replace(loader=configuration)
+        self.session.options = self.session.options._replace(loader=configuration)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
@@ -171,7 +169,7 @@ class AttributesMixin(AcceleratorMembers):
         Raises:
             SettingError: the assigned value is not a `ProjectConfiguration`.
         """
-        return self._options.project
+        return self.session.options.project
 
     @project_configuration.setter
     def project_configuration(self, configuration: ProjectConfiguration) -> None:
@@ -181,12 +179,12 @@ class AttributesMixin(AcceleratorMembers):
                 "The attribute must be a ProjectConfiguration.",
                 "Assign a ProjectConfiguration(project_dir=...).",
             )
-        self._options = self._options._replace(project=configuration)
+        self.session.options = self.session.options._replace(project=configuration)
 
     autocast_handler: _Handler[AutocastKwargs] = _Handler(
         "accel_plugins.precision.config",
         "AutocastKwargs",
-        lambda accelerator, handler: accelerator._backend.precision.autocast_by(handler),
+        lambda accelerator, handler: accelerator.session.precision.autocast_by(handler),
     )
     scaler_handler: _Handler[GradScalerKwargs] = _Handler("accel_plugins.precision.config", "GradScalerKwargs")
     ddp_handler: _Handler[DistributedDataParallelKwargs] = _Handler(
@@ -207,4 +205,4 @@ class AttributesMixin(AcceleratorMembers):
     @property
     def fp8_enabled(self) -> bool:
         """Whether the run computes in fp8."""
-        return self._backend.precision.name == PrecisionType.FP8.value
+        return self.session.precision.name == PrecisionType.FP8.value

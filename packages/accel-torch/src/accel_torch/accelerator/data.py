@@ -10,12 +10,12 @@ from typing import Any
 
 import accel_data
 from accel_state.labels import PREPARED
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
 
 __all__ = ("DataMixin",)
 
 
-class DataMixin(AcceleratorMembers):
+class DataMixin(Facade):
     """DataLoaders and collectives."""
 
     def prepare_data_loader(
@@ -37,7 +37,7 @@ class DataMixin(AcceleratorMembers):
         """
         from accel_torch.prepare import prepare_loader
 
-        return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+        return prepare_loader(self.session, data_loader, device_placement, slice_fn_for_dispatch)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Wrap a DataLoader for sequence parallelism; one that `prepare` returned is returned unchanged.
@@ -49,7 +49,7 @@ class DataMixin(AcceleratorMembers):
         Example:
             >>> loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
         """
-        return dl if getattr(dl, PREPARED, False) else self._backend.strategy.wrap_loader(dl)
+        return dl if getattr(dl, PREPARED, False) else self.session.strategy.wrap_loader(dl)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A DataLoader that starts after the first `num_batches` batches of the epoch, without reading them.
@@ -131,33 +131,33 @@ class DataMixin(AcceleratorMembers):
     @property
     def split_batches(self) -> bool:
         """Whether each batch of a DataLoader is split into one shard per process."""
-        return self._options.loader.split_batches
+        return self.session.options.loader.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
         """Whether the main process reads each global batch and sends the other processes their shards."""
-        return self._options.loader.dispatch_batches
+        return self.session.options.loader.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
         """Whether samples are repeated in the last global batch, so that all processes have batches of equal size."""
-        return self._options.loader.even_batches
+        return self.session.options.loader.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._options.loader.even_batches = value
+        self.session.options.loader.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
         """Whether the order of shuffled samples depends on seed and epoch only."""
-        return self._options.loader.use_seedable_sampler
+        return self.session.options.loader.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether DataLoaders are converted to torchdata's `StatefulDataLoader`."""
-        return self._options.loader.use_stateful_dataloader
+        return self.session.options.loader.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
         """Whether copies to the device are asynchronous."""
-        return self._options.loader.non_blocking
+        return self.session.options.loader.non_blocking

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.manifest import Axis
 from accel_state.errors import NoState, NotOffered
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ class _AbsentAttribute(NotOffered, AttributeError):
     """Raised by an attribute that no run has; as an `AttributeError`, so that `hasattr` returns False."""
 
 
-class MeshMixin(AcceleratorMembers):
+class MeshMixin(Facade):
     """Axes of the run."""
 
     @property
@@ -132,5 +132,5 @@ class MeshMixin(AcceleratorMembers):
 
         handler = parallelism_config.cp_handler
         exchange = "allgather" if handler is None or handler.cp_comm_strategy is None else handler.cp_comm_strategy
-        context = self._backend.strategy.context
+        context = self.session.strategy.context
         return shard_sequences(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ __all__ = ("ProcessMixin",)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ProcessMixin(AcceleratorMembers):
+class ProcessMixin(Facade):
     """Processes and devices."""
 
     @property
@@ -82,7 +82,7 @@ class ProcessMixin(AcceleratorMembers):
         """The library that computes in fp8, or `FP8BackendType.NO`."""
         from accel_plugins.precision.config import FP8BackendType
 
-        return self._backend.precision.library or FP8BackendType.NO
+        return self.session.precision.library or FP8BackendType.NO
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has called this method: a barrier.

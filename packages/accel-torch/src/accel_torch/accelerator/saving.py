@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.prepared import add_hook
 from accel_state.hang_report.progress import PROGRESS
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ("SavingMixin",)
 
 
-class SavingMixin(AcceleratorMembers):
+class SavingMixin(Facade):
     """Checkpoints."""
 
     def save_state(
@@ -65,7 +65,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_torch.saving import save_state
 
         with PROGRESS.during("saving"):
-            return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+            return save_state(self.session, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint in the background is complete; call it on every process.
@@ -83,7 +83,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_torch.saving import wait
 
         with PROGRESS.during("saving"):
-            wait(self)
+            wait(self.session)
 
     def load_state(
         self,
@@ -122,7 +122,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_torch.loading import load_state
 
         with PROGRESS.during("loading"):
-            return load_state(self, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
+            return load_state(self.session, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
 
     def save_model(
         self,
@@ -148,7 +148,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_torch.weights import save_model
 
         with PROGRESS.during("saving"):
-            save_model(self, model, save_directory, max_shard_size, safe_serialization)
+            save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
 
     def load_weights(
         self, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool = True
@@ -170,7 +170,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_torch.weights import put_weights
 
         with PROGRESS.during("loading"):
-            put_weights(self, model, weights, strict)
+            put_weights(self.session, model, weights, strict)
 
     def global_weights(self, model: Module) -> AbstractContextManager[None]:
         """Context manager in which a model has the run's global weights, which `save_model` writes too.
@@ -187,7 +187,7 @@ class SavingMixin(AcceleratorMembers):
         """
         from accel_plugins.layers import strategy_model
 
-        return self._backend.strategy.global_weights(strategy_model(model))
+        return self.session.strategy.global_weights(strategy_model(model))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, on the main process only (on each local main process with `save_on_each_node`).
@@ -203,7 +203,7 @@ class SavingMixin(AcceleratorMembers):
         from accel_plugins.checkpoint.pickled import save
 
         with PROGRESS.during("saving"):
-            save(obj, f, self._options.project.save_on_each_node, safe_serialization)
+            save(obj, f, self.session.options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save the state of further objects in every checkpoint, and load it.
@@ -215,7 +215,7 @@ class SavingMixin(AcceleratorMembers):
             >>> accelerator.register_for_checkpointing(average_of_weights)
             >>> accelerator.save_state("checkpoint")
         """
-        self._prepared.register(objects)
+        self.session.prepared.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call `hook(models, weights, folder)` before each checkpoint is written; the returned handle removes the hook.
@@ -226,7 +226,7 @@ class SavingMixin(AcceleratorMembers):
             >>> handle = accelerator.register_save_state_pre_hook(announce)
             >>> handle.remove()
         """
-        return add_hook(self._prepared.save_hooks, hook)
+        return add_hook(self.session.prepared.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call `hook(models, folder)` before each checkpoint is read; the returned handle removes the hook.
@@ -237,7 +237,7 @@ class SavingMixin(AcceleratorMembers):
             >>> handle = accelerator.register_load_state_pre_hook(announce)
             >>> handle.remove()
         """
-        return add_hook(self._prepared.load_hooks, hook)
+        return add_hook(self.session.prepared.load_hooks, hook)
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
         """All weights of a prepared model as full tensors, under their original names; call it on every process.
@@ -253,14 +253,14 @@ class SavingMixin(AcceleratorMembers):
         """
         from accel_torch.weights import state_dict
 
-        return state_dict(self, model, unwrap)
+        return state_dict(self.session, model, unwrap)
 
     @property
     def should_save_model(self) -> bool:
         """Whether this process should write the result of `get_state_dict`."""
-        return self.state.is_main_process and self._backend.strategy.writes_weights()
+        return self.state.is_main_process and self.session.strategy.writes_weights()
 
     @property
     def save_iteration(self) -> int:
         """The number of the next automatic checkpoint."""
-        return self._options.project.iteration
+        return self.session.options.project.iteration

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_torch.members import AcceleratorMembers
+from accel_torch.accelerator.facade import Facade
+from accel_torch.start_run import leave
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -16,39 +17,39 @@ if TYPE_CHECKING:
 __all__ = ("TrackingMixin",)
 
 
-class TrackingMixin(AcceleratorMembers):
+class TrackingMixin(Facade):
     """Experiment trackers."""
 
     @property
     def log_with(self) -> list[Any]:
         """The trackers given as `log_with`, not yet started."""
-        return list(self._options.log_with)
+        return list(self.session.options.log_with)
 
     @log_with.setter
     def log_with(self, trackers: Any) -> None:
         given = [] if trackers is None else trackers if isinstance(trackers, (list, tuple)) else [trackers]
-        self._options = self._options._replace(log_with=tuple(given))
+        self.session.options = self.session.options._replace(log_with=tuple(given))
 
     @property
     def trackers(self) -> list[Any]:
         """The running trackers; empty before `init_trackers` and on processes that do not log."""
-        return self._tracking.trackers if self._tracking is not None else []
+        return self.session.tracking.trackers if self.session.tracking is not None else []
 
     @trackers.setter
     def trackers(self, trackers: Iterable[Any]) -> None:
         from accel_tracking.group import TrackerGroup
 
-        self._tracking = TrackerGroup(trackers)
+        self.session.tracking = TrackerGroup(trackers)
 
     @property
     def project_dir(self) -> str | None:
         """The folder for checkpoints."""
-        return self._options.project.project_dir
+        return self.session.options.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
         """The folder for logs."""
-        return self._options.project.logging_dir
+        return self.session.options.project.logging_dir
 
     def init_trackers(
         self,
@@ -72,8 +73,8 @@ class TrackingMixin(AcceleratorMembers):
         """
         from accel_tracking.group import TrackerGroup
 
-        self._tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs, strict)
-        self._tracking.start(config)
+        self.session.tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs, strict)
+        self.session.tracking.start(config)
 
     def log(
         self,
@@ -103,15 +104,15 @@ class TrackingMixin(AcceleratorMembers):
             from accel_torch.logged_values import reduced
 
             values = reduced(values, reduce)
-        if self._tracking is not None:
-            self._tracking.log(values, step, log_kwargs)
+        if self.session.tracking is not None:
+            self.session.tracking.log(values, step, log_kwargs)
             self._log_sample_counts(step)
 
     def _log_sample_counts(self, step: int | None) -> None:
-        if self._tracking is not None and self._tracking.trackers and self._prepared.loaders:
+        if self.session.tracking is not None and self.session.tracking.trackers and self.session.prepared.loaders:
             from accel_torch.logged_values import log_sample_counts
 
-            log_sample_counts(self._tracking, self._prepared.loaders, step)
+            log_sample_counts(self.session.tracking, self.session.prepared.loaders, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The running tracker of a name. If no tracker runs, one that ignores all calls.
@@ -127,11 +128,11 @@ class TrackingMixin(AcceleratorMembers):
             >>> accelerator.init_trackers("digits")
             >>> tracker = accelerator.get_tracker("jsonl")
         """
-        if self._tracking is None or not self._tracking.trackers:
+        if self.session.tracking is None or not self.session.tracking.trackers:
             from accel_tracking.base import GeneralTracker
 
             return GeneralTracker(_blank=True)
-        return self._tracking.get(name, unwrap)
+        return self.session.tracking.get(name, unwrap)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
         """Context manager that profiles its block on every process, and returns torch's profiler.
@@ -147,8 +148,8 @@ class TrackingMixin(AcceleratorMembers):
         """
         from accel_torch.profile import ProfileKwargs, profiled
 
-        handler = profile_handler or self._options.handler(ProfileKwargs) or ProfileKwargs()
-        return profiled(self.state._process, handler)
+        handler = profile_handler or self.session.options.handler(ProfileKwargs) or ProfileKwargs()
+        return profiled(self.session.process, handler)
 
     def end_training(self) -> None:
         """Finish all trackers and a checkpoint in the background; call it on every process when training ends.
@@ -159,16 +160,16 @@ class TrackingMixin(AcceleratorMembers):
         Example:
             >>> accelerator.end_training()
         """
-        if self._report is not None:
-            self._report.tell(self.log, self.state.is_main_process)
+        if self.session.report is not None:
+            self.session.report.tell(self.log, self.state.is_main_process)
         self._log_sample_counts(None)
-        if self._tracking is not None:
-            self._tracking.finish()
+        if self.session.tracking is not None:
+            self.session.tracking.finish()
         self.state.wait_for_everyone()
-        if self._continuous is not None:
-            self._continuous.leave()
-        if self._saver is not None:
-            self._saver.wait()
-        if self._uploader is not None:
-            self._uploader.close()
-        self._backend.leave(self)
+        if self.session.continuous is not None:
+            self.session.continuous.leave()
+        if self.session.saver is not None:
+            self.session.saver.wait()
+        if self.session.uploader is not None:
+            self.session.uploader.close()
+        leave(self.session)

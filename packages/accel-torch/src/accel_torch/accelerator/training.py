@@ -8,13 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from accel_plugins.layers import strategy_model
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
+from accel_torch.accelerator.facade import Facade
 from accel_torch.accumulation import MicroBatch, no_sync_all
-from accel_torch.members import AcceleratorMembers
 from accel_torch.options import generator_names
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_plugins.precision.config import AutocastKwargs
+    from accel_plugins.strategy import Strategy
     from accel_state.labels import RNGType
-    from accel_torch.assemble import ActiveBackend
+    from accel_torch.session import Session
 
-__all__ = ("TrainingMixin",)
+__all__ = ("PREPARING", "TrainingMixin")
+
+PREPARING: Final[ContextVar[Facade]] = ContextVar("accel_torch_preparing")
+"""The Accelerator whose `prepare` is running, for functions of programs that it calls."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -38,7 +43,7 @@ G = TypeVar("G")
 H = TypeVar("H")
 
 
-class TrainingMixin(AcceleratorMembers):
+class TrainingMixin(Facade):
     """The training loop."""
 
     @overload
@@ -118,7 +123,7 @@ class TrainingMixin(AcceleratorMembers):
         if evaluation_mode:
             from accel_torch.prepare import prepare_for_evaluation
 
-            return prepare_for_evaluation(self, model, self._placed(device_placement)[0])
+            return prepare_for_evaluation(self.session, model, self._placed(device_placement)[0])
         prepared: Module = self._prepare([model], self._placed(device_placement))
         return prepared
 
@@ -143,10 +148,14 @@ class TrainingMixin(AcceleratorMembers):
 
         # After a reset of the state, this raises before any object is changed.
         _ = self.state.distributed_type
-        return prepare(self, objects, device_placement)
+        token = PREPARING.set(self)
+        try:
+            return prepare(self.session, objects, device_placement)
+        finally:
+            PREPARING.reset(token)
 
     def _placed(self, device_placement: bool | None) -> list[bool]:
-        return [self._options.device_placement if device_placement is None else device_placement]
+        return [self.session.options.device_placement if device_placement is None else device_placement]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context manager in which a model is built directly on its device, as the shards that the backend trains.
@@ -163,7 +172,7 @@ class TrainingMixin(AcceleratorMembers):
             ...     model = Transformer(config)
             >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         """
-        return self._backend.strategy.init_module(empty_init)
+        return self.session.strategy.init_module(empty_init)
 
     def accumulate(
         self, *models: Module, weight: float | Tensor | None = None, loss_reduction: Literal["mean", "sum"] = "mean"
@@ -195,7 +204,7 @@ class TrainingMixin(AcceleratorMembers):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        accumulation = self._accumulation
+        accumulation = self.session.accumulation
         if accumulation.only_counts and weight is None:
             return accumulation
         block = MicroBatch()
@@ -217,18 +226,19 @@ class TrainingMixin(AcceleratorMembers):
             >>> loss = loss_function(model(inputs), targets)
             >>> accelerator.backward(loss)
         """
-        accumulation = self._accumulation
+        session = self.session
+        accumulation = session.accumulation
         try:
             if accumulation.plain and not kwargs:
                 # What the other branches come to, without their calls.
                 steps = accumulation.gradient.plugin.num_steps or 1
                 (loss if steps == 1 else loss / steps).backward()  # type: ignore[no-untyped-call]
-            elif self._prepared.steps_in_backward or "learning_rate" in kwargs:
+            elif session.prepared.steps_in_backward or "learning_rate" in kwargs:
                 self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             else:
-                backend, share = self._backend, accumulation.share(loss)
-                model = self._prepared.only_model() if backend.backward_reads_model else None
-                backend.strategy.backward(share, model, **kwargs)
+                share = accumulation.share(loss)
+                model = session.prepared.only_model() if session.backward_reads_model else None
+                session.strategy.backward(share, model, **kwargs)
         except RuntimeError as error:
             from accel_state.uncaught import explain_backend_error
 
@@ -252,12 +262,12 @@ class TrainingMixin(AcceleratorMembers):
         """
         from accel_torch.step import fused_backward
 
-        fused_backward(self, loss, learning_rate)
+        fused_backward(self.session, loss, learning_rate)
 
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps during backward, as LOMO does."""
-        return self._prepared.steps_in_backward
+        return self.session.prepared.steps_in_backward
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
@@ -278,8 +288,8 @@ class TrainingMixin(AcceleratorMembers):
         """
         from accel_state import current
 
-        backend: ActiveBackend = current.require_run().backend
-        return backend.strategy.sync_in_next_backward(strategy_model(model))
+        strategy: Strategy = current.require_run().strategy
+        return strategy.sync_in_next_backward(strategy_model(model))
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
         """Context manager in which gradients are not synchronised between processes.
@@ -295,7 +305,7 @@ class TrainingMixin(AcceleratorMembers):
             >>> optimizer.step()
         """
         given = models if model is None else (*models, model)
-        return no_sync_all(self._backend.strategy, given or tuple(self._prepared.models))
+        return no_sync_all(self.session.strategy, given or tuple(self.session.prepared.models))
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -317,7 +327,7 @@ class TrainingMixin(AcceleratorMembers):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        return _join_uneven_inputs(self, joinables, even_batches)
+        return _join_uneven_inputs(self.session, joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Scale gradients so that their total norm is at most `max_norm`, and return the norm before.
@@ -335,7 +345,7 @@ class TrainingMixin(AcceleratorMembers):
         """
         from accel_torch.step import clip_grad_norm
 
-        return clip_grad_norm(self, parameters, max_norm, norm_type)
+        return clip_grad_norm(self.session, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every element of the gradients to `[-clip_value, clip_value]`.
@@ -347,7 +357,7 @@ class TrainingMixin(AcceleratorMembers):
         """
         from accel_torch.step import clip_grad_value
 
-        clip_grad_value(self, parameters, clip_value)
+        clip_grad_value(self.session, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16 gradients by the loss scale.
@@ -363,7 +373,7 @@ class TrainingMixin(AcceleratorMembers):
         from accel_torch.step import unscale_gradients
 
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        unscale_gradients(self, None if optimizer is None else given)
+        unscale_gradients(self.session, None if optimizer is None else given)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | bool | None = None, cache_enabled: bool | None = None
@@ -383,9 +393,9 @@ class TrainingMixin(AcceleratorMembers):
         if cache_enabled is not None:
             from accel_plugins.precision.config import AutocastKwargs
 
-            known = autocast_handler or self._options.handler(AutocastKwargs) or AutocastKwargs()
+            known = autocast_handler or self.session.options.handler(AutocastKwargs) or AutocastKwargs()
             autocast_handler = AutocastKwargs(known.enabled, cache_enabled)
-        return self._backend.precision.autocast(autocast_handler)
+        return self.session.precision.autocast(autocast_handler)
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
         """The model without the wrappers that `prepare` added.
@@ -419,17 +429,17 @@ class TrainingMixin(AcceleratorMembers):
 
         from accel_plugins.layers import strategy_model
 
-        if self._saver is not None:
-            self._saver.release()
-        models = [strategy_model(model) for model in self._prepared.models]
-        self._backend.strategy.release(models, self._prepared.optimizers)
+        if self.session.saver is not None:
+            self.session.saver.release()
+        models = [strategy_model(model) for model in self.session.prepared.models]
+        self.session.strategy.release(models, self.session.prepared.optimizers)
         del models
-        self._prepared.clear()
-        self._accumulation.step = 0
+        self.session.prepared.clear()
+        self.session.accumulation.step = 0
         count = len(objects)
         del objects
         gc.collect()
-        self.state._process.family.empty_cache()
+        self.session.process.family.empty_cache()
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
@@ -463,58 +473,58 @@ class TrainingMixin(AcceleratorMembers):
     @property
     def step(self) -> int:
         """The number of micro-batches of the current window so far."""
-        return self._accumulation.step
+        return self.session.accumulation.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._accumulation.step = step
+        self.session.accumulation.step = step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.session.prepared.optimizers)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of an fp16 run, otherwise None."""
-        return self._backend.precision.scaler
+        return self.session.precision.scaler
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._backend.precision.scale_by(scaler)
+        self.session.precision.scale_by(scaler)
         # The scaler of processes that skip together is another object.
-        used = None if scaler is None else self._backend.precision.scaler
-        for optimizer in self._prepared.optimizers:
+        used = None if scaler is None else self.session.precision.scaler
+        for optimizer in self.session.prepared.optimizers:
             optimizer.scaler = used
-        if self._accumulation.guard is not None:
-            self._accumulation.guard.watch_scaler(used)
+        if self.session.accumulation.guard is not None:
+            self.session.accumulation.guard.watch_scaler(used)
 
     @property
     def device_placement(self) -> bool:
         """Whether `prepare` moves models, and DataLoaders move batches, to the device."""
-        return self._options.device_placement
+        return self.session.options.device_placement
 
     @device_placement.setter
     def device_placement(self, move: bool) -> None:
-        self._options = self._options._replace(device_placement=move)
+        self.session.options = self.session.options._replace(device_placement=move)
 
     @property
     def rng_types(self) -> list[str]:
         """The random-number generators that DataLoaders synchronise at the start of each epoch."""
-        return list(self._options.rng_types)
+        return list(self.session.options.rng_types)
 
     @rng_types.setter
     def rng_types(self, rng_types: Sequence[str | RNGType] | None) -> None:
-        self._options = self._options._replace(rng_types=generator_names(rng_types))
+        self.session.options = self.session.options._replace(rng_types=generator_names(rng_types))
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether a scheduler steps only when its optimizer steps."""
-        return self._options.step_scheduler_with_optimizer
+        return self.session.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, follow: bool) -> None:
-        self._options = self._options._replace(step_scheduler_with_optimizer=follow)
+        self.session.options = self.session.options._replace(step_scheduler_with_optimizer=follow)
 
     def verify_device_map(self, model: Module) -> bool:
         """Whether a device map distributes a model over several devices, so that it cannot train on several processes.
@@ -527,36 +537,34 @@ class TrainingMixin(AcceleratorMembers):
 
 
 @contextmanager
-def _join_uneven_inputs(
-    accelerator: AcceleratorMembers, joinables: Sequence[Any], even_batches: bool | None = None
-) -> Iterator[None]:
+def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
     """A block in which a process without batches joins the collectives of processes that still have batches.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         joinables: prepared models.
         even_batches: replaces the `even_batches` of prepared loaders inside the block. None changes nothing.
 
     Raises:
         NotOffered: every step of the backend needs all processes.
     """
-    if accelerator.state.use_distributed:
-        accelerator._backend.manifest.demand("join")
-    samplers = [] if even_batches is None else _adjustable(accelerator)
+    if session.state.use_distributed:
+        session.backend.demand("join")
+    samplers = [] if even_batches is None else _adjustable(session)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:
         sampler.even_batches = even_batches
     try:
-        with accelerator._backend.strategy.join([strategy_model(model) for model in joinables], even_batches):
+        with session.strategy.join([strategy_model(model) for model in joinables], even_batches):
             yield
     finally:
         for sampler, even in zip(samplers, before, strict=True):
             sampler.even_batches = even
 
 
-def _adjustable(accelerator: AcceleratorMembers) -> list[Any]:
+def _adjustable(session: Session) -> list[Any]:
     """The batch samplers of prepared loaders that have `even_batches`."""
-    samplers = [getattr(loader, "batch_sampler", None) for loader in accelerator._prepared.loaders]
+    samplers = [getattr(loader, "batch_sampler", None) for loader in session.prepared.loaders]
     found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(found) < len(samplers):
         warnings.warn(

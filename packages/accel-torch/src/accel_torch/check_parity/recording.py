@@ -40,6 +40,7 @@ from accel_torch.step import unscale_gradients
 if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator
     from accel_torch.options import Options
+    from accel_torch.session import Session
 
 __all__ = ("ParityRecorder", "main")
 
@@ -85,7 +86,7 @@ class ParityRecorder(RunObserver):
     def begins(self, accelerator: Accelerator) -> None:
         """Record a new Accelerator, and attach to its methods."""
         self._accelerator = weakref.ref(accelerator)
-        strategy = accelerator._backend.strategy
+        strategy = accelerator.session.strategy
         strategy.on_gradients = self._engine_steps
         planned = RunNotes(Path(self._task.plan)).ranks[0] if self._task.is_reference else None
         if planned is not None and planned.reads_loader:
@@ -102,7 +103,11 @@ class ParityRecorder(RunObserver):
             accumulation=accelerator.gradient_accumulation_steps,
             precision=str(accelerator.mixed_precision),
         )
-        backward, clip, remember = accelerator.backward, accelerator.clip_grad_norm_, accelerator._prepared.remember
+        backward, clip, remember = (
+            accelerator.backward,
+            accelerator.clip_grad_norm_,
+            accelerator.session.prepared.remember,
+        )
 
         def noted_backward(loss: Any, *arguments: Any, **options: Any) -> Any:
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -110,7 +115,7 @@ class ParityRecorder(RunObserver):
             return backward(loss, *arguments, **options)
 
         def noted_clip(*arguments: Any, **options: Any) -> Any:
-            unscale_gradients(accelerator)
+            unscale_gradients(accelerator.session)
             self._before_clipping()
             self._clipping = True
             try:
@@ -128,9 +133,9 @@ class ParityRecorder(RunObserver):
 
         accelerator.backward = noted_backward  # type: ignore[method-assign]
         accelerator.clip_grad_norm_ = noted_clip  # type: ignore[method-assign]
-        accelerator._prepared.remember = noted_remember  # type: ignore[method-assign]
+        accelerator.session.prepared.remember = noted_remember  # type: ignore[method-assign]
 
-    def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
+    def loader_prepared(self, session: Session, loader: Any) -> None:
         """Attach to a prepared loader, to be called between its batches."""
         if not hasattr(loader, "between_batches"):
             return
@@ -238,7 +243,7 @@ class ParityRecorder(RunObserver):
 
     @property
     def _strategy(self) -> Strategy:
-        return self._living._backend.strategy
+        return self._living.session.strategy
 
     @property
     def _living(self) -> Accelerator:
@@ -248,7 +253,9 @@ class ParityRecorder(RunObserver):
         return accelerator
 
     def _models(self) -> list[tuple[str, nn.Module]]:
-        return [(_prefix(index), strategy_model(model)) for index, model in enumerate(self._living._prepared.models)]
+        return [
+            (_prefix(index), strategy_model(model)) for index, model in enumerate(self._living.session.prepared.models)
+        ]
 
     def _gradients(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -334,9 +341,11 @@ class ParityRecorder(RunObserver):
         self._stepped = False
         self._step += 1
         note = self._note
-        note.rates = [float(group["lr"]) for one in self._living._prepared.optimizers for group in one.param_groups]
+        note.rates = [
+            float(group["lr"]) for one in self._living.session.prepared.optimizers for group in one.param_groups
+        ]
         note.parameters, note.buffers = self._parameters(), self._buffers()
-        self._facts.optimizers = len(self._living._prepared.optimizers)
+        self._facts.optimizers = len(self._living.session.prepared.optimizers)
         self._facts.without_gradient = sorted(self._held - self._used)
         self._write()
         self._continue_from_plan()

@@ -71,7 +71,7 @@ def main(batches: str, file: str, name: str) -> None:
     step = _function(file, name)
     data = GlobalBatches(torch.load(batches, weights_only=False))
     accelerator = Accelerator()
-    count = accelerator._backend.strategy.shards().count
+    count = accelerator.session.strategy.shards().count
     step(accelerator, accelerator.prepare(DataLoader(data, batch_size=data.size // count)))
 
 

@@ -20,7 +20,7 @@ from accel_ops.dtensors import full_tensor
 from accel_ops.rng import snapshot
 
 if TYPE_CHECKING:
-    from accel_torch.members import AcceleratorMembers
+    from accel_torch.session import Session
 
 __all__ = ("Pieces", "digests_of", "sample_digests", "state_pieces", "variables_of")
 
@@ -32,17 +32,17 @@ _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
 
 
-def state_pieces(accelerator: AcceleratorMembers, full: bool) -> Pieces:
+def state_pieces(session: Session, full: bool) -> Pieces:
     """Digests of the contents of an Accelerator's checkpoint, except loader positions; called on every process.
 
     They include non-persistent buffers, which `state_dict` omits.
 
     Args:
-        accelerator: the Accelerator.
+        session: the session.
         full: digest full tensors instead of shards, independent of the number of processes, and omit the
             random-number generators, which each process has.
     """
-    prepared, engine = accelerator._prepared, accelerator._backend
+    prepared = session.prepared
     found: Pieces = {}
     for index, model in enumerate(prepared.models):
         found[f"weights of model {index}"] = digests_of(dict(model.named_parameters()), full)
@@ -51,8 +51,8 @@ def state_pieces(accelerator: AcceleratorMembers, full: bool) -> Pieces:
         found[f"optimizer {index}"] = digests_of(optimizer.state_dict(), full)
     for index, scheduler in enumerate(prepared.schedulers):
         found[f"scheduler {index}"] = digests_of(scheduler.state_dict(), full)
-    if not engine.capabilities.own_precision:
-        found["gradient scaler"] = digests_of(engine.precision.state_dict(), full)
+    if not session.backend.capabilities.own_precision:
+        found["gradient scaler"] = digests_of(session.precision.state_dict(), full)
     for index, item in enumerate(prepared.custom):
         found[f"registered object {index} ({type(item).__name__})"] = digests_of(item.state_dict(), full)
     if not full:

@@ -26,6 +26,7 @@ from accel_torch.observers import RunObserver
 
 if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator
+    from accel_torch.session import Session
 
 __all__ = ("RunRecorder", "main")
 
@@ -85,7 +86,7 @@ class RunRecorder(RunObserver):
         In the project's folder, the uninterrupted run could find checkpoints of earlier runs, and the resumed run could
         load one of them.
         """
-        project = accelerator._options.project
+        project = accelerator.session.options.project
         load, save = accelerator.load_state, accelerator.save_state
 
         def load_state(input_dir: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -108,11 +109,13 @@ class RunRecorder(RunObserver):
         accelerator.load_state = load_state  # type: ignore[method-assign]
         accelerator.save_state = save_state  # type: ignore[method-assign]
 
-    def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
+    def loader_prepared(self, session: Session, loader: Any) -> None:
         """Attach to a prepared loader, to be called between its batches."""
         if not hasattr(loader, "between_batches"):
             return
-        number = len(accelerator._prepared.loaders)
+        living = [accelerator for reference in self._accelerators if (accelerator := reference()) is not None]
+        accelerator = next(one for one in living if one.session is session)
+        number = len(accelerator.session.prepared.loaders)
         before, pauses, steps = loader.between_batches, loader.pauses, self._steps
 
         def between(first: bool) -> None:
@@ -152,7 +155,7 @@ class RunRecorder(RunObserver):
         self._gradients = {}
         note = {"step": self.step, "loaded": self.task.resumes, "pieces": self._state_of(accelerator)}
         if self.task.resumes:
-            note |= {"fresh": self._fresh, "full": state_pieces(accelerator, full=True)}
+            note |= {"fresh": self._fresh, "full": state_pieces(accelerator.session, full=True)}
         self._write(note)
 
     def batch_given(self, number: int, epoch: int, batch: Any) -> None:
@@ -169,7 +172,7 @@ class RunRecorder(RunObserver):
 
     def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         accelerator = self._accelerators[-1]() if self._accelerators else None
-        name_of = None if accelerator is None else accelerator._prepared.parameter_name
+        name_of = None if accelerator is None else accelerator.session.prepared.parameter_name
         gradients = {}
         for group, options in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(options["params"]):
@@ -183,7 +186,7 @@ class RunRecorder(RunObserver):
 
     def _after_step(self, accelerator: Accelerator) -> None:
         step = self.step
-        prepared = accelerator._prepared
+        prepared = accelerator.session.prepared
         pieces = {**self._state_of(accelerator), "gradients": self._gradients}
         note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
         last = step >= self.task.last_step
@@ -206,14 +209,14 @@ class RunRecorder(RunObserver):
         """Save the checkpoint of a step; it includes the batches read since."""
         self._to_save = None
         self._samples, self._losses = [], []
-        full = state_pieces(accelerator, full=True)
+        full = state_pieces(accelerator.session, full=True)
         self._write({"step": step, "saved": True, "pieces": self._state_of(accelerator), "full": full})
         accelerator.save_state(self.task.folder_of(step))
 
     def _state_of(self, accelerator: Accelerator) -> Pieces:
         """Digests of the state that this process saves in a checkpoint, and the positions of its loaders."""
-        pieces = state_pieces(accelerator, full=False)
-        prepared = accelerator._prepared
+        pieces = state_pieces(accelerator.session, full=False)
+        prepared = accelerator.session.prepared
         for index, loader in enumerate(prepared.loaders):
             if hasattr(loader, "progress"):
                 at = loader.progress

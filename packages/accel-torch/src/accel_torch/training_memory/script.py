@@ -119,7 +119,7 @@ class _ScriptObserver(RunObserver):
         """Compare the plans before the script prepares objects."""
         prepare = accelerator._prepare
         # It compares values.
-        accelerator._guards_first_steps = False
+        accelerator.session.guards_first_steps = False
 
         def prepare_after_plans(objects: Sequence[Any], *further: Any) -> Any:
             if self.fork is None and Bundle.of(objects).models:
@@ -198,7 +198,7 @@ class _Fork:
             self._contexts.enter_context(self._operations)
         else:
             self._accelerator.gradient_accumulation_steps = min(self._plan.accumulation, 2)
-        strategy = self._accelerator._backend.strategy
+        strategy = self._accelerator.session.strategy
         strategy.setup = self._setup
         strategy.no_sync = lambda _: self._trial.no_sync()
         strategy.wrap_loader = lambda loader: _BatchesWithoutValues(loader, self._batch_without_values)

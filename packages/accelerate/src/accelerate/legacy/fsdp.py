@@ -18,7 +18,7 @@ from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current
 from accel_state.settings.environ import publish
-from accel_torch.prepare import PREPARING
+from accel_torch.accelerator.training import PREPARING
 
 __all__ = (
     "disable_fsdp_ram_efficient_loading",
@@ -40,7 +40,7 @@ _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
     """Shard a model as `prepare` does; `accelerator` may be another object with the attributes used here."""
-    strategy = getattr(getattr(accelerator, "_backend", None), "strategy", None)
+    strategy = getattr(getattr(accelerator, "session", None), "strategy", None)
     if not isinstance(strategy, Strategy):
         if accelerator.mixed_precision != "no":
             weights.train_in_fp32(model)
@@ -71,7 +71,7 @@ def shard_by(function: Callable[[Any, Module], Module]) -> None:
 
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
     """Apply activation checkpointing to the blocks that the run shards."""
-    strategy = accelerator._backend.strategy
+    strategy = accelerator.session.strategy
     transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
     return transform.apply(model, strategy.context)
 

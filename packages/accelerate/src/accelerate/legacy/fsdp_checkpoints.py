@@ -121,7 +121,7 @@ def load_fsdp_optimizer(
 
 
 def _save(accelerator: Any, kind: ObjectKind, state: dict[str, Any], folder: Folder, index: int, use_dcp: bool) -> None:
-    strategy = accelerator._backend.strategy
+    strategy = accelerator.session.strategy
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
     accelerator.wait_for_everyone()
@@ -158,7 +158,7 @@ def _adapter_names(model: Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _strategy(accelerator: Any, plugin: Any) -> Any:
-    strategy = accelerator._backend.strategy
+    strategy = accelerator.session.strategy
     own = getattr(strategy, "config", None)
     if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
         raise SettingError(

@@ -6,14 +6,14 @@ The first Accelerator of a process starts the run. Later ones share it, and must
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
-from accel_plugins.manifest import Capabilities, Manifest
-from accel_plugins.precision.base import Precision
+from accel_plugins.manifest import Manifest
 from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
 from accel_state import current
@@ -21,6 +21,7 @@ from accel_state.current import Process, Run
 from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
+from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
 from accel_state.run_state import (
@@ -28,58 +29,72 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
+from accel_torch.observers import RUN_OBSERVERS, guard_first_steps, reporting, watching
 from accel_torch.options import Options
+from accel_torch.session import Session
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
+    from accel_torch.goodput import GoodputRecorder
 
-__all__ = ("ActiveBackend", "WatchesCollectives", "assemble", "transforms_of")
+__all__ = ("WatchesCollectives", "leave", "start_run", "start_session", "transforms_of")
 
 
-class ActiveBackend:
-    """The backend of a run, available as `accel_state.current.Run.backend`.
+def start_session(options: Options) -> Session:
+    """The session of a new Accelerator, which has joined the run of this process or started it.
 
-    Args:
-        manifest: the backend's manifest.
-        strategy: the backend's strategy.
-        precision: how forward, backward and steps are computed.
-
-    Attributes:
-        backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
-        plain_backward: whether `loss.backward()` is all that a backward pass does.
-        closed: whether the strategy has released its resources.
+    Raises:
+        Conflict: an option differs from that of the active run.
+        SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
+    for observer in RUN_OBSERVERS:
+        options = observer.configures(options)
+    folder = options.project.project_dir or options.project.logging_dir
+    if folder is not None:
+        PROGRESS.writes_to(folder)
+    report = reporting(options)
+    session = Session(options, *start_run(options, (report, _account_of(options))))
+    _users[session.strategy].add(session)
+    session.report = report
+    session.transforms = transforms_of(options, session.state.parallelism_config)
+    session.replica_checker = watching(options, session.prepared, session.strategy)
+    if session.state.num_processes > 1:
+        guard_first_steps(session)
+    return session
 
-    def __init__(self, manifest: Manifest, strategy: Strategy, precision: Precision) -> None:
-        self.manifest, self.strategy, self.precision = manifest, strategy, precision
-        self.backward_reads_model = type(strategy).backward is not Strategy.backward
-        scales = type(precision).backward_scale is not Precision.backward_scale
-        self.plain_backward = not self.backward_reads_model and not scales
-        self.closed = False
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def join(self, accelerator: object) -> None:
-        """Register an Accelerator that uses the strategy."""
-        self._training.add(accelerator)
+def _account_of(options: Options) -> GoodputRecorder | None:
+    """The recorder of this process's time, or None. In a launched run, also start recording the ids of samples."""
+    if os.environ.get(STATUS_FOLDER):
+        from accel_torch.samples_at_hand import record_samples
 
-    def leave(self, accelerator: object) -> None:
-        """Note that an Accelerator ended its training; the last one closes the strategy."""
-        self._training.discard(accelerator)
-        if not self._training:
-            self.close()
+        record_samples()
+    if not options.goodput:
+        return None
+    from accel_torch.goodput import recorder_of
 
-    def close(self) -> None:
-        """Release the strategy's resources; a repeated call does nothing."""
-        if not self.closed:
-            self.closed = True
-            self.strategy.close()
+    return recorder_of(options)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the backend can do, and what it does itself."""
-        return self.manifest.capabilities
+
+_users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()
+"""The sessions that train with each open strategy; a closed one is not here."""
+
+
+def leave(session: Session) -> None:
+    """Note that a session ended its training; the last one of a run closes the strategy."""
+    sessions = _users.get(session.strategy)
+    if sessions is not None:
+        sessions.discard(session)
+        if not sessions:
+            _close(session.strategy)
+
+
+def _close(strategy: Strategy) -> None:
+    """Release the strategy's resources; a repeated call does nothing."""
+    if _users.pop(strategy, None) is not None:
+        strategy.close()
 
 
 class WatchesCollectives(Protocol):
@@ -89,9 +104,9 @@ class WatchesCollectives(Protocol):
         """Measure the collectives of this process from now on; called before other objects refer to the process."""
 
 
-def assemble(
+def start_run(
     options: Options, watchers: Sequence[WatchesCollectives | None] = ()
-) -> tuple[AcceleratorState, GradientState, ActiveBackend]:
+) -> tuple[AcceleratorState, GradientState, Strategy]:
     """Join the other processes, choose the backend and start the run; or return the run that is already active.
 
     Args:
@@ -115,11 +130,11 @@ def assemble(
     }
     check_given(given)
     run = current.run_or_none()
-    if run is not None and isinstance(run.backend, ActiveBackend):
-        if run.backend.closed:
-            run = run._replace(backend=_reopened(run.backend))
+    if run is not None and isinstance(run.strategy, Strategy):
+        if run.strategy not in _users:
+            run = run._replace(strategy=_reopened(run.strategy))
             current.set_run(run)
-        return AcceleratorState(), _gradient(options, run.backend), run.backend
+        return AcceleratorState(), _gradient(options, run.strategy), run.strategy
     gradient = GradientState.of(options.accumulation)
     run = _run(options, current.process(), gradient, {**given, **options.plugins})
     current.set_run(run)
@@ -127,45 +142,52 @@ def assemble(
         from accel_ops.rng import seed_again
 
         seed_again()
-    return AcceleratorState(), gradient, run.backend
+    return AcceleratorState(), gradient, run.strategy
 
 
-def _opened(backend: ActiveBackend) -> ActiveBackend:
-    """The backend; its strategy is closed at the end of the run or process, unless it was closed before."""
-    current.on_run_end(backend.close)
-    known = weakref.ref(backend)
+def _open(manifest: Manifest, config: Any, context: Context) -> Strategy:
+    """A new strategy; it is closed at the end of the run or process, unless it was closed before."""
+    strategy = resolve.build(manifest, config, context)
+    _users[strategy] = weakref.WeakSet()
+    current.on_run_end(lambda: _close(strategy))
+    alive = weakref.ref(strategy)
 
     def close_at_exit() -> None:
-        backend = known()
-        if backend is not None:
-            backend.close()
+        strategy = alive()
+        if strategy is not None:
+            _close(strategy)
 
     atexit.register(close_at_exit)
     current.on_run_end(lambda: atexit.unregister(close_at_exit))
-    return backend
+    return strategy
 
 
-def _reopened(backend: ActiveBackend) -> ActiveBackend:
+def _reopened(old: Strategy) -> Strategy:
     """A new strategy for a run that continues after all its Accelerators have ended their training."""
-    old = backend.strategy
-    strategy = resolve.build(backend.manifest, old.config, old.context)
-    return _opened(ActiveBackend(backend.manifest, strategy, backend.precision))
+    return _open(_manifest_of(old), old.config, old.context)
 
 
-def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
+def _manifest_of(strategy: Strategy) -> Manifest:
+    """The manifest of a run's strategy, which `resolve.build` has put into its context."""
+    manifest = strategy.context.manifest
+    assert manifest is not None
+    return manifest
+
+
+def _gradient(options: Options, strategy: Strategy) -> GradientState:
     """The gradient state of a further Accelerator: a new one, or the shared one of a backend that accumulates itself.
 
     Raises:
         Conflict: the backend accumulates with other settings.
     """
-    if not backend.capabilities.own_accumulation:
+    if not strategy.capabilities.own_accumulation:
         return GradientState.of(options.accumulation)
-    shared, asked = backend.strategy.context.gradient, options.accumulation
+    shared, asked = strategy.context.gradient, options.accumulation
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
             f"Cannot construct an Accelerator with {asked!r}.",
-            f"The backend {backend.manifest.name!r} accumulates gradients itself, so all Accelerators of a run share "
-            f"{shared.plugin!r}.",
+            f"The backend {_manifest_of(strategy).name!r} accumulates gradients itself, so all Accelerators of a run "
+            f"share {shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",
         )
     current.set_gradient(shared)
@@ -185,13 +207,12 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
 
         check_precision(precision.name, precision.excludes, parallelism_config)
     mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)
-    strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
-    backend = _opened(ActiveBackend(manifest, strategy, precision))
+    strategy = _open(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
     given = {name: value for name, value in given.items() if value is not None}
-    return Run(precision.name, label, backend, given, mesh, parallelism_config)
+    return Run(precision.name, label, strategy, given, mesh, parallelism_config)
 
 
 def parallelism_config_of(options: Options, process: Process) -> ParallelismConfig | None:

@@ -1,0 +1,108 @@
+"""The session: everything that one Accelerator works with, which the functions of this package receive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.prepared import PreparedObjects
+from accel_plugins.strategy import Strategy
+from accel_state import current
+from accel_torch.accumulation import Accumulation
+
+if TYPE_CHECKING:
+    from accel_plugins.checkpoint.background import BackgroundSaver
+    from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
+    from accel_plugins.checkpoint.remote import Uploader
+    from accel_plugins.manifest import Manifest
+    from accel_plugins.precision.base import Precision
+    from accel_plugins.transform import Transform
+    from accel_state.current import Process
+    from accel_state.gradient import GradientState
+    from accel_state.run_state import AcceleratorState
+    from accel_torch.options import Options
+    from accel_torch.replicas import ReplicaChecker
+    from accel_torch.straggler import StragglerReport
+    from accel_tracking.group import TrackerGroup
+
+__all__ = ("Pauses", "Session")
+
+
+class Pauses:
+    """Whether anything happens between the batches of an Accelerator; see `accel_data.hooks.BatchPauses`.
+
+    Attributes:
+        used: whether it saves, or ends the run if it is asked to.
+    """
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
+
+
+class Session:
+    """What one Accelerator works with. The Accelerator is a facade over it.
+
+    `start_run.start_session` creates it. The sessions of a process share the run: its backend, strategy and precision.
+    All attributes are public: the functions that prepare, step, save and load receive a session and nothing else. No
+    object that a session has refers back to it except weakly, so that it is freed with its Accelerator.
+
+    Args:
+        options: the arguments of the Accelerator.
+        state: the process and its run.
+        gradient: the gradient state: the position in the window of micro-batches.
+        strategy: the strategy of the run.
+
+    Attributes:
+        options: the arguments of the Accelerator; replaced when a script assigns one of its attributes.
+        backend: the manifest of the backend: its name, what it can do, and what it does itself.
+        precision: how forward, backward and steps are computed.
+        prepared: the prepared objects, and the other objects of a checkpoint.
+        accumulation: counts the micro-batches of a window.
+        transforms: the changes that `prepare` applies to every model.
+        backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
+        guards_first_steps: whether the first steps are still to be checked for mistakes.
+        replica_checker: compares replicas periodically, or None.
+        report: measures how this process spends its time, or None.
+        tracking: the running trackers; None before `init_trackers`.
+        saver: writes checkpoints while training continues; None before the first.
+        pauses: whether anything happens between two batches.
+        preemption: saves and ends the run after a signal; None if it is not asked to.
+        continuous: saves between steps without being called; None if it is not asked to.
+        uploader: uploads checkpoints to a store; None without a store.
+    """
+
+    def __init__(self, options: Options, state: AcceleratorState, gradient: GradientState, strategy: Strategy) -> None:
+        manifest = strategy.context.manifest
+        assert manifest is not None
+        self.options, self.state, self.gradient, self.strategy = options, state, gradient, strategy
+        self.backend: Manifest = manifest
+        self.precision: Precision = strategy.context.precision
+        self.backward_reads_model = type(strategy).backward is not Strategy.backward
+        self.accumulation = Accumulation(gradient, strategy)
+        self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)
+        self.transforms: tuple[Transform, ...] = ()
+        self.guards_first_steps = True
+        self.replica_checker: ReplicaChecker | None = None
+        self.report: StragglerReport | None = None
+        self.tracking: TrackerGroup | None = None
+        self.saver: BackgroundSaver | None = None
+        self.pauses = Pauses()
+        self.preemption: Preemption | None = None
+        self.continuous: ContinuousSaver | None = None
+        self.uploader: Uploader | None = None
+
+    @property
+    def process(self) -> Process:
+        """This process: its rank, device and transport.
+
+        Raises:
+            NoState: the state was reset.
+        """
+        return current.process()
+
+    def restore(self, remembered: dict[str, Any]) -> None:
+        """Take over the prepared objects of a pickled session, which then count with this one's gradient state."""
+        vars(self.prepared).update(remembered)
+        for one in (*self.prepared.optimizers, *self.prepared.schedulers, *self.prepared.loaders):
+            one.gradient_state = self.gradient
