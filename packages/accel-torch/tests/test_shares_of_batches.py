@@ -122,7 +122,7 @@ def test_micro_batches_of_different_sizes_make_the_step_of_the_whole_batch() -> 
 
 def test_the_share_records_what_the_loop_did() -> None:
     accelerator, model, optimizer, loader = prepared()
-    strategy = accelerator._backend.strategy
+    strategy = accelerator.session.strategy
     for number, inputs in enumerate(loader):
         share: Any = strategy.share_of_batch(loader)
         assert (share.accumulated, share.stepped) == (False, False)
