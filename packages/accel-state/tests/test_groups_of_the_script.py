@@ -69,7 +69,7 @@ def without_a_store() -> tuple[list[bytes], dict[str, bytes]]:
     control = current.process().transport.control()
     assert control is not None
     control.set(f"note/{state.process_index}", b"%d" % state.process_index, 20)
-    heard = control.wait(["note/0", "note/1"], 20)
+    heard = control.receive(["note/0", "note/1"], 20)
     state.wait_for_everyone()
     return exchanged(state), heard
 

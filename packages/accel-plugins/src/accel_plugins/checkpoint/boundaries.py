@@ -302,7 +302,7 @@ class ContinuousSaver:
                     if not self._due.wait(_LOOK):
                         continue
                     control.set(key, b"", _ANSWER)
-                elif key not in control.get_all([key], _ANSWER):
+                elif key not in control.get_many([key], _ANSWER):
                     self._left.wait(_LOOK)
                     continue
             except StoreUnreachable as error:

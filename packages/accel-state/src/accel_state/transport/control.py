@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet, finalize
@@ -36,24 +37,16 @@ T = TypeVar("T")
 
 _logger: Final = logging.getLogger(__name__)
 
-_ANSWER: Final = 10.0
-"""Seconds that `wait` waits for a single request before it tries another connection."""
-
-_ANSWER_IN: Final = 2.0
+_REPLY_SECONDS: Final = 2.0
 """Seconds after which an answer counts as lost, in addition to the time that the request waits at the store."""
 
-_DIAL: Final = timedelta(seconds=3)
+_CONNECT_TIMEOUT: Final = timedelta(seconds=3)
 """How long to try to reopen a connection, and to wait for a value that existed a moment ago."""
 
-_MOST_LEFT: Final = 3
+_MOST_ABANDONED: Final = 3
 """Maximum number of abandoned threads with unanswered requests; beyond it, no further connection is opened."""
 
-_MOST_BREAKS: Final = 2
-"""Number of connections that may break in a row before `wait` decides that the host of the store is gone."""
-
-_FIRST_PAUSE: Final = 0.001
-_LONGEST_PAUSE: Final = 0.05
-_FAREWELL: Final = 2.0
+_LAST_REPLY_SECONDS: Final = 2.0
 """Seconds for which the interpreter, at its end, waits for open requests: a thread that returned from C++ later would
 abort the process (before Python 3.14)."""
 
@@ -85,13 +78,13 @@ class ControlStore:
     """
 
     def __init__(self, store: Any, rank: int, scope: str = "", secret: str | None = None) -> None:
-        self._dialer = _Dialer(store)
+        self._store = store
         self._rank = rank
         self._signer = Signer(scope, secret)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._line: _Line | None = None
-        self._left: list[_Line] = []
+        self._connection: _Connection | None = None
+        self._abandoned: list[_Connection] = []
         self._reported = False
 
     def set(self, key: str, value: bytes, timeout: float) -> None:
@@ -143,14 +136,6 @@ class ControlStore:
         """
         return self._authentic(self._request(lambda store: _read(store, list(keys)), timeout))
 
-    def get_all(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages of some keys if all have a value, else none; takes one or two requests.
-
-        Raises:
-            StoreUnreachable: the store did not answer within `timeout` seconds.
-        """
-        return self._authentic(self._request(lambda store: _read_all(store, list(keys)), timeout))
-
     def receive(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         """The authentic messages of some keys as soon as all have a value, none at the timeout; one request.
 
@@ -161,7 +146,7 @@ class ControlStore:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
         wanted = list(keys)
-        raw = self._request(lambda store: _await(store, wanted, timeout), timeout + _ANSWER_IN)
+        raw = self._request(lambda store: _await(store, wanted, timeout), timeout + _REPLY_SECONDS)
         return self._authentic(raw)
 
     def _authentic(self, raw: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -173,35 +158,6 @@ class ControlStore:
             else:
                 messages[key] = message
         return messages
-
-    def wait(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages of some keys as soon as all have a value; at the timeout, those that exist.
-
-        Repeats a request that gets no answer, on another connection.
-
-        Raises:
-            StoreUnreachable: the store is gone, or did not answer within `timeout` seconds.
-        """
-        # Part of the time is reserved for finding out which keys have a value.
-        until = time.monotonic() + timeout - min(2.0, timeout / 4)
-        found: dict[str, bytes] = {}
-        missing, pause, breaks = list(keys), _FIRST_PAUSE, 0
-        while missing:
-            left = until - time.monotonic()
-            if left <= 0:
-                return found | self.get_many(missing, min(2.0, timeout / 4))
-            try:
-                found |= self.get_all(missing, min(left, _ANSWER))
-                missing = [key for key in keys if key not in found]
-                breaks = 0
-            except StoreUnreachable as error:
-                breaks = breaks + 1 if error.__cause__ is not None else 0
-                if breaks == _MOST_BREAKS:
-                    raise
-            if missing:
-                time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        return found
 
     def delete(self, keys: Iterable[str], timeout: float) -> None:
         """Remove keys, whether they exist or not; one request each.
@@ -234,44 +190,44 @@ class ControlStore:
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
             raise _unreachable(f"An earlier request was not answered within {timeout:g} s.")
         try:
-            self._line = line = self._line or self._open()
-            request = _Request(action)
-            line.requests.put(request)
+            self._connection = connection = self._connection or self._open()
+            request: Future[T] = Future()
+            connection.requests.put((request, action))
             try:
-                answered = request.done.wait(max(until - time.monotonic(), 0.0))
+                answered = bool(wait([request], max(until - time.monotonic(), 0.0)).done)
             finally:
-                if not request.done.is_set():
+                if not request.done():
                     # Also after an interrupt: it is unknown when this connection will be free again.
-                    self._left.append(line)
+                    self._abandoned.append(connection)
                     self._drop()
             if not answered:
                 raise _unreachable(f"It did not answer within {timeout:g} s.")
-            if isinstance(request.error, RuntimeError):
+            try:
+                return request.result()
+            except RuntimeError as error:
                 self._drop()
-                raise _unreachable(str(request.error).splitlines()[0]) from request.error
+                raise _unreachable(str(error).splitlines()[0]) from error
         finally:
             self._lock.release()
-        if request.error is not None:
-            raise request.error
-        answer: T = request.answer
-        return answer
 
-    def _open(self) -> _Line:
-        self._left = [line for line in self._left if line.thread.is_alive()]
-        if len(self._left) >= _MOST_LEFT:
-            raise _unreachable(f"It has not answered {len(self._left)} requests yet.")
+    def _open(self) -> _Connection:
+        self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
+        if len(self._abandoned) >= _MOST_ABANDONED:
+            raise _unreachable(f"It has not answered {len(self._abandoned)} requests yet.")
         try:
-            line = _Line(self._dialer)
+            connection = _Connection(self._store)
         except RuntimeError as error:
             # An interpreter that is ending starts no thread.
             raise _unreachable(str(error)) from error
-        finalize(self, line.end).atexit = False
-        return line
+        finalize(self, connection.end).atexit = False
+        return connection
 
     def _drop(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.end()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            # Connecting takes as long as the timeout of the cloned store: the next connection is cloned from this one.
+            self._store = connection.store
+            connection.end()
 
     def _report(self, key: str) -> None:
         if not self._reported:
@@ -318,7 +274,7 @@ def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
     except dist.DistStoreError:
         return {}
     finally:
-        store.set_timeout(_DIAL)
+        store.set_timeout(_CONNECT_TIMEOUT)
 
 
 def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
@@ -349,23 +305,6 @@ def _unreachable(obstacle: str) -> StoreUnreachable:
     )
 
 
-class _Dialer:
-    """Opens further connections to a store."""
-
-    __slots__ = ("_source",)
-
-    def __init__(self, store: Any) -> None:
-        self._source = store
-
-    def __call__(self) -> Any:
-        _knock(self._source)
-        own = self._source.clone()
-        own.set_timeout(_DIAL)
-        # The next connection is cloned from this one: connecting takes as long as the timeout of the cloned store.
-        self._source = own
-        return own
-
-
 def _knock(store: Any) -> None:
     """Return when the host of a store accepts connections.
 
@@ -379,56 +318,64 @@ def _knock(store: Any) -> None:
     # Stores in files and in memory have no host.
     if hasattr(store, "host"):
         try:
-            socket.create_connection((store.host, store.port), timeout=_DIAL.total_seconds()).close()
+            socket.create_connection((store.host, store.port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
         except OSError as error:
             raise RuntimeError(f"{store.host}:{store.port} cannot be reached: {error}") from error
 
 
-class _Request:
-    """One call on the store, and its outcome."""
+class _Connection:
+    """A connection and the only thread that uses it; the thread also opens it, because connecting blocks too.
 
-    __slots__ = ("action", "answer", "done", "error")
+    Args:
+        store: a store to clone.
 
-    def __init__(self, action: Callable[[Any], Any]) -> None:
-        self.action = action
-        self.answer: Any = None
-        self.error: BaseException | None = None
-        self.done = threading.Event()
+    Attributes:
+        store: that store, then the connection.
+        under_way: the request that the thread has begun; None between requests.
+        requests: requests in the order in which they are made; None ends the thread.
+    """
 
+    __slots__ = ("__weakref__", "requests", "store", "thread", "under_way")
 
-class _Line:
-    """A connection and the only thread that uses it; the thread also opens it, because connecting blocks too."""
-
-    __slots__ = ("__weakref__", "requests", "thread", "under_way")
-
-    def __init__(self, dial: Callable[[], Any]) -> None:
-        self.under_way: _Request | None = None
-        self.requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, args=(dial,), name="accel-control-store", daemon=True)
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.under_way: Future[Any] | None = None
+        self.requests: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="accel-control-store", daemon=True)
         self.thread.start()
-        _lines.add(self)
+        _connections.add(self)
 
     def end(self) -> None:
         """Let the thread end after its current request."""
         self.requests.put(None)
 
-    def _run(self, dial: Callable[[], Any]) -> None:
-        store: Any = None
+    def _run(self) -> None:
+        connected = False
         while (request := self.requests.get()) is not None:
-            self.under_way = request
+            answer, action = request
+            self.under_way = answer
             try:
                 if _ending:
                     raise RuntimeError("The interpreter is ending.")
-                store = dial() if store is None else store
-                request.answer = request.action(store)
+                if not connected:
+                    self.store, connected = _connect(self.store), True
+                answer.set_result(action(self.store))
             except BaseException as error:
-                request.error = error
-            request.done.set()
+                answer.set_exception(error)
             # A request for which no caller waits must not keep its references alive.
-            self.under_way = request = None
+            self.under_way = None
+            del request, answer, action
 
 
-_lines: Final[WeakSet[_Line]] = WeakSet()
+def _connect(store: Any) -> Any:
+    """A further connection to a store."""
+    _knock(store)
+    own = store.clone()
+    own.set_timeout(_CONNECT_TIMEOUT)
+    return own
+
+
+_connections: Final[WeakSet[_Connection]] = WeakSet()
 
 _ending: Final[list[bool]] = []
 """Not empty once the interpreter ends: then no request begins, for example of a thread that polls the store."""
@@ -437,10 +384,10 @@ _ending: Final[list[bool]] = []
 @atexit.register
 def _wait_for_requests() -> None:
     _ending.append(True)
-    until = time.monotonic() + _FAREWELL
-    for request in [line.under_way for line in list(_lines)]:
+    until = time.monotonic() + _LAST_REPLY_SECONDS
+    for request in [connection.under_way for connection in list(_connections)]:
         if request is not None:
-            request.done.wait(max(until - time.monotonic(), 0.0))
+            wait([request], max(until - time.monotonic(), 0.0))
 
 
 class _Read(NamedTuple):
