@@ -57,7 +57,8 @@ def _drawn_together(kind: str) -> Any:
     with working_on(kind):
         device = PartialState().device
         set_seed(5, device_specific=True)
-        synchronize_rng_states([current.process().family.rng_name or "torch"])
+        family = current.process().family
+        synchronize_rng_states(["torch" if family.spec.rng_key is None else family.name])
         return drawn(device)
 
 

@@ -16,7 +16,7 @@ from accel_state.devices import select
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.cpu import CPU
 from accel_state.devices.specs import SPECS
-from accel_state.devices.torch_family import CUDA, MPS, TorchFamily, unlisted_family
+from accel_state.devices.torch_family import CUDA, MPS, NPU, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered
 from accel_state.labels import DistributedType, RNGType
@@ -77,17 +77,16 @@ class TestXLA(DeviceSuite):
 def test_every_family_with_a_spec_is_found_by_its_name() -> None:
     for name, spec in SPECS.items():
         family = select.family_of(name)
-        assert (family.name, family.label, family.rng_key) == (name, spec.label, spec.rng_key)
-        assert family.visible_variable == spec.visible_variable
+        assert (family.name, family.spec) == (name, spec)
 
 
 def test_every_kind_of_generator_has_its_family() -> None:
     of_devices = set(RNGType.list()) - {"torch", "generator"}
-    assert of_devices <= {family.rng_name for family in select.families()}
+    assert of_devices <= {family.name for family in select.families() if family.spec.rng_key is not None}
 
 
 def test_keys_of_generators_are_unique() -> None:
-    keys = [family.rng_key for family in select.families() if family.rng_key is not None]
+    keys = [family.spec.rng_key for family in select.families() if family.spec.rng_key is not None]
     assert len(keys) == len(set(keys))
 
 
@@ -124,7 +123,7 @@ def mlu(monkeypatch: pytest.MonkeyPatch) -> VendorModule:
     module = VendorModule()
     monkeypatch.setitem(sys.modules, "torch_mlu", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "mlu", module, raising=False)
-    monkeypatch.setattr("accel_state.devices.torch_family._vendor_loaded", lambda vendor, name: vendor in sys.modules)
+    monkeypatch.setattr("accel_state.devices.base._vendor_loaded", lambda vendor, name: vendor in sys.modules)
     return module
 
 
@@ -147,7 +146,7 @@ def test_a_vendor_s_family_calls_the_vendor_s_module(mlu: VendorModule, monkeypa
     monkeypatch.setattr(type(family), "module", mlu)
     family.empty_cache()
     assert mlu.cleared == 1
-    assert (family.count(), family.backend, family.label) == (2, "cncl", DistributedType.MULTI_MLU)
+    assert (family.count(), family.spec.backend, family.spec.label) == (2, "cncl", DistributedType.MULTI_MLU)
     with pytest.raises(NotOffered, match="max_memory_allocated"):
         family.peak_memory()
 
@@ -155,8 +154,8 @@ def test_a_vendor_s_family_calls_the_vendor_s_module(mlu: VendorModule, monkeypa
 def test_a_broken_vendor_module_warns_and_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "broken_vendor_library.py").write_text("raise OSError('libbroken.so: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    family = TorchFamily(SPECS["npu"])
-    family.spec = type(family.spec)("npu", DistributedType.MULTI_NPU, "hccl", "key", vendor="broken_vendor_library")
+    family = NPU()
+    family.spec = SPECS["npu"]._replace(vendor="broken_vendor_library")
     with pytest.warns(UserWarning, match=r"broken_vendor_library is installed.*libbroken\.so"):
         assert not family.present()
     assert not family.present()

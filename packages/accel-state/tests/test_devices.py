@@ -14,6 +14,7 @@ from accel_state import PartialState
 from accel_state.choices import ComputeEnvironment
 from accel_state.devices import select
 from accel_state.devices.cpu import CPU
+from accel_state.devices.specs import SPECS
 from accel_state.errors import NotOffered, PluginError, SettingError
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.plugins import Plugin
@@ -29,7 +30,7 @@ def test_cpu_family_is_present_and_has_the_lowest_priority() -> None:
     assert cpu.supports(torch.bfloat16)
     assert not cpu.supports(torch.float64)
     assert select.family_of(torch.device("cpu")) is cpu
-    assert min(select.families(), key=lambda family: family.priority) is cpu
+    assert min(select.families(), key=lambda family: family.spec.priority) is cpu
 
 
 def test_cpu_family_uses_the_generator_of_torch() -> None:
@@ -99,8 +100,7 @@ def test_two_packages_with_one_family_name_are_both_named(
 
 def test_a_family_is_added_at_run_time(offered: list[Plugin]) -> None:
     class Abacus(CPU):
-        name = "abacus"
-        priority = 1000
+        spec = SPECS["cpu"]._replace(name="abacus", priority=1000)
 
     select.register_family(Abacus())
     assert isinstance(select.best_family(), Abacus)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accel_state.devices.base import DeviceFamily
 from accel_state.devices.cpu import CPU
-from accel_state.devices.specs import SPECS
-from accel_state.devices.torch_family import CUDA, TorchFamily
+from accel_state.devices.torch_family import CUDA, MPS, NPU, XPU
 
 FIRST = torch.device("cuda", 0)
 
@@ -35,8 +35,6 @@ def test_a_gpu_without_an_identity_is_not_compared(monkeypatch: pytest.MonkeyPat
     assert CUDA().exclusive_device(FIRST, "nccl") is None
 
 
-@pytest.mark.parametrize(
-    "family", [CPU(), *(TorchFamily(SPECS[name]) for name in ("xpu", "npu", "mps"))], ids=lambda family: family.name
-)
-def test_other_devices_are_not_asked(family: TorchFamily) -> None:
+@pytest.mark.parametrize("family", [CPU(), XPU(), NPU(), MPS()], ids=lambda family: family.name)
+def test_other_devices_are_not_asked(family: DeviceFamily) -> None:
     assert family.exclusive_device(torch.device("cpu"), "gloo") is None

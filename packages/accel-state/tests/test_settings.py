@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from accel_state.settings.environ import (
     resolve,
     to_environment,
 )
-from accel_state.settings.installed import Requirement, importable, possibly_importable
+from accel_state.settings.installed import Requirement, importable
 from accel_state.settings.schema import (
     BOOLEAN,
     FLOAT,
@@ -155,28 +152,6 @@ def test_a_requirement_that_is_not_met_gives_the_install_command() -> None:
 def test_importable() -> None:
     assert importable("json")
     assert not importable("no_such_module.inside")
-
-
-def test_possibly_importable_leaves_out_modules_that_are_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ["json.decoder", "sys", "a_folder.inside", "a_file", "in_an_archive", "made_by_a_finder", "no_such_module"]
-    (tmp_path / "a_folder").mkdir()
-    (tmp_path / "a_file.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert possibly_importable(names) == {"json.decoder", "sys", "a_folder.inside", "a_file"}
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
-            return ModuleSpec(name, None) if name == "made_by_a_finder" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert possibly_importable(names) == {"json.decoder", "sys", "a_folder.inside", "a_file", "made_by_a_finder"}
-    # Nobody looks into an archive, so that everything may be there.
-    (tmp_path / "archive.zip").write_bytes(b"")
-    monkeypatch.syspath_prepend(str(tmp_path / "archive.zip"))
-    assert possibly_importable(names) == set(names)
 
 
 def test_origins_of_texts_that_no_encoding_has_are_kept() -> None:

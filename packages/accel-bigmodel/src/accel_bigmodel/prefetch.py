@@ -263,7 +263,7 @@ def _transfer(
     it.
     """
     module = torch.get_device_module(device)
-    if streams is None or not hasattr(module, "Stream") or not family_of(device).pins_memory:
+    if streams is None or not hasattr(module, "Stream") or not family_of(device).spec.pins_memory:
         return weight.to(device=device, dtype=dtype)
     pinned = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
     stream = streams.get(device) or streams.setdefault(device, module.Stream(device))
@@ -276,7 +276,7 @@ def _transfer(
 def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
     """Inform the allocator that this thread's stream uses memory that another stream has filled."""
     module = torch.get_device_module(device)
-    if family_of(device).pins_memory and hasattr(module, "current_stream"):
+    if family_of(device).spec.pins_memory and hasattr(module, "current_stream"):
         for weight in weights.values():
             weight.record_stream(module.current_stream(device))
 

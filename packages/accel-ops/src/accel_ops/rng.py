@@ -184,8 +184,8 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _by_key(family: DeviceFamily) -> dict[str, _Source]:
     sources = {"random_state": _PYTHON, "numpy_random_seed": _NUMPY, "torch_manual_seed": _TORCH}
-    if family.rng_key is not None:
-        sources[family.rng_key] = _Source(family.rng_state, family.set_rng_state)
+    if family.spec.rng_key is not None:
+        sources[family.spec.rng_key] = _Source(family.rng_state, family.set_rng_state)
     return sources
 
 
@@ -200,8 +200,8 @@ def _source(kind: str, generator: torch.Generator | None) -> _Source:
         return _Source(generator.get_state, generator.set_state)
     sources = {"torch": _TORCH, "python": _PYTHON, "numpy": _NUMPY}
     for family in families():
-        if family.rng_name is not None and family.present():
-            sources[family.rng_name] = _Source(family.current_rng_state, family.set_current_rng_state)
+        if family.spec.rng_key is not None and family.present():
+            sources[family.name] = _Source(family.current_rng_state, family.set_current_rng_state)
     if kind not in sources:
         raise SettingError(
             f"Cannot synchronise random number generators of kind {kind!r}.",

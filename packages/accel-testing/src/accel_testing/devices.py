@@ -115,7 +115,7 @@ class DeviceSuite:
         assert torch.equal(torch.rand(4, device=device).cpu(), first)
 
     def test_generators_are_restored(self, family: DeviceFamily, device: torch.device) -> None:
-        if family.rng_key is None:
+        if family.spec.rng_key is None:
             pytest.skip("draws from the generator of the CPU")
         saved = io.BytesIO()
         torch.save(family.rng_state(), saved)
@@ -127,13 +127,13 @@ class DeviceSuite:
         assert torch.equal(torch.rand(4, device=device).cpu(), first)
 
     def test_generators_are_separate_from_that_of_the_cpu(self, family: DeviceFamily, device: torch.device) -> None:
-        if family.rng_key is None:
+        if family.spec.rng_key is None:
             pytest.skip("draws from the generator of the CPU")
         before = torch.get_rng_state()
         torch.rand(4, device=device)
         assert torch.equal(torch.get_rng_state(), before)
-        others = [found.rng_key for found in families() if found.name != family.name]
-        assert family.rng_key not in others
+        others = [found.spec.rng_key for found in families() if found.name != family.name]
+        assert family.spec.rng_key not in others
 
     def test_memory_is_counted(self, family: DeviceFamily, device: torch.device) -> None:
         try:
@@ -196,6 +196,6 @@ class DeviceSuite:
             family.distributed_backend()
         except NotOffered:
             pytest.skip("has no collectives")
-        if family.priority < max(found.priority for found in families() if found.present()):
+        if family.spec.priority < max(found.spec.priority for found in families() if found.present()):
             pytest.skip("another device would be taken")
         assert two.run(_gather_ranks, type(self).around) == [(family.name, [0.0, 1.0])] * 2

@@ -95,7 +95,7 @@ def _keep_numpy() -> Iterator[Callable[[], Any]]:
 
 def _keep_devices() -> Iterator[Callable[[], Any]]:
     for family in families():
-        if family.rng_key is not None and family.present() and _is_open(family):
+        if family.spec.rng_key is not None and family.present() and _is_open(family):
             yield _put_back(family, family.rng_state())
 
 

@@ -322,7 +322,7 @@ def _after_step(session: Session) -> None:
 
 def _saver(session: Session) -> BackgroundSaver:
     if session.saver is None:
-        session.saver = BackgroundSaver(pinned=session.process.family.pins_memory)
+        session.saver = BackgroundSaver(pinned=session.process.family.spec.pins_memory)
         session.pauses.used = True
     return session.saver
 

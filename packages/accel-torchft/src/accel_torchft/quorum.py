@@ -161,7 +161,7 @@ class Quorum:
             # The lighthouse would wait for an old member of this process that makes no more steps.
             other.close()
         timeout = timedelta(seconds=config.timeout * length)
-        self._groups = _GROUPS.get(family_of(process.device).backend, ProcessGroupGloo)(timeout=timeout)
+        self._groups = _GROUPS.get(family_of(process.device).spec.backend, ProcessGroupGloo)(timeout=timeout)
         host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         self._store, port = _store(process, host)
         lighthouse = lighthouse_of(config)

@@ -354,7 +354,7 @@ def _unreadable(path: Path, offset: int, length: int, error: Exception) -> Check
 
 def _has_streams(device: torch.device) -> bool:
     """Whether pinned memory and streams make copies to a device faster."""
-    return family_of(device).pins_memory and hasattr(torch.get_device_module(device), "Stream")
+    return family_of(device).spec.pins_memory and hasattr(torch.get_device_module(device), "Stream")
 
 
 def _drop_pages(file: FileIO, begin: int, end: int) -> None:

@@ -30,7 +30,12 @@ def probe_devices() -> dict[str, Any]:
     present = [family for family in families() if family.present()]
     return {
         "torch": torch.__version__,
-        "best": {"name": best.name, "count": best.count(), "label": best.label.value, "starter": best.starter},
+        "best": {
+            "name": best.name,
+            "count": best.count(),
+            "label": best.spec.label.value,
+            "starter": best.spec.starter,
+        },
         "families": {family.name: family.count() for family in present},
         "failed": {failure.name: repr(failure.error) for failure in failed_families()},
     }

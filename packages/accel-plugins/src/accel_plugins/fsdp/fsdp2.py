@@ -118,16 +118,16 @@ class FSDP2Strategy(ShardedStrategy):
         if self.arrives_sharded(model):
             return model
         if self._mesh is not None and is_built_in_shards(model):
-            offloads = isinstance(offload(config, process.family.pins_memory), fsdp.CPUOffloadPolicy)
+            offloads = isinstance(offload(config, process.family.spec.pins_memory), fsdp.CPUOffloadPolicy)
             device = torch.device("cpu") if offloads else process.device
-            pins = process.family.pins_memory
+            pins = process.family.spec.pins_memory
             materialise(model, self._mesh, device, lambda: apply_fully_shard(model, config, self._mesh, pins))
             return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
         if source is None:
             weights.send_from_first(model, process.device, self.context.mesh)
         if self._mesh is not None:
-            apply_fully_shard(model, config, self._mesh, process.family.pins_memory)
+            apply_fully_shard(model, config, self._mesh, process.family.spec.pins_memory)
         if source is not None:
             weights.distribute(model, source)
         return model

@@ -240,7 +240,7 @@ def shard_sequences(
     if found is None:
         return nullcontext()
     axis, neighbours = found
-    if axis is Axis.CONTEXT and context.process.family.ring_attention:
+    if axis is Axis.CONTEXT and context.process.family.spec.ring_attention:
         return by_torch(neighbours, given, list(dims or ()), kept, exchange)
     attention = _ATTENTIONS[axis](neighbours, exchange)
     return ShardedSequences(attention, neighbours, given, list(dims or ()), kept)

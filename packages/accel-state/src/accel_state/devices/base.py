@@ -1,75 +1,57 @@
 """The interface of a device family: everything that depends on the type of the device.
 
-A package that provides a family subclasses `DeviceFamily` (or `TorchFamily`, if torch has a module for the device)
-and registers the class in the entry-point group `accel.devices`. No other code compares names of families.
+A package that provides a family subclasses `DeviceFamily` and registers the class in the entry-point group
+`accel.devices`. No other code compares names of families.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from datetime import timedelta
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from accel_state.devices.specs import DeviceSpec
 from accel_state.errors import NotOffered, NotReady
-from accel_state.labels import DistributedType
+from accel_state.library import stack_level
+from accel_state.plugins import contained
+from accel_state.settings.environ import publish
+from accel_state.settings.installed import importable
 from accel_state.topology import Topology
 
 __all__ = ("DeviceFamily",)
 
 
-class DeviceFamily(ABC):
+class DeviceFamily:
     """One type of device.
 
     The defaults use the torch module of the family, `torch.get_device_module(name)`.
+
+    Attributes:
+        spec: the data of the family; a subclass sets it.
     """
 
-    name: str
-    """Type of its torch devices, such as "cuda"."""
+    spec: DeviceSpec
 
-    label: DistributedType
-    """The `distributed_type` of several processes on these devices, unless the strategy has its own label."""
+    @property
+    def name(self) -> str:
+        """Type of its torch devices, such as "cuda"."""
+        return self.spec.name
 
-    backend: str
-    """Name of the torch.distributed backend for its tensors."""
-
-    timeout: timedelta = timedelta(minutes=30)
-    """Default timeout of a collective."""
-
-    priority: int = 0
-    """A run uses the present family with the highest priority."""
-
-    rng_key: str | None = None
-    """Key of its generators in the random states of a checkpoint; None if it draws from the CPU generator."""
-
-    rng_name: str | None = None
-    """Name of its generators in `rng_types`, such as "cuda"."""
-
-    pins_memory: bool = False
-    """Whether copies from pinned host memory are faster."""
-
-    ring_attention: bool = False
-    """Whether torch's context parallelism supports the attention kernels of this family."""
-
-    vendor: str | None = None
-    """The module that is required for a device of this family, such as "torch_npu"; None if torch itself drives it."""
-
-    visible_variable: str | None = None
-    """Environment variable that limits the devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
-
-    transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
-    """The class of its transport between several processes, as "module:class"; imported when there are several."""
-
-    starter: str = ""
-    """The function that starts processes on all its devices, as "module:function", if its runtime connects only
-    processes that it starts itself. It is called with a function that takes (process index, *args), with `args`, and
-    with `start_method="fork"`."""
-
-    @abstractmethod
     def present(self) -> bool:
         """Whether this machine has a device of this family; must not initialise it, because that prevents forks."""
+        if self.spec.vendor is not None and not _vendor_loaded(self.spec.vendor, self.name):
+            return False
+        module = getattr(torch, self.name, None)
+        if module is None:
+            return False
+        with _environment(self.spec.probing):
+            return bool(module.is_available())
 
     @property
     def module(self) -> Any:
@@ -99,7 +81,11 @@ class DeviceFamily(ABC):
             device: the device of this process.
             backend: name of the torch.distributed backend, such as "nccl" or "cpu:gloo,cuda:nccl".
         """
-        return None
+        backends = {part.rpartition(":")[2] for part in backend.lower().split(",")}
+        if not self.spec.exclusive_with or self.spec.exclusive_with not in backends:
+            return None
+        identity = getattr(self.module.get_device_properties(device), "uuid", None)
+        return None if identity is None else f"{self.name} device {identity}"
 
     def distributed_backend(self) -> str:
         """Name of the torch.distributed backend for several processes.
@@ -107,8 +93,10 @@ class DeviceFamily(ABC):
         Raises:
             NotOffered: torch.distributed has no backend for the tensors of this family.
         """
-        if self.backend:
-            return self.backend
+        if self.spec.collectives is not None:
+            importlib.import_module(self.spec.collectives)
+        if self.spec.backend:
+            return self.spec.backend
         raise NotOffered(
             f"Cannot run several processes on {self.name} devices.",
             "torch.distributed has no known backend for their tensors.",
@@ -128,7 +116,7 @@ class DeviceFamily(ABC):
         """
         return topology
 
-    def configure(self, topology: Topology) -> None:  # noqa: B027 - most families have nothing to configure
+    def configure(self, topology: Topology) -> None:
         """Configure the process, such as its number of threads; called once, after `device`."""
 
     def check_fork(self) -> None:
@@ -172,8 +160,10 @@ class DeviceFamily(ABC):
         self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Free the memory that the allocator caches."""
-        self.module.empty_cache()
+        """Free the memory that the allocator caches; does nothing if there is no cache."""
+        release = getattr(self.module, "empty_cache", None)
+        if release is not None:
+            release()
 
     def free_memory(self, index: int | None = None) -> int:
         """Free bytes of a device, by default the current one."""
@@ -227,7 +217,10 @@ class DeviceFamily(ABC):
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether forward passes on this family can autocast to `dtype`."""
-        return dtype in (torch.float16, torch.bfloat16)
+        if not torch.amp.autocast_mode.is_autocast_available(self.name):
+            return False
+        supported = getattr(self.module, "get_amp_supported_dtype", None)
+        return dtype in (supported() if supported is not None else (torch.float16, torch.bfloat16))
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         """A gradient scaler for fp16 training on this family."""
@@ -238,7 +231,12 @@ class DeviceFamily(ABC):
 
         It may initialise the device.
         """
-        return ""
+        name = getattr(self.module, "get_device_name", None)
+        properties = getattr(self.module, "get_device_properties", None)
+        # Not `total_memory`, which would allocate memory on the device.
+        memory = None if properties is None else getattr(properties(index), "total_memory", None)
+        parts = ("" if name is None else name(index), "" if memory is None else f"{memory / 2**30:.1f} GiB")
+        return ", ".join(filter(None, parts))
 
     def software(self) -> Mapping[str, str]:
         """Versions of what drives the devices of this family, by name, such as the driver's."""
@@ -247,3 +245,30 @@ class DeviceFamily(ABC):
     def numa_node(self, index: int) -> int | None:
         """The NUMA node of a device, or None when it is not known."""
         return None
+
+
+@functools.cache
+def _vendor_loaded(vendor: str, name: str) -> bool:
+    """Import a vendor's module if it is installed; warn once if it is broken."""
+    try:
+        if not importable(vendor):
+            return False
+        with contained():
+            importlib.import_module(vendor)
+    except Exception as error:
+        warnings.warn(
+            f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are ignored.",
+            stacklevel=stack_level(),
+        )
+        return False
+    return True
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    publish(variables)
+    try:
+        yield
+    finally:
+        publish(before, remove=variables.keys() - before.keys())

@@ -24,9 +24,7 @@ _PSUTIL: Final = Requirement("psutil")
 class CPU(DeviceFamily):
     """The processors of the host; all processes of a node share them."""
 
-    name = SPECS["cpu"].name
-    label = SPECS["cpu"].label
-    backend = SPECS["cpu"].backend
+    spec = SPECS["cpu"]
 
     def present(self) -> bool:
         return True

@@ -21,7 +21,6 @@ from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
 from accel_state.library import stack_level
 from accel_state.plugins import Plugin, contained, plugins_of
-from accel_state.settings.installed import possibly_importable
 from accel_state.settings.run import ProcessSettings
 
 __all__ = (
@@ -107,7 +106,7 @@ def families() -> tuple[DeviceFamily, ...]:
     registered = _registered()
     if registered is not None and registered not in found:
         found[registered] = unlisted_family(registered)
-    return tuple(sorted(found.values(), key=lambda family: -family.priority))
+    return tuple(sorted(found.values(), key=lambda family: -family.spec.priority))
 
 
 def failed_families() -> tuple[FailedFamily, ...]:
@@ -155,9 +154,7 @@ def best_family() -> DeviceFamily:
             "ignores its devices.",
             stacklevel=stack_level(),
         )
-    known = families()
-    installed = possibly_importable(family.vendor for family in known if family.vendor is not None)
-    return next(family for family in known if family.vendor in {None, *installed} and family.present())
+    return next(family for family in families() if family.present())
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:

@@ -1,7 +1,7 @@
 """The differences between the device families of torch as data: one `DeviceSpec` for each. Never imports torch.
 
-The launcher reads which variable limits the visible devices and which variables the processes of a family need. The
-families in this folder read the rest.
+The launcher reads which variable limits the visible devices and which variables the processes of a family need.
+`DeviceFamily` and its callers read the rest.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class DeviceSpec(NamedTuple):
-    """The description of one device family; see `DeviceFamily` for fields without an explanation.
+    """What `DeviceFamily` needs to know of one type of device.
 
     Args:
-        name: type of its torch devices, and name of its generators in `rng_types`.
-        label: the `distributed_type` of several processes on these devices.
+        name: type of its torch devices, such as "cuda", and name of its generators in `rng_types`.
+        label: the `distributed_type` of several processes on these devices, unless the strategy has its own label.
         backend: name of the torch.distributed backend for its tensors; empty if there is none.
         rng_key: key of its generators in the random states of a checkpoint; None if it draws from the CPU generator.
-        visible_variable: environment variable that limits the devices a process sees.
-        vendor: module that registers the family with torch when it is imported.
+        visible_variable: environment variable that limits the devices a process sees, such as "CUDA_VISIBLE_DEVICES".
+        vendor: module that registers the family with torch when it is imported; None if torch itself drives it.
         collectives: module that registers the backend with torch.distributed when it is imported.
         priority: a run uses the present family with the highest priority.
         timeout: default timeout of a collective.
         pins_memory: whether copies from pinned host memory are faster.
+        ring_attention: whether torch's context parallelism supports its attention kernels.
         launching: variables that its processes need at start; they have no effect on other devices.
         sharing: variables that processes need at start if they share a device.
         probing: variables that let `present` ask for devices without initialising them.
         exclusive_with: backend of torch.distributed under which only one process can use a device; empty if there is
             none.
+        transport: the class of its transport between several processes, as "module:class"; imported when there are
+            several.
+        starter: the function that starts processes on all its devices, as "module:function", if its runtime connects
+            only processes that it starts itself. It is called with a function that takes (process index, *args), with
+            `args`, and with `start_method="fork"`.
     """
 
     name: str
@@ -50,10 +56,13 @@ class DeviceSpec(NamedTuple):
     priority: int = 80
     timeout: timedelta = timedelta(minutes=30)
     pins_memory: bool = True
+    ring_attention: bool = False
     launching: Mapping[str, str] = _NONE
     sharing: Mapping[str, str] = _NONE
     probing: Mapping[str, str] = _NONE
     exclusive_with: str = ""
+    transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
+    starter: str = ""
 
 
 _ALL: Final = (
@@ -74,6 +83,7 @@ _ALL: Final = (
         "CUDA_VISIBLE_DEVICES",
         priority=100,
         timeout=timedelta(minutes=10),
+        ring_attention=True,
         probing={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         exclusive_with="nccl",
     ),
@@ -122,7 +132,17 @@ _ALL: Final = (
         pins_memory=False,
         launching={"PYTORCH_ENABLE_MPS_FALLBACK": "1"},
     ),
-    DeviceSpec("xla", DistributedType.XLA, "xla", "xm_seed", vendor="torch_xla", priority=110, pins_memory=False),
+    DeviceSpec(
+        "xla",
+        DistributedType.XLA,
+        "xla",
+        "xm_seed",
+        vendor="torch_xla",
+        priority=110,
+        pins_memory=False,
+        transport="accel_state.transport.xla:XLATransport",
+        starter="torch_xla:launch",
+    ),
 )
 
 SPECS: Final[Mapping[str, DeviceSpec]] = {spec.name: spec for spec in _ALL}

@@ -1,32 +1,26 @@
 """Device families that torch drives through a module of the same name, such as `torch.cuda`.
 
-Most of them differ only in data, one `DeviceSpec` each. The families of NVIDIA and Apple add code where their torch
-modules and drivers behave differently. A device that registered itself with torch
-(`torch.utils.rename_privateuse1_backend`) needs no spec; `UnlistedFamily` supports it.
+Most of them differ only in data. The families of NVIDIA and Apple add code where their torch modules and drivers behave
+differently. A device that registered itself with torch (`torch.utils.rename_privateuse1_backend`) needs no spec;
+`UnlistedFamily` supports it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
 import subprocess
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.devices.specs import SPECS, DeviceSpec, unlisted_spec
+from accel_state.devices.specs import SPECS, unlisted_spec
 from accel_state.errors import NotOffered
-from accel_state.library import stack_level
-from accel_state.plugins import contained
-from accel_state.settings.environ import publish
-from accel_state.settings.installed import importable
 from accel_state.topology import Topology
 
 __all__ = (
@@ -40,7 +34,6 @@ __all__ = (
     "SDAA",
     "WITHOUT_P2P",
     "XPU",
-    "TorchFamily",
     "UnlistedFamily",
     "check_cuda_p2p_ib_support",
     "get_driver_version",
@@ -49,134 +42,79 @@ __all__ = (
 )
 
 
-class TorchFamily(DeviceFamily):
-    """A family that is completely described by a spec and by its torch module.
+class XPU(DeviceFamily):
+    """GPUs that `torch.xpu` drives."""
+
+    spec = SPECS["xpu"]
+
+
+class NPU(DeviceFamily):
+    """Devices that `torch_npu` drives."""
+
+    spec = SPECS["npu"]
+
+
+class MLU(DeviceFamily):
+    """Devices that `torch_mlu` drives."""
+
+    spec = SPECS["mlu"]
+
+
+class MUSA(DeviceFamily):
+    """Devices that `torch_musa` drives."""
+
+    spec = SPECS["musa"]
+
+
+class SDAA(DeviceFamily):
+    """Devices that `torch_sdaa` drives."""
+
+    spec = SPECS["sdaa"]
+
+
+class HPU(DeviceFamily):
+    """Devices that `habana_frameworks.torch` drives."""
+
+    spec = SPECS["hpu"]
+
+
+class NEURON(DeviceFamily):
+    """Devices that `torch_neuronx` drives."""
+
+    spec = SPECS["neuron"]
+
+
+class UnlistedFamily(DeviceFamily):
+    """A device that registered itself with torch; its backend is the one that it registered with torch.distributed.
 
     Args:
-        spec: the data of the family.
+        name: type of its torch devices.
     """
 
-    def __init__(self, spec: DeviceSpec) -> None:
-        self.spec = spec
-        self.name = spec.name
-        self.label = spec.label
-        self.backend = spec.backend
-        self.timeout = spec.timeout
-        self.priority = spec.priority
-        self.rng_key = spec.rng_key
-        self.rng_name = spec.name
-        self.pins_memory = spec.pins_memory
-        self.visible_variable = spec.visible_variable
-        self.vendor = spec.vendor
-
-    def present(self) -> bool:
-        if self.spec.vendor is not None and not _vendor_loaded(self.spec.vendor, self.name):
-            return False
-        module = getattr(torch, self.name, None)
-        if module is None:
-            return False
-        with _environment(self.spec.probing):
-            return bool(module.is_available())
-
-    def exclusive_device(self, device: torch.device, backend: str) -> str | None:
-        named = {part.rpartition(":")[2] for part in backend.lower().split(",")}
-        if not self.spec.exclusive_with or self.spec.exclusive_with not in named:
-            return None
-        identity = getattr(self.module.get_device_properties(device), "uuid", None)
-        return None if identity is None else f"{self.name} device {identity}"
-
-    def distributed_backend(self) -> str:
-        if self.spec.collectives is not None:
-            importlib.import_module(self.spec.collectives)
-        return super().distributed_backend()
-
-    def supports(self, dtype: torch.dtype) -> bool:
-        if not torch.amp.autocast_mode.is_autocast_available(self.name):
-            return False
-        supported = getattr(self.module, "get_amp_supported_dtype", None)
-        return dtype in supported() if supported is not None else super().supports(dtype)
-
-    def empty_cache(self) -> None:
-        """Free the memory that the allocator caches; does nothing if there is no cache."""
-        release = getattr(self.module, "empty_cache", None)
-        if release is not None:
-            release()
-
-    def description(self, index: int) -> str:
-        name = getattr(self.module, "get_device_name", None)
-        properties = getattr(self.module, "get_device_properties", None)
-        # Not `total_memory`, which would allocate memory on the device.
-        memory = None if properties is None else getattr(properties(index), "total_memory", None)
-        known = ("" if name is None else name(index), "" if memory is None else f"{memory / 2**30:.1f} GiB")
-        return ", ".join(filter(None, known))
-
-
-@functools.cache
-def _vendor_loaded(vendor: str, name: str) -> bool:
-    """Import a vendor's module if it is installed; warn once if it is broken."""
-    try:
-        if not importable(vendor):
-            return False
-        with contained():
-            importlib.import_module(vendor)
-    except Exception as error:
-        warnings.warn(
-            f"{vendor} is installed but could not be imported ({error!r}), so {name} devices are ignored.",
-            stacklevel=stack_level(),
-        )
-        return False
-    return True
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    publish(variables)
-    try:
-        yield
-    finally:
-        publish(before, remove=variables.keys() - before.keys())
-
-
-def _family(name: str) -> Any:
-    return functools.partial(TorchFamily, SPECS[name])
-
-
-XPU: Final = _family("xpu")
-NPU: Final = _family("npu")
-MLU: Final = _family("mlu")
-MUSA: Final = _family("musa")
-SDAA: Final = _family("sdaa")
-HPU: Final = _family("hpu")
-NEURON: Final = _family("neuron")
-
-
-class UnlistedFamily(TorchFamily):
-    """A device that registered itself with torch; its backend is the one that it registered with torch.distributed."""
+    def __init__(self, name: str) -> None:
+        self.spec = unlisted_spec(name)
 
     def distributed_backend(self) -> str:
         try:
-            self.backend = torch.distributed.get_default_backend_for_device(self.name)
+            return torch.distributed.get_default_backend_for_device(self.name)
         except ValueError:
-            self.backend = ""
-        return super().distributed_backend()
+            return super().distributed_backend()
 
 
 @functools.cache
 def unlisted_family(name: str) -> UnlistedFamily:
     """The family of a device type that is registered with torch and has no spec."""
-    return UnlistedFamily(unlisted_spec(name))
+    return UnlistedFamily(name)
 
 
 _FIRST_WITH_BFLOAT16 = (14, 0)
 """First release of macOS on which Metal supports bfloat16."""
 
 
-class MPS(TorchFamily):
+class MPS(DeviceFamily):
     """The GPU that `torch.mps` drives; it shares the memory of the host."""
 
-    def __init__(self) -> None:
-        super().__init__(SPECS["mps"])
+    spec = SPECS["mps"]
 
     def present(self) -> bool:
         return torch.backends.mps.is_available()
@@ -220,13 +158,10 @@ _MXFP8_CAPABILITY = (10, 0)
 """Compute capability of the Blackwell generation."""
 
 
-class CUDA(TorchFamily):
+class CUDA(DeviceFamily):
     """GPUs that `torch.cuda` drives."""
 
-    ring_attention = True
-
-    def __init__(self) -> None:
-        super().__init__(SPECS["cuda"])
+    spec = SPECS["cuda"]
 
     @property
     def is_rocm(self) -> bool:

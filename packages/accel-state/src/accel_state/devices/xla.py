@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS
-from accel_state.devices.torch_family import TorchFamily
 from accel_state.errors import NotOffered
 from accel_state.settings.environ import from_environment, publish, read_setting
 from accel_state.settings.installed import importable
@@ -29,14 +29,10 @@ _PORT: Final = 12355
 """The port of the store when MASTER_PORT is not set; the default of torch_xla."""
 
 
-class XLA(TorchFamily):
+class XLA(DeviceFamily):
     """The devices of the runtime of torch_xla."""
 
-    transport = "accel_state.transport.xla:XLATransport"
-    starter = "torch_xla:launch"
-
-    def __init__(self) -> None:
-        super().__init__(SPECS["xla"])
+    spec = SPECS["xla"]
 
     def present(self) -> bool:
         """Whether torch_xla is installed, not disabled by USE_TORCH_XLA, and has other devices than the CPU.

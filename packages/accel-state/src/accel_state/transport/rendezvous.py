@@ -61,7 +61,7 @@ def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
     Raises:
         NotOffered: no backend is requested and none is known.
     """
-    if requested is None or (requested == "nccl" and family.backend != "nccl"):
+    if requested is None or (requested == "nccl" and family.spec.backend != "nccl"):
         return family.distributed_backend()
     return requested
 
@@ -108,7 +108,7 @@ def init_transport(
         NotOffered: no known backend supports tensors on the device.
         CollectiveError: the processes did not connect in time, or could not connect to each other.
     """
-    limit = timeout or family.timeout
+    limit = timeout or family.spec.timeout
     if dist.is_available() and dist.is_initialized():
         return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
     chosen = process_group_backend(family, backend)
@@ -140,7 +140,7 @@ def _connect(
 
 def _transport(family: DeviceFamily) -> Any:
     """The class of the transport between processes on a family's devices."""
-    module, _, name = family.transport.partition(":")
+    module, _, name = family.spec.transport.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -324,7 +324,7 @@ def get_current_device_type() -> tuple[str, str]:
     from accel_state.devices.select import best_family
 
     family = best_family()
-    return family.name, family.label.value
+    return family.name, family.spec.label.value
 
 
 def deepspeed_required(func: F) -> F:

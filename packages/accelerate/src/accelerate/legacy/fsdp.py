@@ -44,7 +44,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
     if not isinstance(strategy, Strategy):
         if accelerator.mixed_precision != "no":
             weights.train_in_fp32(model)
-        pins_memory = current.process_or_start().family.pins_memory
+        pins_memory = current.process_or_start().family.spec.pins_memory
         apply_fully_shard(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
         return model
     if PREPARING.get(None) is accelerator and isinstance(strategy, FSDP2Strategy):
