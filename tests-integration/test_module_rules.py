@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from symtable import Function, SymbolTable, symtable
 
 from accel_state.library import OWN_PACKAGES
 
@@ -40,3 +42,23 @@ def test_nothing_points_outside_the_repository() -> None:
     paths = [ROOT / name for name in listed.split("\0") if name and ROOT / name != Path(__file__)]
     files = [path for path in paths if path.is_file()]
     assert [str(path) for path in files if OUTSIDE.search(path.read_text(encoding="utf-8", errors="ignore"))] == []
+
+
+def recursive_closures(table: SymbolTable) -> Iterator[str]:
+    """Nested functions that refer to themselves, with their lines."""
+    for child in table.get_children():
+        if isinstance(child, Function) and child.get_name() in child.get_frees():
+            yield f"{child.get_name()} in line {child.get_lineno()}"
+        yield from recursive_closures(child)
+
+
+def test_no_function_keeps_its_variables_in_a_reference_cycle() -> None:
+    """A nested function that calls itself is such a cycle: tensors in its variables wait for the garbage collector."""
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
+    cycles = {path: list(recursive_closures(symtable(text, str(path), "exec"))) for path, text in sources.items()}
+    assert {str(path): names for path, names in cycles.items() if names} == {}
+
+
+def test_a_nested_function_that_calls_itself_is_seen() -> None:
+    text = "def f(x):\n def plain():\n  return x\n def walk(v):\n  return walk(v) or x\n return walk(plain())\n"
+    assert list(recursive_closures(symtable(text, "f.py", "exec"))) == ["walk in line 4"]

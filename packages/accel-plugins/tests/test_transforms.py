@@ -29,6 +29,7 @@ from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.compile import (
     Compile,
     CompileBlocks,
+    GradientCopies,
     compile_regions,
     compile_regions_in_place,
     has_compiled_regions,
@@ -175,6 +176,21 @@ def test_blocks_that_the_user_compiled_stay_as_they_are(context: Context) -> Non
     assert extract_model_from_parallel(model, keep_torch_compile=False) is model
     assert model.layers[1]._compiled_call_impl is None
     assert model.layers[0]._compiled_call_impl is own
+
+
+# What a mode means stands in a module of torch that imports the old compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")
+@pytest.mark.parametrize(("mode", "hooks"), [("reduce-overhead", 1), ("default", 0)])
+@pytest.mark.parametrize("regional", [False, True])
+def test_only_a_model_with_cuda_graphs_copies_its_gradients(
+    context: Context, regional: bool, mode: str, hooks: int
+) -> None:
+    model = Model()
+    settings = TorchDynamoPlugin(backend="inductor", mode=mode, use_regional_compilation=regional)
+    # fsdp2 compiles blocks first, and then applies the other transform to the same model.
+    CompileBlocks(settings).apply(model, context)
+    compiled = Compile(settings).apply(model, context)
+    assert sum(isinstance(hook, GradientCopies) for hook in compiled._forward_pre_hooks.values()) == hooks
 
 
 def test_nothing_is_compiled_unless_asked(context: Context) -> None:

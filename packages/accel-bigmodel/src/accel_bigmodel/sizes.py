@@ -219,6 +219,29 @@ class Measured:
     layers: list[int] = field(default_factory=list)
     largest_block: int = 0
 
+    def add(
+        self, prefix: str, module: nn.Module, own_bytes: Callable[[str, nn.Module], int], blocks: Collection[str]
+    ) -> int:
+        """Add the sizes of a module and of all modules in it; return its bytes.
+
+        Args:
+            prefix: what its tensors' names begin with.
+            module: the module.
+            own_bytes: `f(prefix, module)` that adds the tensors of a module itself, and returns their bytes.
+            blocks: class names for `largest_block`.
+        """
+        total = own_bytes(prefix, module)
+        if total and not module._modules:
+            self.layers.append(total)
+        for name, child in module._modules.items():
+            size = 0 if child is None else self.add(f"{prefix}{name}.", child, own_bytes, blocks)
+            if size:
+                self.sizes[prefix + name] = size
+                total += size
+                if blocks and size > self.largest_block and type(child).__name__ in blocks:
+                    self.largest_block = size
+        return total
+
 
 def measure(
     model: nn.Module,
@@ -227,8 +250,8 @@ def measure(
     buffers_only: bool = False,
 ) -> Measured:
     """Compute the sizes in one walk over a model; `blocks` are class names for `largest_block`."""
-    found, seen = Measured(), set[int]()
-    sizes = found.sizes
+    measured, seen = Measured(), set[int]()
+    sizes = measured.sizes
 
     def own_bytes(prefix: str, module: nn.Module) -> int:
         total = 0
@@ -240,23 +263,10 @@ def measure(
                 total += size
         return total
 
-    def visit(prefix: str, module: nn.Module) -> int:
-        total = own_bytes(prefix, module)
-        if total and not module._modules:
-            found.layers.append(total)
-        for child, inner in module._modules.items():
-            size = 0 if inner is None else visit(f"{prefix}{child}.", inner)
-            if size:
-                sizes[prefix + child] = size
-                total += size
-                if blocks and size > found.largest_block and type(inner).__name__ in blocks:
-                    found.largest_block = size
-        return total
-
-    total = visit("", model)
+    total = measured.add("", model, own_bytes, blocks)
     if total:
         sizes[""] = total
-    return found
+    return measured
 
 
 def compute_module_total_buffer_size(

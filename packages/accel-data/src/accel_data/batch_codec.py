@@ -53,16 +53,12 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     Tensors with one entry per sample in the first dimension, and lists with one object per sample, are sliced. Other
     leaves are unchanged.
     """
-    size = samples_in(batch)
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value[start:stop] if value.ndim and value.shape[0] == size else value
-        if _lists_samples(value, size):
-            return honor_type(value, value[start:stop])
-        return map_children(value, walk)
+    def samples(leaf: Any) -> Any:
+        chosen = leaf[start:stop]
+        return chosen if isinstance(leaf, torch.Tensor) else honor_type(leaf, chosen)
 
-    return walk(batch)
+    return _with_sample_leaves(batch, samples_in(batch), samples)
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -94,13 +90,11 @@ def _sample_leaves(batch: Any, size: int | None) -> list[Any]:
 
 def _with_sample_leaves(batch: Any, size: int | None, replace: Callable[[Any], Any]) -> Any:
     """The batch with each leaf that has one entry per sample replaced."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return replace(value) if value.ndim and value.shape[0] == size else value
-        return replace(value) if _lists_samples(value, size) else map_children(value, walk)
-
-    return walk(batch)
+    if isinstance(batch, torch.Tensor):
+        return replace(batch) if batch.ndim and batch.shape[0] == size else batch
+    if _lists_samples(batch, size):
+        return replace(batch)
+    return map_children(batch, lambda item: _with_sample_leaves(item, size, replace))
 
 
 def _joined(column: Sequence[Any]) -> Any:
@@ -253,21 +247,22 @@ def pack(batch: Any) -> PackedBatch:
     """Separate a batch into structure, tensors and other objects."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value.detach())
-            return _TENSOR
-        leaf: list[Any] = []
-        rebuilt = map_children(value, walk, leaf.append)
-        if not leaf:
-            return rebuilt
-        objects.append(value)
-        return _OBJECT
-
-    spec = BatchSpec(walk(batch), ())
+    spec = BatchSpec(_separated(batch, tensors, objects), ())
     spec.tensors = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     return PackedBatch(spec, tensors, dumps(objects) if objects else b"")
+
+
+def _separated(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Any:
+    """The structure of a value; its tensors and its other leaves are appended."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return _TENSOR
+    leaf: list[Any] = []
+    structure = map_children(value, lambda item: _separated(item, tensors, objects), leaf.append)
+    if not leaf:
+        return structure
+    objects.append(value)
+    return _OBJECT
 
 
 class Message:

@@ -96,17 +96,15 @@ class _Segment:
     def counted(self, n: int) -> list[int]:
         """Samples that each source gave before sample n."""
         counts = list(self.counts)
-
-        def add(node: _Node, given: int) -> None:
+        waiting: list[tuple[_Node, int]] = [(self.root, n - self.start)]
+        while waiting:
+            node, samples = waiting.pop()
             if type(node) is not tuple:
-                counts[node] += given
-                return
+                counts[node] += samples
+                continue
             share, whole, phase, left, right = node
-            first = min(max((given * share + phase) // whole, 0), given)
-            add(left, first)
-            add(right, given - first)
-
-        add(self.root, n - self.start)
+            first = min(max((samples * share + phase) // whole, 0), samples)
+            waiting += [(left, first), (right, samples - first)]
         return counts
 
     def deviations(self, n: int) -> list[int]:

@@ -41,26 +41,27 @@ def send_to_device(
     """
     target = device if isinstance(device, torch.device) else torch.device(device)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return _sent(tensor, target, non_blocking, skipped)
 
-    def walk(value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor:
-            return value if value.device == target else value.to(target, non_blocking=non_blocking)
-        if kind is dict and not skipped:
-            return {key: walk(item) for key, item in value.items()}
-        if kind is list:
-            return [walk(item) for item in value]
-        if kind is tuple:
-            return tuple([walk(item) for item in value])
-        if kind in _ATOMS:
-            return value
-        if hasattr(value, "to"):
-            return _move(value, target, non_blocking)
-        if skipped and isinstance(value, Mapping):
-            return mapping_like(value, {key: item if key in skipped else walk(item) for key, item in value.items()})
-        return map_children(value, walk)
 
-    return walk(tensor)
+def _sent(value: Any, target: torch.device, non_blocking: bool, skipped: tuple[str, ...]) -> Any:
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value if value.device == target else value.to(target, non_blocking=non_blocking)
+    if kind is dict and not skipped:
+        return {key: _sent(item, target, non_blocking, skipped) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_sent(item, target, non_blocking, skipped) for item in value])
+    if kind in _ATOMS:
+        return value
+    if hasattr(value, "to"):
+        return _move(value, target, non_blocking)
+    if skipped and isinstance(value, Mapping):
+        moved = {
+            key: item if key in skipped else _sent(item, target, non_blocking, skipped) for key, item in value.items()
+        }
+        return mapping_like(value, moved)
+    return map_children(value, lambda item: _sent(item, target, non_blocking, skipped))
 
 
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -107,27 +107,38 @@ def recursively_apply(
         {'a': 3, 'b': 'text'}
     """
 
-    apply = func if not (args or kwargs) else _with_arguments(func, args, kwargs)
-    # Most leaves have this type: comparing it first avoids a call of test_type for each.
-    usual = torch.Tensor if test_type is is_torch_tensor else None
-
-    def walk(value: Any) -> Any:
-        kind = type(value)
-        if kind is dict:
-            return {key: apply(item) if type(item) is usual else walk(item) for key, item in value.items()}
-        if kind is list:
-            return [apply(item) if type(item) is usual else walk(item) for item in value]
-        if kind is tuple:
-            return tuple([apply(item) if type(item) is usual else walk(item) for item in value])
-        if test_type(value):
-            return apply(value)
-        return map_children(value, walk, refuse)
-
     def refuse(value: Any) -> None:
         if error_on_other_type:
             raise _unsupported(data, value, test_type, function_name(func))
 
-    return walk(data)
+    apply = func if not (args or kwargs) else _with_arguments(func, args, kwargs)
+    # Most leaves have this type: comparing it first avoids a call of test_type for each.
+    usual = torch.Tensor if test_type is is_torch_tensor else None
+    return _applied(data, apply, test_type, usual, refuse)
+
+
+def _applied(
+    value: Any,
+    apply: Callable[[Any], Any],
+    test_type: Callable[[Any], bool],
+    usual: type | None,
+    refuse: Callable[[Any], None],
+) -> Any:
+    # Not a nested function, which would be in a reference cycle with itself: tensors that it refers to would stay in
+    # memory until the garbage collector runs. The same holds for the other recursive functions of this library.
+    kind = type(value)
+    if kind is dict:
+        return {
+            key: apply(item) if type(item) is usual else _applied(item, apply, test_type, usual, refuse)
+            for key, item in value.items()
+        }
+    if kind is list or kind is tuple:
+        return kind(
+            [apply(item) if type(item) is usual else _applied(item, apply, test_type, usual, refuse) for item in value]
+        )
+    if test_type(value):
+        return apply(value)
+    return map_children(value, lambda item: _applied(item, apply, test_type, usual, refuse), refuse)
 
 
 def _with_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
@@ -136,22 +147,18 @@ def _with_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def rebuild(data: Any, leaves: Iterator[Any]) -> Any:
     """Replace the leaves of `data`, in the order of `flatten`, by those of `leaves`; other values are unchanged."""
+    return _rebuilt(data, leaves.__next__)
 
-    following, usual = leaves.__next__, torch.Tensor
 
-    def walk(value: Any) -> Any:
-        kind = type(value)
-        if kind is dict:
-            return {key: following() if type(item) is usual else walk(item) for key, item in value.items()}
-        if kind is list:
-            return [following() if type(item) is usual else walk(item) for item in value]
-        if kind is tuple:
-            return tuple([following() if type(item) is usual else walk(item) for item in value])
-        if isinstance(value, torch.Tensor):
-            return following()
-        return map_children(value, walk)
-
-    return walk(data)
+def _rebuilt(value: Any, following: Callable[[], Any]) -> Any:
+    kind, usual = type(value), torch.Tensor
+    if kind is dict:
+        return {key: following() if type(item) is usual else _rebuilt(item, following) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind([following() if type(item) is usual else _rebuilt(item, following) for item in value])
+    if isinstance(value, torch.Tensor):
+        return following()
+    return map_children(value, lambda item: _rebuilt(item, following))
 
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
@@ -160,25 +167,28 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
     Raises:
         UnknownKind: a leaf is not a tensor; the error names its path and `operation`.
     """
+
+    def refuse(value: Any) -> NoReturn:
+        raise _unsupported(data, value, is_torch_tensor, operation)
+
     leaves: list[torch.Tensor] = []
-    # Appending returns None, which represents a leaf in the structure.
-    leaf, usual = leaves.append, torch.Tensor
+    return leaves, _flattened(data, leaves.append, refuse)
 
-    def walk(value: Any) -> TreeSpec:
-        kind = type(value)
-        if kind is dict:
-            parts = [leaf(item) if type(item) is usual else walk(item) for item in value.values()]
-            return dict, tuple(value), tuple(parts)
-        if kind is list or kind is tuple:
-            return kind, tuple([leaf(item) if type(item) is usual else walk(item) for item in value])
-        if isinstance(value, torch.Tensor):
-            return leaf(value)
-        named = _children(value)
-        if named is None:
-            raise _unsupported(data, value, is_torch_tensor, operation)
-        return kind, tuple([name for name, _ in named]), tuple([walk(item) for _, item in named])
 
-    return leaves, walk(data)
+def _flattened(value: Any, leaf: Callable[[torch.Tensor], TreeSpec], refuse: Callable[[Any], NoReturn]) -> TreeSpec:
+    # `leaf` returns None, which represents a leaf in the structure.
+    kind, usual = type(value), torch.Tensor
+    if kind is dict:
+        parts = [leaf(item) if type(item) is usual else _flattened(item, leaf, refuse) for item in value.values()]
+        return dict, tuple(value), tuple(parts)
+    if kind is list or kind is tuple:
+        return kind, tuple([leaf(item) if type(item) is usual else _flattened(item, leaf, refuse) for item in value])
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    named = _children(value)
+    if named is None:
+        refuse(value)
+    return kind, tuple([name for name, _ in named]), tuple([_flattened(item, leaf, refuse) for _, item in named])
 
 
 def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any], None] | None = None) -> Any:

@@ -116,22 +116,30 @@ def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Modu
     if not _takes_torch_arguments(policy):
         return [part for part in reversed(list(model.modules())) if part is not model and policy(part)]
     blocks: list[Module] = []
-    seen: set[Module] = set()
-
-    def claimed(part: Module) -> int:
-        """The number of parameters of a submodule that are in blocks."""
-        seen.add(part)
-        total = sum(parameter.numel() for parameter in part.parameters())
-        if not policy(module=part, recurse=True, nonwrapped_numel=total):
-            return 0
-        inside = sum(claimed(child) for child in part.children() if child not in seen)
-        if part is model or not policy(module=part, recurse=False, nonwrapped_numel=total - inside):
-            return inside
-        blocks.append(part)
-        return total
-
-    claimed(model)
+    # The root is not a block, so the policy decides only whether to recurse into it.
+    if policy(module=model, recurse=True, nonwrapped_numel=_numel(model)):
+        seen = {model}
+        for child in model.children():
+            if child not in seen:
+                _parameters_in_blocks(child, policy, blocks, seen)
     return blocks
+
+
+def _numel(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _parameters_in_blocks(part: Module, policy: Callable[..., bool], blocks: list[Module], seen: set[Module]) -> int:
+    """The number of parameters of a submodule that are in blocks; the blocks in it are appended."""
+    seen.add(part)
+    total = _numel(part)
+    if not policy(module=part, recurse=True, nonwrapped_numel=total):
+        return 0
+    inside = sum(_parameters_in_blocks(child, policy, blocks, seen) for child in part.children() if child not in seen)
+    if not policy(module=part, recurse=False, nonwrapped_numel=total - inside):
+        return inside
+    blocks.append(part)
+    return total
 
 
 def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:

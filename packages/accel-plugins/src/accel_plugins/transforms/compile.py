@@ -6,9 +6,10 @@ import functools
 import platform
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ReferenceType, ref
 
 import torch
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 
 from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
 from accel_plugins.layers import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
 
-__all__ = ("Compile", "CompileBlocks", "compile_regions", "compile_regions_in_place", "has_compiled_regions")
+__all__ = (
+    "Compile",
+    "CompileBlocks",
+    "GradientCopies",
+    "compile_regions",
+    "compile_regions_in_place",
+    "has_compiled_regions",
+)
 
 
 class Compile(Transform):
@@ -62,6 +70,12 @@ class Compile(Transform):
     def apply(self, model: Module, context: Context) -> Module:
         if self._config.backend is DynamoBackend.NO or is_compiled_module(model):
             return model
+        compiled = self._apply(model)
+        if self._config.captures_cuda_graphs and not _copies_gradients(compiled):
+            compiled.register_forward_pre_hook(GradientCopies())
+        return compiled
+
+    def _apply(self, model: Module) -> Module:
         arguments = self._config.to_kwargs()
         regional = given_value(self._config, "use_regional_compilation")
         if regional and _blocks_compiled(model, arguments):
@@ -88,10 +102,42 @@ class CompileBlocks(Compile):
         is_open = given_value(self._config, "use_regional_compilation") is None
         return is_open and manifest.capabilities.compiles_blocks and super().takes_part(manifest)
 
-    def apply(self, model: Module, context: Context) -> Module:
-        if self._config.backend is not DynamoBackend.NO and not is_compiled_module(model):
-            _blocks_compiled(model, self._config.to_kwargs())
+    def _apply(self, model: Module) -> Module:
+        _blocks_compiled(model, self._config.to_kwargs())
         return model
+
+
+class GradientCopies:
+    """A forward pre-hook of a model that is compiled with CUDA graphs: accumulated gradients survive the next replay.
+
+    Each replay of a CUDA graph writes its outputs to the same memory, and the gradients of the first micro-batch of a
+    step are such outputs. This hook copies them before the model runs again; the gradients of the next micro-batches
+    are then added to the copies. Without gradient accumulation, a loop that sets its gradients to None after each step
+    makes no copies.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Parameter, ReferenceType[torch.Tensor]] = {}
+
+    def __call__(self, model: Module, inputs: Any) -> None:
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if gradient is None or self._is_copy(parameter, gradient):
+                continue
+            parameter.grad = copied = gradient.clone()
+            self._copies[parameter] = ref(copied)
+
+    def __reduce__(self) -> tuple[type[GradientCopies], tuple[()]]:
+        # A copy of the model has other gradients.
+        return type(self), ()
+
+    def _is_copy(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
+        copied = self._copies.get(parameter)
+        return copied is not None and copied() is gradient
+
+
+def _copies_gradients(model: Module) -> bool:
+    return any(isinstance(hook, GradientCopies) for hook in model._forward_pre_hooks.values())
 
 
 def _blocks_compiled(model: Module, arguments: dict[str, Any]) -> bool:

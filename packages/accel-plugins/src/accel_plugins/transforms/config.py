@@ -23,6 +23,7 @@ __all__ = (
 )
 
 _MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_MODES_WITH_CUDA_GRAPHS: Final = ("reduce-overhead", "max-autotune")
 _DEFAULTS: Final = {
     "backend": "NO",
     "mode": "default",
@@ -115,6 +116,14 @@ class TorchDynamoPlugin(KwargsHandler):
                 "torch.compile accepts only one of the two.",
                 "Remove one of them.",
             )
+
+    @property
+    def captures_cuda_graphs(self) -> bool:
+        """Whether the compiler captures CUDA graphs on a GPU, whose replays write to the same memory."""
+        if self.backend is not DynamoBackend.INDUCTOR or self.disable:
+            return False
+        options = self.options or {}
+        return self.mode in _MODES_WITH_CUDA_GRAPHS or bool(options.get("triton.cudagraphs"))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name; the backend under torch's name."""

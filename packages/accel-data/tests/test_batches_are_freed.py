@@ -1,0 +1,75 @@
+"""No batch outlives its step until the garbage collector runs.
+
+The memory of a GPU would be missed, and a forked DataLoader worker that collects a pinned batch of its parent dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accel_data import prepare_data_loader
+from accel_testing.processes import Processes
+
+SAMPLES = 11
+KINDS = ("map", "stream")
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((4,), float(index)), "deep": [torch.tensor(index)]}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Rows()[index] for index in range(SAMPLES))
+
+
+def alive_after_two_epochs(kind: str, dispatch: bool, workers: int, drop_last: bool = False) -> int:
+    """How many tensors of two epochs are left, without the garbage collector."""
+    data: Any = Rows() if kind == "map" else Stream()
+    plain = DataLoader(data, batch_size=2, num_workers=workers, drop_last=drop_last)
+    loader: Any = prepare_data_loader(plain, put_on_device=True, dispatch_batches=dispatch)
+    references = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            for batch in loader:
+                references += [weakref.ref(batch["x"]), weakref.ref(batch["deep"][0])]
+            del batch
+        return sum(reference() is not None for reference in references)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("fresh_state")
+def test_no_batch_of_one_process_is_left(kind: str, dispatch: bool, workers: int, drop_last: bool) -> None:
+    assert alive_after_two_epochs(kind, dispatch, workers, drop_last) == 0
+
+
+def all_kinds() -> dict[str, int]:
+    return {
+        f"{kind}, dispatch_batches={dispatch}": alive_after_two_epochs(kind, dispatch, 0)
+        for kind, dispatch in product(KINDS, [False, True])
+    }
+
+
+def test_no_batch_of_two_processes_is_left() -> None:
+    with Processes(2, timeout=250) as group:
+        for alive in group.run(all_kinds):
+            assert set(alive.values()) == {0}, alive
