@@ -27,9 +27,11 @@ from torch import nn
 from accel_cli.main import main
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.object_store import ObjectStore
 from accel_plugins.checkpoint.remote import RemoteCheckpoints
 from accel_state.errors import CheckpointError
 from accel_state.network import get_free_port
+from accel_testing.stores import StoreSuite
 from accel_torch import Accelerator, ProjectConfiguration
 
 pytestmark = [pytest.mark.usefixtures("cpu_state")]
@@ -211,9 +213,34 @@ def reach(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def url(proxy: Proxy) -> str:
+    return bucket_of(proxy)
+
+
+def bucket_of(proxy: Proxy) -> str:
+    """The URL of a folder of a new bucket."""
     bucket = f"bucket-{os.getpid()}-{next(_numbers)}"
     assert proxy.request("PUT", f"/{bucket}") == 200
     return f"s3://{bucket}/run"
+
+
+class TestS3(StoreSuite):
+    """The store for buckets, with a server that keeps them in memory."""
+
+    store_class = ObjectStore
+
+    @pytest.fixture
+    def url(self, proxy: Proxy) -> str:
+        return bucket_of(proxy)
+
+    @pytest.fixture(autouse=True)
+    def _unreachable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Tests with a server set the endpoint of its proxy afterwards.
+        endpoint = f"http://127.0.0.1:{get_free_port()}"
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint, "NO_PROXY": "*"}.items():
+            monkeypatch.setenv(name, value)
+
+    def unreachable(self) -> str:
+        return "s3://bucket/run"
 
 
 def checkpoint(folder: Path, size: int = 100) -> Path:
