@@ -142,11 +142,11 @@ def test_processes_that_outlive_the_program_which_started_them_are_ended(tmp_pat
 
 
 RECORDER = """
-    from dataclasses import replace
+    from dataclasses import dataclass, replace
     from accel_cli.launch.launcher import LauncherManifest, LaunchPlan
-    from accel_state.settings.schema import setting, settings_class
+    from accel_state.settings.schema import setting
 
-    @settings_class
+    @dataclass
     class RecorderSettings:
         recorder_pool: str = setting("usual", flag="--recorder_pool", key="recorder_pool", help="Pool of machines.")
 

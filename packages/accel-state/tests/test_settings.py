@@ -30,7 +30,6 @@ from accel_state.settings.schema import (
     int_at_least,
     listing,
     setting,
-    settings_class,
     settings_of,
 )
 
@@ -51,11 +50,10 @@ def test_settings_have_the_names_of_their_fields() -> None:
     assert settings_of(Example)["steps"].flag == "--steps"
 
 
-@pytest.mark.parametrize("decorate", [dataclass, settings_class], ids=["dataclass", "settings_class"])
-def test_variable_flag_and_key_follow_from_the_name_of_the_field(decorate: Any) -> None:
+def test_variable_flag_and_key_follow_from_the_name_of_the_field() -> None:
     family = partial(setting, variable="RUN_{NAME}", flag="--run_{name}", key="run.run_{name}")
 
-    @decorate
+    @dataclass
     class Run:
         batch_size: int = family(type=INTEGER, variable="BATCH")
         max_steps: int = family(type=INTEGER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -11,14 +12,14 @@ from accel_cli.launch.check import shown
 from accel_cli.launch.launcher import LauncherManifest
 from accel_cli.launch.settings import SECONDS
 from accel_state.settings.installed import Requirement
-from accel_state.settings.schema import int_at_least, setting, settings_class
+from accel_state.settings.schema import int_at_least, setting
 
 __all__ = ("MANIFEST", "RaySettings")
 
 _ray: Final = partial(setting, flag="--{name}", key="{name}", group="Ray")
 
 
-@settings_class
+@dataclass
 class RaySettings:
     """How a run is placed on a Ray cluster, and how often it is restarted."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,7 @@ from accel_cli.launch.launchers import Supervised
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
-from accel_state.settings.schema import choice, setting, settings_class
+from accel_state.settings.schema import choice, setting
 
 if TYPE_CHECKING:
     from accel_cli.launch.mpi import Host
@@ -37,7 +38,7 @@ DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich",
 _deepspeed: Final = partial(setting, flag="--{name}", key="deepspeed_config.{name}", group="DeepSpeed")
 
 
-@settings_class
+@dataclass
 class DeepSpeedLaunchSettings:
     """Settings of DeepSpeed's own launcher."""
 

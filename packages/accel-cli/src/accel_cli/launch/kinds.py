@@ -6,6 +6,7 @@ A switch has priority over the file. A table row defines each kind; no other cod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import make_dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,7 @@ from accel_plugins.manifest import Axis
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
-from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_class, settings_of
+from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_of
 
 __all__ = (
     "Kind",
@@ -38,23 +39,22 @@ _SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-class _SwitchesOfDevices:
-    """The switch that selects several devices; the switches of backends are in their manifests."""
-
-    multi_gpu: bool = setting(
+def _kind_settings() -> type:
+    of_devices = setting(
         False,
         type=BOOLEAN,
         flag="--{name}",
         help="Run one process on each of several GPUs or other devices.",
         group=_GROUP,
     )
-
-
-def _kind_settings() -> type:
-    of_backends = {name: field_of(users[0].switch._replace(group=_GROUP)) for name, users in switches().items()}
-    own = {"__doc__": "Switches that select the kind of run; at most one may be set.", "__module__": __name__}
-    return settings_class(
-        type("KindSettings", (), {**own, "multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends})
+    of_backends = [(name, bool, field_of(users[0].switch._replace(group=_GROUP))) for name, users in switches().items()]
+    return make_dataclass(
+        "KindSettings",
+        [("multi_gpu", bool, of_devices), *of_backends],
+        namespace={
+            "__doc__": "Switches that select the kind of run; at most one may be set.",
+            "__module__": __name__,
+        },
     )
 
 

@@ -7,6 +7,7 @@ configuration classes of the backends; `launch_classes` names them all.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -29,7 +30,6 @@ from accel_state.settings.schema import (
     choice,
     int_at_least,
     setting,
-    settings_class,
 )
 
 __all__ = (
@@ -48,7 +48,7 @@ __all__ = (
 )
 
 
-@settings_class
+@dataclass
 class MPISettings:
     """Settings of the MPI launcher."""
 
@@ -68,7 +68,7 @@ _of_file: Final = partial(setting, key="{name}")
 _aws: Final = partial(setting, flag="--{name}", group="Amazon SageMaker")
 
 
-@settings_class
+@dataclass
 class SageMakerSettings:
     """A training job of SageMaker."""
 
@@ -101,7 +101,7 @@ _TIME: Final = ValueType("a time in Slurm's format, such as 90 (minutes), 1:30:0
 _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
 
 
-@settings_class
+@dataclass
 class SlurmSettings:
     """A run in an allocation of Slurm, or a job that is submitted from outside."""
 
@@ -204,7 +204,7 @@ PORT: Final = ValueType("a port from 0 (choose a free one) to 65535", _parse_por
 SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds, metavar="N")
 
 
-@settings_class
+@dataclass
 class PlaceSettings:
     """The entries of a config file for the kind of run; there is no flag, because other flags select the kind."""
 
@@ -223,7 +223,7 @@ class PlaceSettings:
     )
 
 
-@settings_class
+@dataclass
 class MachineSettings:
     """The number of processes, the machines, and the rendezvous."""
 
@@ -277,7 +277,7 @@ class MachineSettings:
     )
 
 
-@settings_class
+@dataclass
 class SupervisionSettings:
     """The launcher, and how it supervises the processes."""
 
@@ -321,7 +321,7 @@ class SupervisionSettings:
     )
 
 
-@settings_class
+@dataclass
 class TorchrunSettings:
     """Settings of torch.distributed.run; a value other than the default selects this launcher."""
 

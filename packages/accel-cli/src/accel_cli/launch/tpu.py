@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -14,14 +15,14 @@ from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchReques
 from accel_cli.launch.launchers import Supervised
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
-from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_class, settings_of
+from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_of
 
 __all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
 
 _tpu: Final = partial(setting, flag="--{name}", key="{name}", group="TPU")
 
 
-@settings_class
+@dataclass
 class TPUSettings:
     """Settings of a run on TPUs; see also `accel tpu-config`."""
 

@@ -28,7 +28,6 @@ from accel_state.settings.schema import (
     field_of,
     int_at_least,
     setting,
-    settings_class,
     settings_of,
 )
 
@@ -144,7 +143,7 @@ _fp8: Final = partial(
 """A setting; its variable, flag and key are derived from the field name."""
 
 
-@settings_class
+@dataclass
 class FP8Settings:
     """The settings of `mixed_precision=fp8`."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting, settings_class
+from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting
 
 __all__ = (
     "COMPILE_VARIABLE",
@@ -28,7 +29,7 @@ _carried: Final = partial(setting, variable="ACCELERATE_{NAME}", flag="--{name}"
 """A setting with a variable, flag and key that are derived from the name of its field."""
 
 
-@settings_class
+@dataclass
 class ProcessSettings:
     """The device of a process, and its execution."""
 
@@ -72,7 +73,7 @@ class ProcessSettings:
     )
 
 
-@settings_class
+@dataclass
 class OutputSettings:
     """The terminal output of the processes."""
 
@@ -90,7 +91,7 @@ class OutputSettings:
     )
 
 
-@settings_class
+@dataclass
 class RunSettings:
     """How the processes of a run train together."""
 
@@ -121,7 +122,7 @@ class RunSettings:
     )
 
 
-@settings_class
+@dataclass
 class MeshSettings:
     """Whether the processes form a mesh; `accel_state.mesh` defines its sizes."""
 
@@ -139,7 +140,7 @@ class MeshSettings:
     )
 
 
-@settings_class
+@dataclass
 class XLASettings:
     """Options of torch_xla, which cannot change once a tensor is on a device."""
 

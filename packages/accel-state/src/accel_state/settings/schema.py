@@ -55,7 +55,6 @@ __all__ = (
     "object_fields",
     "plain_value",
     "setting",
-    "settings_class",
     "settings_of",
 )
 
@@ -256,45 +255,18 @@ def field_of(known: Setting) -> Any:
     return dataclasses.field(default=known.default, metadata={_METADATA_KEY: known})
 
 
-_known: dict[type, Mapping[str, Setting]] = {}
-
-
-def settings_class(cls: type[T]) -> type[T]:
-    """Class decorator like `dataclass`, fifty times faster, for classes that contain only settings.
-
-    The command line reads only the definitions of most classes. Values of an instance are passed by keyword.
-
-    Example:
-        >>> @settings_class
-        ... class Ports:
-        ...     first: int = setting(1024, type=INTEGER, flag="--first_port")
-        >>> Ports(first=80).first, Ports().first, list(settings_of(Ports))
-        (80, 1024, ['first'])
-    """
-    fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
-    _known[cls] = {name: field.metadata[_METADATA_KEY].of_field(name) for name, field in fields.items()}
-    for name, known in _known[cls].items():
-        setattr(cls, name, known.default)
-    setattr(cls, "__init__", _take)  # noqa: B010 - a checker would compare it with the class's own
-    return cls
-
-
-def _take(self: object, **values: Any) -> None:
-    unknown = values.keys() - settings_of(type(self)).keys()
-    if unknown:
-        raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
-    vars(self).update(values)
+_definitions: dict[type, Mapping[str, Setting]] = {}
 
 
 def settings_of(settings_class: type) -> Mapping[str, Setting]:
     """Definitions of a settings class by attribute name, in order."""
-    if settings_class not in _known:
-        _known[settings_class] = {
+    if settings_class not in _definitions:
+        _definitions[settings_class] = {
             field.name: field.metadata[_METADATA_KEY].of_field(field.name)
             for field in dataclasses.fields(settings_class)
             if _METADATA_KEY in field.metadata
         }
-    return _known[settings_class]
+    return _definitions[settings_class]
 
 
 def closest(given: str, allowed: Iterable[str]) -> str | None:
