@@ -36,6 +36,17 @@ def parts() -> tuple[Any, Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=2)
 
 
+@pytest.fixture
+def no_search_of_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of the heap is an error: it takes seconds with millions of objects."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("The guard searches the heap.")
+
+    for name in ("get_objects", "get_referrers", "get_referents"):
+        monkeypatch.setattr(gc, name, refuse)
+
+
 def warned(loop: Callable[..., None], **options: Any) -> list[str]:
     """The misuse that a training loop is warned about, by its first sentence; errors by their type."""
     with warnings.catch_warnings(record=True) as caught:
@@ -115,7 +126,7 @@ def right_with_two_optimizers(accelerator: Any) -> None:
 @pytest.mark.parametrize(
     "loop", [right, right_with_scheduler_of_optimizer_steps, right_with_two_models, right_with_two_optimizers]
 )
-def test_no_warning_for_a_right_loop(loop: Callable[..., None], steps: int) -> None:
+def test_no_warning_for_a_right_loop(no_search_of_the_heap: None, loop: Callable[..., None], steps: int) -> None:
     assert warned(loop, gradient_accumulation_steps=steps) == []
 
 
@@ -297,19 +308,11 @@ def scheduler_of_the_prepared_optimizer(accelerator: Any) -> None:
         scheduler_of_the_prepared_optimizer,
     ],
 )
-def test_a_scheduler_is_found_wherever_the_script_has_it(loop: Callable[..., None]) -> None:
+def test_a_scheduler_is_found_wherever_the_script_has_it(
+    no_search_of_the_heap: None, loop: Callable[..., None]
+) -> None:
     (message,) = warned(loop, gradient_accumulation_steps=2)
     assert message.startswith("A learning-rate scheduler steps within an accumulation window.")
-
-
-@pytest.mark.parametrize("loop", [right, right_with_scheduler_of_optimizer_steps, scheduler_of_a_trainer])
-def test_no_search_of_the_heap(loop: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("This takes seconds with millions of objects.")
-
-    for name in ("get_objects", "get_referrers", "get_referents"):
-        monkeypatch.setattr(gc, name, refuse)
-    warned(loop, gradient_accumulation_steps=2)
 
 
 def calls_of_the_first_micro_batch(objects: int) -> int:

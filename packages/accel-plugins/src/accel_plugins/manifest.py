@@ -13,10 +13,20 @@ from typing import Any, Final, NamedTuple
 
 from accel_state.errors import NotOffered, PluginError
 from accel_state.labels import DistributedType
+from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import Setting
 
-__all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "SAVED_KINDS", "Axis", "Capabilities", "Manifest", "ObjectKind")
+__all__ = (
+    "ENGINE_CAPABILITIES",
+    "OLDEST_PROTOCOL",
+    "PROTOCOL",
+    "SAVED_KINDS",
+    "Axis",
+    "Capabilities",
+    "Manifest",
+    "ObjectKind",
+)
 
 PROTOCOL: Final = 3
 """Version of the backend interface that this release implements."""
@@ -119,6 +129,21 @@ class Capabilities(NamedTuple):
     compiles_blocks: bool = False
     elastic: bool = False
 
+
+ENGINE_CAPABILITIES: Final = Capabilities(
+    own_accumulation=True,
+    own_precision=True,
+    own_clipping=True,
+    no_sync=False,
+    clip_value=False,
+    join=False,
+    average_parameters=False,
+    several_models=False,
+    local_passes=False,
+    partial_gradients=False,
+    collective_save=True,
+)
+"""Those of a backend whose engine owns the training step: it accumulates, casts, scales and clips for one model."""
 
 _REFUSALS: Final = {
     "average_parameters": (
@@ -234,6 +259,16 @@ class Manifest:
         oldest, newest = self.protocols
         common = min(newest, PROTOCOL)
         return common if common >= max(oldest, OLDEST_PROTOCOL) else None
+
+    @property
+    def switched_on(self) -> bool:
+        """Whether the launch of this process set the backend's `switch`.
+
+        Raises:
+            SettingError: the variable of the switch has an invalid value.
+        """
+        given = None if self.switch is None else read_setting(self.switch)
+        return given is not None and bool(given.value)
 
     def demand(self, capability: str) -> None:
         """Raise if the backend lacks a capability; code that needs one calls this first.

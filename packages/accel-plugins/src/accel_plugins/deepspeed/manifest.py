@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import PROTOCOL, Axis, Capabilities, Manifest
+from accel_plugins.manifest import ENGINE_CAPABILITIES, PROTOCOL, Axis, Manifest
 from accel_state.labels import DistributedType
-from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
 
@@ -16,20 +15,11 @@ if TYPE_CHECKING:
 __all__ = ("MANIFEST", "REQUIREMENT", "present")
 
 REQUIREMENT: Final = Requirement("deepspeed", versions=">=0.18.2")
-_USE: Final = Setting(
-    "use_deepspeed",
-    BOOLEAN,
-    False,
-    variable="ACCELERATE_USE_DEEPSPEED",
-    flag="--use_deepspeed",
-    help="Train with DeepSpeed.",
-)
 
 
 def present(process: Process) -> bool:
     """Whether the launcher selects DeepSpeed."""
-    found = read_setting(_USE)
-    return bool(found and found.value)
+    return MANIFEST.switched_on
 
 
 MANIFEST: Final = Manifest(
@@ -39,22 +29,16 @@ MANIFEST: Final = Manifest(
     label=DistributedType.DEEPSPEED,
     present="accel_plugins.deepspeed.manifest:present",
     requires=(REQUIREMENT,),
-    capabilities=Capabilities(
-        own_accumulation=True,
-        own_precision=True,
-        own_clipping=True,
-        own_sequence_parallelism=True,
-        no_sync=False,
-        clip_value=False,
-        join=False,
-        average_parameters=False,
-        several_models=False,
-        local_passes=False,
-        partial_gradients=False,
-        collective_save=True,
-    ),
+    capabilities=ENGINE_CAPABILITIES._replace(own_sequence_parallelism=True),
     axes=frozenset({Axis.SHARD, Axis.SEQUENCE}),
-    switch=_USE,
+    switch=Setting(
+        "use_deepspeed",
+        BOOLEAN,
+        False,
+        variable="ACCELERATE_USE_DEEPSPEED",
+        flag="--use_deepspeed",
+        help="Train with DeepSpeed.",
+    ),
     parameter="deepspeed_plugin",
     # Lower than backends that shard parameters with torch: mesh axes must not select an engine.
     priority=45,

@@ -33,20 +33,20 @@ _SHARDS: Final = Capabilities(
 _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 
 
-def _asked(version: int) -> bool:
-    """Whether the launcher selected a version of FSDP; without a version, it is version 1."""
-    use, found = read_setting(_USE), read_setting(_VERSION)
-    return bool(use and use.value) and (1 if found is None else found.value) == version
-
-
 def first_present(process: Process) -> bool:
     """Whether the launcher selects FSDP version 1."""
-    return _asked(1)
+    return FSDP1.switched_on and _version() == 1
 
 
 def second_present(process: Process) -> bool:
     """Whether the launcher selects FSDP version 2."""
-    return _asked(2)
+    return FSDP2.switched_on and _version() == 2
+
+
+def _version() -> int:
+    """The version that the launcher selects; without one, it is version 1."""
+    version = read_setting(_VERSION)
+    return 1 if version is None else int(version.value)
 
 
 FSDP1: Final = Manifest(
