@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
+from accel_data.hooks import BatchPauses
+from accel_state.goodput.account import TimeAccount
 from accel_testing.fresh import fresh
 
 SLEEP = 0.02
@@ -38,16 +41,9 @@ class SlowStream(IterableDataset[torch.Tensor]):
         return (samples[index] for index in range(len(samples)))
 
 
-class Recorded:
-    """The `Waits` of a test."""
-
-    def __init__(self, due: float) -> None:
-        self.marks, self.waited, self.due = [0.0, 0.0], 0.0, due
-
-
 class Observer:
-    def __init__(self, due: float | None) -> None:
-        self.waits = None if due is None else Recorded(due)
+    def __init__(self, waits: TimeAccount | None) -> None:
+        self.waits = waits
         self.events: list[Any] = []
 
     def epoch_begins(self) -> None:
@@ -66,10 +62,22 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def observed(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Observer]:
-    loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatched)
-    loader.observer = observer = Observer(due)
-    return loader, observer
+Observed = Callable[..., tuple[Any, Observer]]
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Observed:
+    """A prepared loader and its observer, which receives the first batch after `due`; None: every batch."""
+
+    def observe(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Observer]:
+        loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatched)
+        account = None if due is None else TimeAccount(tmp_path, 0)
+        if account is not None and due is not None:
+            account.due = due
+        loader.observer = observer = Observer(account)
+        return loader, observer
+
+    return observe
 
 
 ALL = ["begins", [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], "ends"]
@@ -78,7 +86,7 @@ ALL = ["begins", [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], "ends"]
 @pytest.mark.parametrize(("data", "dispatched"), [(Slow(), False), (SlowStream(), False), (SlowStream(), True)])
 @pytest.mark.parametrize(("due", "events"), [(None, ALL), (0.0, ALL), (math.inf, ["begins", "ends"])])
 def test_an_observer_receives_the_batches_that_are_due(
-    data: Any, dispatched: bool, due: float | None, events: list[Any]
+    observed: Observed, data: Any, dispatched: bool, due: float | None, events: list[Any]
 ) -> None:
     loader, observer = observed(data, due, dispatched)
     for _ in range(2):
@@ -86,7 +94,7 @@ def test_an_observer_receives_the_batches_that_are_due(
     assert observer.events == events * 2
 
 
-def test_waits_are_the_time_from_request_to_batch() -> None:
+def test_waits_are_the_time_from_request_to_batch(observed: Observed) -> None:
     loader, observer = observed(Slow(), math.inf)
     assert observer.waits is not None
     for _ in loader:
@@ -99,7 +107,7 @@ def test_waits_are_the_time_from_request_to_batch() -> None:
     assert observer.waits.waited >= 6 * SLEEP
 
 
-def test_a_failed_request_is_still_open_when_its_epoch_ends() -> None:
+def test_a_failed_request_is_still_open_when_its_epoch_ends(observed: Observed) -> None:
     loader, observer = observed(Slow(fails_at=4), math.inf)
     assert observer.waits is not None
     with pytest.raises(ValueError, match="damaged"):
@@ -109,7 +117,7 @@ def test_a_failed_request_is_still_open_when_its_epoch_ends() -> None:
     assert observer.events == ["begins", "ends"]
 
 
-def test_an_error_of_the_observer_ends_the_epoch() -> None:
+def test_an_error_of_the_observer_ends_the_epoch(observed: Observed) -> None:
     loader, observer = observed(Slow(), 0.0)
 
     def refuse(batch: torch.Tensor) -> None:
@@ -125,7 +133,7 @@ def test_an_error_of_the_observer_ends_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("due", [None, math.inf])
-def test_an_observed_loader_does_not_keep_a_batch_that_the_loop_dropped(due: float | None) -> None:
+def test_an_observed_loader_does_not_keep_a_batch_that_the_loop_dropped(observed: Observed, due: float | None) -> None:
     loader, _ = observed(Slow(), due)
     given: list[weakref.ref[Any]] = []
     read: list[bool] = []
@@ -144,13 +152,10 @@ def test_an_observed_loader_does_not_keep_a_batch_that_the_loop_dropped(due: flo
     assert read == [False, False, False]
 
 
-def test_pauses_turn_the_calls_between_batches_off() -> None:
-    class Switch:
-        used = False
-
+def test_pauses_turn_the_calls_between_batches_off(observed: Observed) -> None:
     loader, _ = observed(Slow(), None)
     calls: list[bool] = []
-    loader.between_batches, loader.pauses = calls.append, Switch()
+    loader.between_batches, loader.pauses = calls.append, BatchPauses()
     for number, _ in enumerate(loader):
         loader.pauses.used = number == 1
     assert calls == [False]

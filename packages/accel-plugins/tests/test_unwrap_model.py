@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from accel_plugins import Bundle, Context, Manifest, Strategy, extract_model_from_parallel, is_compiled_module, order
-from accel_plugins.layers import maker_of, note_layer, strategy_model
+from accel_plugins.layers import backend_of, record_layer, strategy_model
 from accel_plugins.precision import choose
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.transforms.compile import Compile
@@ -25,7 +25,7 @@ class Engine(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.engine_of = inner
-        note_layer(self, inner)
+        record_layer(self, inner)
 
 
 class HasModule(nn.Module):
@@ -155,8 +155,8 @@ def test_a_model_that_was_compiled_first_is_what_a_strategy_without_a_wrapper_ma
 
 def test_the_model_that_was_prepared_by_one_backend_is_refused_by_another(strategy: Wrapping) -> None:
     model = prepared(strategy, nn.Linear(1, 1), Compile(TorchDynamoPlugin(backend="eager")))
-    assert maker_of(model) == "wrapping"
-    assert maker_of(nn.Linear(1, 1)) is None
+    assert backend_of(model) == "wrapping"
+    assert backend_of(nn.Linear(1, 1)) is None
 
     order.check_bundle(MANIFEST, strategy, [], Bundle.of([model]))
     with pytest.raises(Conflict, match="'wrapping' prepared it earlier") as caught:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, MutableSequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ("BatchPauses", "DeviceTransfer", "LoaderObserver", "Waits", "accompanied", "observed", "transferred")
+if TYPE_CHECKING:
+    from accel_state.goodput.account import TimeAccount
+
+__all__ = ("BatchPauses", "DeviceTransfer", "LoaderObserver", "accompanied", "observed", "transferred")
 
 
 class DeviceTransfer(Protocol):
@@ -33,28 +36,16 @@ class DeviceTransfer(Protocol):
         """
 
 
-class Waits(Protocol):
-    """Where loaders record how long their loops wait for batches, so that no function is called for each batch.
-
-    Attributes:
-        marks: when the newest request of a batch began and when it ended, by `time.perf_counter`.
-        waited: seconds from request to batch; loaders add to it.
-        due: the observer receives the first batch after this time.
-    """
-
-    marks: MutableSequence[float]
-    waited: float
-    due: float
-
-
 class LoaderObserver(Protocol):
-    """Observes the epochs and batches of a loader as the loop receives them.
+    """Observes the epochs and batches of a loader as the loop receives them; implemented in layers above.
 
     Attributes:
-        waits: where the loader records its waits; None calls `batch_given` with every batch.
+        waits: the account in which the loader records how long its loop waits for batches, so that no function is
+            called for each batch: `batch_given` receives the first batch after `waits.due`. None calls it with every
+            batch.
     """
 
-    waits: Waits | None
+    waits: TimeAccount | None
 
     def epoch_begins(self) -> None:
         """Called before an epoch begins, before its position is read and random numbers are drawn."""
@@ -66,14 +57,17 @@ class LoaderObserver(Protocol):
         """Called when the loop requests a batch after the last one, or when it ends early."""
 
 
-class BatchPauses(Protocol):
-    """Whether `between_batches` of a loader has work to do, so that most batches are given without a call.
+class BatchPauses:
+    """Whether `between_batches` of loaders has work to do, so that most batches are given without a call.
 
     Attributes:
         used: whether it is called now.
     """
 
-    used: bool
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
 
 
 def transferred(

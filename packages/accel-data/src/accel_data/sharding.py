@@ -220,7 +220,7 @@ def _check_enough(count: int, plan: ShardPlan) -> None:
 
 
 class Drawn(Protocol):
-    """Records the batches of indices that a shard draws; launched runs use it for their failure records."""
+    """Records the batches of indices that a shard draws; implemented in a layer above, for records of failures."""
 
     def keep(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield the batches of an epoch, and record each when it is drawn."""

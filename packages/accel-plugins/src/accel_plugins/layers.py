@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -18,12 +18,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 __all__ = (
     "COMPILED_IN_PLACE",
+    "backend_of",
     "extract_model_from_parallel",
     "is_compiled_module",
-    "maker_of",
-    "note_layer",
-    "note_made",
     "prepared_models",
+    "record_layer",
+    "record_wrapped",
     "strategy_model",
 )
 
@@ -31,36 +31,35 @@ COMPILED_IN_PLACE: Final = "_compiled_by_prepare"
 """Attribute of a block that `prepare` compiled without a wrapper."""
 
 
-class Unwraps(Protocol):
-    """The method of a strategy that this module calls."""
-
-    def unwrap(self, model: Module) -> Module:
-        """The model that its `setup` wrapped."""
-
-
 class _Layer(NamedTuple):
     """What `prepare` recorded about a module.
 
     Args:
         inner: the model inside it, or None where it does not wrap another one.
-        maker: name of the backend that returned it, or None for the layer of a transform.
+        backend: name of the backend that returned it, or None for the layer of a transform.
     """
 
     inner: weakref.ref[Module] | None
-    maker: str | None
+    backend: str | None
 
 
 _layers: Final[weakref.WeakKeyDictionary[Module, _Layer]] = weakref.WeakKeyDictionary()
 
 
-def note_made(backend: str, strategy: Unwraps, models: Iterable[Module]) -> None:
-    """Record the models that the `setup` of a backend's strategy returned."""
+def record_wrapped(backend: str, unwrap: Callable[[Module], Module], models: Iterable[Module]) -> None:
+    """Record the models that the `setup` of a backend's strategy returned.
+
+    Args:
+        backend: the name of the backend.
+        unwrap: the strategy's `unwrap`.
+        models: what `setup` returned.
+    """
     for model in models:
-        inner = strategy.unwrap(model)
+        inner = unwrap(model)
         _layers[model] = _Layer(None if inner is model else weakref.ref(inner), backend)
 
 
-def note_layer(layer: Module, model: Module) -> None:
+def record_layer(layer: Module, model: Module) -> None:
     """Record the layer that a transform added around a strategy's model; no effect when it is the model itself."""
     if layer is not model:
         _layers[layer] = _Layer(weakref.ref(model), None)
@@ -76,21 +75,21 @@ def strategy_model(model: Module) -> Module:
     found: Module | None = model
     while found is not None:
         layer = _layers.get(found)
-        if layer is not None and layer.maker is not None:
+        if layer is not None and layer.backend is not None:
             return found
         found = _inside(found)
     return model
 
 
-def maker_of(model: Module) -> str | None:
+def backend_of(model: Module) -> str | None:
     """Name of the backend that returned a model, whatever layers are around it; None without one."""
     layer = _layers.get(strategy_model(model))
-    return None if layer is None else layer.maker
+    return None if layer is None else layer.backend
 
 
 def prepared_models() -> list[Module]:
     """The strategy's models of all Accelerators of this process that are still in use."""
-    return [model for model, layer in _layers.items() if layer.maker is not None]
+    return [model for model, layer in _layers.items() if layer.backend is not None]
 
 
 def is_compiled_module(module: Module) -> bool:

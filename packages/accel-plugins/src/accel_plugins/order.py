@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.nn import Module
 
 from accel_plugins.bundle import Bundle
-from accel_plugins.layers import maker_of, note_layer, note_made
+from accel_plugins.layers import backend_of, record_layer, record_wrapped
 from accel_plugins.manifest import Manifest
 from accel_plugins.transform import Transform, ordered
 from accel_state.errors import Conflict
@@ -66,7 +66,7 @@ def steps(
 def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
     """Call the checks of the strategy, the precision and every transform, before anything is changed."""
     for given in (*bundle.unchanged, *bundle.models):
-        maker = maker_of(given) if isinstance(given, Module) else None
+        maker = backend_of(given) if isinstance(given, Module) else None
         if maker not in (None, manifest.name):
             raise Conflict(
                 f"Cannot prepare {type(given).__name__} with the backend {manifest.name!r}.",
@@ -113,7 +113,7 @@ def _autocast(manifest: Manifest, strategy: Strategy) -> list[PrepareStep]:
 
 def _set_up(bundle: Bundle, name: str, strategy: Strategy) -> Bundle:
     bundle = strategy.setup(bundle)
-    note_made(name, strategy, bundle.models)
+    record_wrapped(name, strategy.unwrap, bundle.models)
     return bundle
 
 
@@ -123,7 +123,7 @@ def _transformation(transform: Transform, strategy: Strategy, around: bool = Fal
     def change(model: Module) -> Module:
         changed = transform.apply(model, strategy.context)
         if around:
-            note_layer(changed, model)
+            record_layer(changed, model)
         return changed
 
     return PrepareStep(transform.name, lambda bundle: _changed(bundle, change))

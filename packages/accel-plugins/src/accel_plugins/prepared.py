@@ -21,7 +21,7 @@ __all__ = ("PreparedObjects", "Stateful", "add_hook")
 
 
 class Stateful(Protocol):
-    """An object with a state that can be saved."""
+    """An object with a state that can be saved: a precision, or any object that a script registers."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_data.hooks import BatchPauses
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.strategy import Strategy
 from accel_state import current
@@ -24,20 +25,7 @@ if TYPE_CHECKING:
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
 
-__all__ = ("Pauses", "Session")
-
-
-class Pauses:
-    """Whether anything happens between the batches of an Accelerator; see `accel_data.hooks.BatchPauses`.
-
-    Attributes:
-        used: whether it saves, or ends the run if it is asked to.
-    """
-
-    __slots__ = ("used",)
-
-    def __init__(self) -> None:
-        self.used = False
+__all__ = ("Session",)
 
 
 class Session:
@@ -87,7 +75,7 @@ class Session:
         self.report: StragglerReport | None = None
         self.tracking: TrackerGroup | None = None
         self.saver: BackgroundSaver | None = None
-        self.pauses = Pauses()
+        self.pauses = BatchPauses()
         self.preemption: Preemption | None = None
         self.continuous: ContinuousSaver | None = None
         self.uploader: Uploader | None = None

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ("GradientBuckets", "Sent", "local_shard")
-
-
-class Sent(Protocol):
-    """An all-reduce of a bucket in progress."""
-
-    def wait(self) -> object:
-        """Wait until the bucket contains the mean over the replicas."""
+__all__ = ("GradientBuckets", "local_shard")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -42,7 +35,7 @@ class _Bucket:
         self.missing = sum(parameter.requires_grad for parameter in self.parameters)
         """How many of its gradients backward has not computed yet."""
         self.flat: Tensor | None = None
-        self.sent: Sent | None = None
+        self.sent: Work | None = None
 
     def pack(self) -> Tensor:
         """Copy the flags and the gradients into one flat tensor."""
@@ -80,7 +73,7 @@ class GradientBuckets:
         self,
         parameters: Iterable[Tensor],
         bucket_bytes: int,
-        send: Callable[[Tensor], Sent],
+        send: Callable[[Tensor], Work],
         leaves: Callable[[], bool],
     ) -> None:
         self.parameters = list(parameters)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupXCCL
 from torchft.checkpointing import HTTPTransport
 from torchft.process_group import ProcessGroup
@@ -35,7 +35,6 @@ from accel_torchft.config import (
     RESTARTED_VARIABLE,
     TorchFTConfig,
 )
-from accel_torchft.gradients import Sent
 
 __all__ = ("Quorum", "QuorumMembers", "lighthouse_of")
 
@@ -87,10 +86,10 @@ class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywher
         """Agree on the members of the next step. A replica that is behind loads another member's state."""
         super().start_quorum()
 
-    def allreduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Sent:
+    def allreduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Work:
         """Begin to reduce a tensor; with gloo, a tensor on a device is copied to host memory and back."""
         in_host = tensor.cpu() if isinstance(self._groups, ProcessGroupGloo) else tensor
-        sent: Sent = super().allreduce(in_host, *arguments, **options)
+        sent: Work = super().allreduce(in_host, *arguments, **options)
         if in_host is not tensor:
             sent.wait()
             tensor.copy_(in_host)
@@ -245,9 +244,9 @@ class Quorum:
             "Check that the lighthouse and the other replicas run, or increase --torchft_quorum_timeout.",
         )
 
-    def average(self, tensor: Tensor) -> Sent:
+    def average(self, tensor: Tensor) -> Work:
         """Begin to replace a tensor by its mean over the members; a failure is reported by `commit`."""
-        sent: Sent = self._manager.allreduce(tensor)
+        sent: Work = self._manager.allreduce(tensor)
         return sent
 
     def commit(self) -> bool:

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 __all__ = ("Convert", "Converter", "current_key", "target_of")
 
 
-class Converted(Protocol):
-    """A converted config file: its tables, or None if nothing has to change, and notes for the user."""
-
-    @property
-    def values(self) -> dict[str, Any] | None:
-        """The whole file."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user, one sentence each."""
-
-
 class Converter(Protocol):
     """The interface of an entry point of the group; it must not import torch."""
 
@@ -42,8 +30,17 @@ class Converter(Protocol):
     def result(self) -> str:
         """What the converted file is for; used in messages."""
 
-    def convert(self, config: Mapping[str, Any], key_of: Callable[[str], str]) -> Converted:
-        """Convert the tables of a file; `key_of` returns the current spelling of a key.
+    def convert(
+        self, config: Mapping[str, Any], key_of: Callable[[str], str]
+    ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+        """Convert the tables of a file.
+
+        Args:
+            config: the tables of the file.
+            key_of: returns the current spelling of a key.
+
+        Returns:
+            The whole file, or None if nothing has to change; and notes for the user, one sentence each.
 
         Raises:
             SettingError: the file is not of the kind that this converter reads.
@@ -85,13 +82,13 @@ class Convert:
     def run(self, arguments: Namespace) -> int:
         """Write the converted file."""
         target = target_of(arguments, self._converter.result)
-        converted = self._converter.convert(read_tables(arguments.config_file), current_key)
-        if converted.values is None:
+        tables, notes = self._converter.convert(read_tables(arguments.config_file), current_key)
+        if tables is None:
             print(f"{arguments.config_file} is already for {self._converter.result}; nothing was written.")
             return 0
-        for note in converted.notes:
+        for note in notes:
             print(printable(f"accel {self._name}: {note}", keep="\n\t"), file=sys.stderr)
-        write_config(target, converted.values)
+        write_config(target, tables)
         print(f"Written to {target}.")
         return 0
 

@@ -113,7 +113,7 @@ class Supervisor:
                 if refused is not None:
                     raise refused
                 break
-            ended_by = restarts.wait(inbox, ENDING)
+            ended_by = restarts.wait(inbox.wait, ENDING)
             if ended_by is not None:
                 code = shell_code(-ended_by)
                 break

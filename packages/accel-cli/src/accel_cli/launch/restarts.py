@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -36,7 +36,6 @@ __all__ = (
     "RestartPolicy",
     "Restarts",
     "RunningProcesses",
-    "Signals",
     "find_cause",
     "record_failure",
 )
@@ -434,7 +433,7 @@ def record_failure(
 
 
 class RunningProcesses(Protocol):
-    """The launcher's information about the processes of one attempt."""
+    """What the launcher knows about the processes of one attempt; its module is above, and imports this one."""
 
     @property
     def ended_as_asked(self) -> bool:
@@ -453,13 +452,6 @@ class RunningProcesses(Protocol):
 
     def folder_of_run(self) -> str:
         """The folder of the run's output, as the processes report it; empty if they do not."""
-
-
-class Signals(Protocol):
-    """The launcher's source of signals."""
-
-    def wait(self, timeout: float) -> list[int]:
-        """Signals since the last call; returns early if one arrives."""
 
 
 class Restarts:
@@ -503,11 +495,16 @@ class Restarts:
             print(printable(f"accel launch: {what}: {decision.reason}."), file=sys.stderr, flush=True)
         return decision.restart
 
-    def wait(self, signals: Signals, ending: Sequence[int]) -> int | None:
-        """Wait until the restart; return the signal of `ending` that ended the wait, or None."""
+    def wait(self, next_signals: Callable[[float], list[int]], ending: Sequence[int]) -> int | None:
+        """Wait until the restart; return the signal that ended the wait, or None.
+
+        Args:
+            next_signals: waits for at most a number of seconds, and returns the signals that have arrived.
+            ending: the signals that end the wait.
+        """
         deadline = time.monotonic() + self._pause
         while True:
-            for number in signals.wait(max(deadline - time.monotonic(), 0.0)):
+            for number in next_signals(max(deadline - time.monotonic(), 0.0)):
                 if number in ending:
                     print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
                     return number

@@ -67,7 +67,10 @@ _RANDOM_STATES: Final = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 
 
 class Saver(Protocol):
-    """The methods of a strategy that saving and loading call; see `accel_plugins.strategy.Strategy`."""
+    """The methods of a strategy that saving and loading call.
+
+    A strategy is above this folder, because its methods call functions of it, so this is not its class.
+    """
 
     @property
     def capabilities(self) -> Capabilities:

@@ -539,12 +539,13 @@ class FullyShardedDataParallelPlugin:
         Raises:
             SettingError: the block classes are unknown, or the model has none of them.
         """
-        if isinstance(plain_value(self, "auto_wrap_policy"), str):
-            from accel_plugins.fsdp.policies import block_classes, named_policy
+        name = plain_value(self, "auto_wrap_policy")
+        if isinstance(name, str):
+            from accel_plugins.fsdp.named_policies import block_classes, named_policy
 
-            policy = named_policy(model, self)
-            if self.transformer_cls_names_to_wrap is None and plain_value(self, "auto_wrap_policy") == WRAP_POLICIES[0]:
-                self.transformer_cls_names_to_wrap = sorted(kind.__name__ for kind in block_classes(model, self))
+            policy = named_policy(model, name, self.min_num_params, self.transformer_cls_names_to_wrap)
+            if self.transformer_cls_names_to_wrap is None and name == WRAP_POLICIES[0]:
+                self.transformer_cls_names_to_wrap = sorted(kind.__name__ for kind in block_classes(model, None))
             self.auto_wrap_policy = policy
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:

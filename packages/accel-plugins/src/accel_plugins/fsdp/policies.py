@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn import Module, Parameter
 
-from accel_plugins.blocks import blocks_of_class
-from accel_state.errors import NotOffered, SettingError
+from accel_plugins.fsdp.named_policies import named_policy
+from accel_state.errors import NotOffered
 from accel_state.settings.schema import plain_value
 
-__all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload", "shard_groups")
+if TYPE_CHECKING:
+    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 
-_SIZE: Final = 100_000_000
-"""The default minimum number of parameters of a block, as in launchers."""
-
-
-class ShardingSettings(Protocol):
-    """The attributes that are read of a `FullyShardedDataParallelPlugin`; its module imports this one."""
-
-    cpu_offload: Any
-    ignored_modules: Any
-    min_num_params: int | None
-    transformer_cls_names_to_wrap: Any
+__all__ = ("blocks_to_shard", "ignored_parameters", "offload", "shard_groups")
 
 
-def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
+def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
     """The submodules that are sharded separately, innermost first.
 
     Raises:
@@ -40,7 +29,7 @@ def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
     """
     policy = plain_value(config, "auto_wrap_policy")
     if isinstance(policy, str):
-        policy = named_policy(model, config)
+        policy = named_policy(model, policy, config.min_num_params, config.transformer_cls_names_to_wrap)
     if policy is None:
         return []
     if callable(policy):
@@ -55,7 +44,7 @@ def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
     return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
 
 
-def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
+def shard_groups(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
     """Groups of blocks with jointly gathered parameters; other parameters are gathered with the whole model.
 
     Modules that share a parameter must be in one group, because a group replaces only the parameters of its modules. A
@@ -74,37 +63,6 @@ def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
         return blocks
     inside = {block: set(block.modules()) for block in blocks}
     return [block for block in blocks if all(inside[block] >= one or not inside[block] & one for one in tied)]
-
-
-def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool] | None:
-    """Torch's policy for a model, for the policy name in the settings; None for one without blocks.
-
-    Raises:
-        SettingError: as `block_classes`.
-    """
-    name = plain_value(config, "auto_wrap_policy")
-    if name == "TRANSFORMER_BASED_WRAP":
-        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=block_classes(model, config))
-    least = _SIZE if config.min_num_params is None else config.min_num_params
-    if name == "SIZE_BASED_WRAP" and least > 0:
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
-    return None
-
-
-def block_classes(model: Module, config: ShardingSettings) -> set[type[Module]]:
-    """The block classes in the settings, else those that the model declares.
-
-    Raises:
-        SettingError: no classes are specified, or the model has none of them.
-    """
-    names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
-    if not names:
-        raise SettingError(
-            f"Cannot shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
-            "Neither the settings nor the model specify the classes.",
-            "Set transformer_cls_names_to_wrap=['...'], or wrap by size.",
-        )
-    return {type(block) for block in blocks_of_class(model, names)}
 
 
 def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Module]:
@@ -150,7 +108,7 @@ def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
     return True
 
 
-def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
+def offload(config: FullyShardedDataParallelPlugin, pins_memory: bool) -> OffloadPolicy:
     """The offload policy of version 2; by default, memory is pinned if the device supports it."""
     policy = config.cpu_offload
     if not isinstance(policy, CPUOffloadPolicy):
@@ -158,7 +116,7 @@ def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=policy.pin_memory and pins_memory)
 
 
-def ignored_parameters(model: Module, config: ShardingSettings) -> set[Parameter]:
+def ignored_parameters(model: Module, config: FullyShardedDataParallelPlugin) -> set[Parameter]:
     """The parameters that are not sharded."""
     ignored = config.ignored_modules
     if ignored is None:

@@ -27,7 +27,7 @@ Step = Callable[[Optimizer, "Closure | None"], bool]
 
 
 class SupportsStep(Protocol):
-    """An object that steps an optimizer: a strategy or a precision."""
+    """An object that steps an optimizer: a strategy, a precision, or the stepper of an Accelerator, a layer above."""
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; return False when the step was skipped."""

@@ -150,7 +150,7 @@ class TimeAccount:
         marks: when the last short wait began and when it ended, by `time.perf_counter`; in the live file.
         waited: seconds of short waits for data since `since`.
         waited_for_others: seconds of short waits for other processes since `since`.
-        due: when a loader reports its next batch, by `time.perf_counter`; see `accel_data.hooks.Waits`.
+        due: when a loader reports its next batch, by `time.perf_counter`.
     """
 
     __slots__ = (
