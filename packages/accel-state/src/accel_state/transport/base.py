@@ -143,6 +143,9 @@ class Transport(ABC):
         By default they wait until their timeout.
         """
 
+    def shutdown(self) -> None:  # noqa: B027 - most transports have nothing to end
+        """End the connections and their threads; called before the interpreter ends."""
+
     @abstractmethod
     def store(self) -> Any | None:
         """The key-value store that the processes share; None with a single process or with simulated ones."""

@@ -4,16 +4,14 @@ A call of torch's store cannot be interrupted, and it blocks as long as the proc
 unreachable. Therefore each `ControlStore` has its own connection and a thread that uses it. If the deadline of a caller
 passes, it abandons the thread; the next call opens another connection.
 
-Any process that reaches the store's port can write to it. Messages therefore contain an HMAC with the run's secret
-(`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and the
-message. A reader ignores a message that is not signed with this secret, or is older than one that it has already read,
-and warns once. Without a secret, as under plain torchrun, messages are not authenticated.
+Any process that reaches the store's port can write to it. Messages are therefore signed, see
+`accel_state.transport.signature`. A reader ignores a message that is not signed with the secret of the run, or is older
+than one that it has already read, and warns once.
 """
 
 from __future__ import annotations
 
 import atexit
-import hmac
 import logging
 import os
 import queue
@@ -23,15 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 
 from accel_state.errors import NotReady, StoreUnreachable
-from accel_state.network import SECRET_VARIABLE
+from accel_state.transport.signature import Signer
 
-__all__ = ("ControlStore", "Signer", "find_absent")
+__all__ = ("ControlStore", "find_absent")
 
 T = TypeVar("T")
 
@@ -49,12 +47,6 @@ _MOST_ABANDONED: Final = 3
 _LAST_REPLY_SECONDS: Final = 2.0
 """Seconds for which the interpreter, at its end, waits for open requests: a thread that returned from C++ later would
 abort the process (before Python 3.14)."""
-
-_FORM: Final = b"accel1"
-_DIGITS: Final = 32
-
-_sequence_lock: Final = threading.Lock()
-_last_sequence = 0
 
 
 class ControlStore:
@@ -388,73 +380,3 @@ def _wait_for_requests() -> None:
     for request in [connection.under_way for connection in list(_connections)]:
         if request is not None:
             wait([request], max(until - time.monotonic(), 0.0))
-
-
-class _Read(NamedTuple):
-    mac: bytes
-    rank: int
-    sequence: int
-    payload: bytes
-
-
-class Signer:
-    """Signs messages, and accepts those that are authentic and new.
-
-    Args:
-        scope: prefix of all keys.
-        secret: secret of the run, by default that of the environment. If empty, messages are not authenticated.
-    """
-
-    def __init__(self, scope: str, secret: str | None = None) -> None:
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # The attempt is included only if attempts share a store: else a replacement machine counts only its own.
-        names = ("TORCHELASTIC_RUN_ID", *(("TORCHELASTIC_RESTART_COUNT",) if shared else ()))
-        self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
-        self._secret = (os.environ.get(SECRET_VARIABLE, "") if secret is None else secret).encode()
-        self._newest: dict[tuple[str, int], int] = {}
-
-    def sign(self, key: str, rank: int, payload: bytes) -> bytes:
-        """The message of a rank under a key, signed."""
-        sequence = _next_sequence()
-        return b"%s %s %d %d %s" % (_FORM, self._mac(key, rank, sequence, payload), rank, sequence, payload)
-
-    def read(self, key: str, text: bytes) -> bytes | None:
-        """The message, or None if it is not authentic or older than the newest one."""
-        message = _parse(text)
-        if message is None:
-            return None
-        known = self._mac(key, message.rank, message.sequence, message.payload)
-        # Without a secret too: the other processes have one then.
-        if not hmac.compare_digest(known, message.mac):
-            return None
-        writer = (key, message.rank)
-        if message.sequence < self._newest.get(writer, 0):
-            return None
-        self._newest[writer] = message.sequence
-        return message.payload
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """Forget the messages that were read under some keys."""
-        gone = set(keys)
-        self._newest = {writer: number for writer, number in self._newest.items() if writer[0] not in gone}
-
-    def _mac(self, key: str, rank: int, sequence: int, payload: bytes) -> bytes:
-        if not self._secret:
-            return b"-"
-        covered = b"\0".join([self._run, key.encode(), b"%d" % rank, b"%d" % sequence, payload])
-        return hmac.digest(self._secret, covered, "sha256").hex()[:_DIGITS].encode()
-
-
-def _parse(text: bytes) -> _Read | None:
-    parts = text.split(b" ", 4)
-    if len(parts) != 5 or parts[0] != _FORM or not (parts[2].isdigit() and parts[3].isdigit()):
-        return None
-    return _Read(parts[1], int(parts[2]), int(parts[3]), parts[4])
-
-
-def _next_sequence() -> int:
-    """A number above all that this process or an earlier process of its rank has used."""
-    global _last_sequence
-    with _sequence_lock:
-        _last_sequence = max(_last_sequence + 1, time.time_ns())
-        return _last_sequence

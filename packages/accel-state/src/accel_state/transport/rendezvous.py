@@ -30,7 +30,8 @@ from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.network import SECRET_VARIABLE
 from accel_state.topology import Topology
 from accel_state.transport.base import Transport
-from accel_state.transport.control import Signer, find_absent
+from accel_state.transport.control import find_absent
+from accel_state.transport.signature import Signer
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 

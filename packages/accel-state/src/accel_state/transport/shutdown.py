@@ -17,10 +17,12 @@ import os
 import sys
 import threading
 from functools import cache
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet
 
-__all__ = ("HasShutdown", "exit_exception", "keep_garbage_at_forks", "record_exit_exception", "shutdown_at_exit")
+from accel_state.transport.base import Transport
+
+__all__ = ("exit_exception", "keep_garbage_at_forks", "record_exit_exception", "shutdown_at_exit")
 
 _TIMEOUT: Final = 10.0
 """Seconds for which the end of the process waits for unfinished collectives."""
@@ -43,18 +45,11 @@ def exit_exception() -> str | None:
     return type(sys.last_value).__name__ if hasattr(sys, "last_value") else _exit_exception
 
 
-class HasShutdown(Protocol):
-    """An object that must end before the interpreter."""
-
-    def shutdown(self) -> None:
-        """End it."""
-
-
 class _Exit:
-    """The thread that shuts down all open objects, and the hook that wakes it."""
+    """The thread that shuts down all open transports, and the hook that wakes it."""
 
     def __init__(self) -> None:
-        self.open: WeakSet[HasShutdown] = WeakSet()
+        self.open: WeakSet[Transport] = WeakSet()
         self._ends = threading.Event()
         # The interpreter no longer starts threads when it runs its exit hooks (Python 3.12).
         self._thread = threading.Thread(target=self._run, name="accel_state.shutdown", daemon=True)
@@ -76,9 +71,9 @@ def _exit_of(_pid: int) -> _Exit:
     return _Exit()
 
 
-def shutdown_at_exit(target: HasShutdown) -> None:
-    """Shut `target` down when the interpreter ends, if it is still alive then; takes ten seconds at most."""
-    _exit_of(os.getpid()).open.add(target)
+def shutdown_at_exit(transport: Transport) -> None:
+    """Shut a transport down when the interpreter ends, if it is still alive then; takes ten seconds at most."""
+    _exit_of(os.getpid()).open.add(transport)
 
 
 class _GarbagePause:
