@@ -9,7 +9,6 @@ itself initialised is used unchanged.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import ipaddress
 import logging
 import os
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.network import SECRET_VARIABLE
+from accel_state.settings.schema import import_object
 from accel_state.topology import Topology
 from accel_state.transport.base import Transport
 from accel_state.transport.control import find_absent
@@ -111,7 +111,9 @@ def init_transport(
     """
     limit = timeout or family.spec.timeout
     if dist.is_available() and dist.is_initialized():
-        return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
+        return import_object(family.spec.transport)(
+            device, limit, dist.distributed_c10d._get_default_store()
+        ), dist.get_backend()
     chosen = process_group_backend(family, backend)
     store = _init_store(topology, init_method, limit, family.exclusive_device(device, chosen) or "")
     try:
@@ -133,16 +135,10 @@ def _connect(
     dist.init_process_group(
         backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
     )
-    transport: Transport = _transport(family)(device, timeout, store, owner=True)
+    transport: Transport = import_object(family.spec.transport)(device, timeout, store, owner=True)
     # A process that ended now would break connections that other processes are still opening.
     transport.barrier()
     return transport
-
-
-def _transport(family: DeviceFamily) -> Any:
-    """The class of the transport between processes on a family's devices."""
-    module, _, name = family.spec.transport.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 # ---------------------------------------------------------------------- the store
