@@ -443,7 +443,7 @@ def _scan(path: tuple[str, ...]) -> tuple[Plugin, ...]:
 
 def _metadata(folder: str) -> Iterator[tuple[str, str]]:
     """Origin and text of each entry-point file in a folder that mentions one of our groups."""
-    for name in sorted(name for name in folder_names(folder) or () if name.endswith((".dist-info", ".egg-info"))):
+    for name in sorted(name for name in folder_names(folder) if name.endswith((".dist-info", ".egg-info"))):
         try:
             # Without file objects and decoding: most of the hundreds of files do not mention our groups.
             file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)

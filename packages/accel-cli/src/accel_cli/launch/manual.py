@@ -98,7 +98,7 @@ def _rows() -> Rows:
 def _folders(packages: Iterable[str]) -> list[str]:
     """Folders of `sys.path` that contain the packages: two environments can have other code of the same version."""
     files = {name for package in packages for name in (package, f"{package}.py")}
-    return [os.path.abspath(folder) for folder in sys.path if not files.isdisjoint(folder_names(folder) or ())]
+    return [os.path.abspath(folder) for folder in sys.path if not files.isdisjoint(folder_names(folder))]
 
 
 def _made() -> Rows:

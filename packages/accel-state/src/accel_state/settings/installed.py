@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from accel_state.errors import Missing
@@ -35,27 +35,18 @@ def importable(module: str) -> bool:
     return _found(module)
 
 
-def folder_names(folder: str) -> frozenset[str] | None:
-    """Names of the files in a folder of `sys.path`; empty if there is no such folder, None if it is an archive."""
-    place = folder or os.curdir
+def folder_names(folder: str) -> frozenset[str]:
+    """Names of the files in a folder of `sys.path`; empty if there is no such folder, or if it is an archive."""
     try:
-        return _listing(place, os.stat(place).st_mtime_ns)
-    except NotADirectoryError:
-        return None
+        return frozenset(os.listdir(folder or os.curdir))
     except OSError:
         return frozenset()
-
-
-@lru_cache(maxsize=256)
-def _listing(folder: str, changed: int) -> frozenset[str]:
-    return frozenset(os.listdir(folder))
 
 
 def look_again() -> None:
     """Search again at the next call, because the running process has installed a package."""
     importlib.invalidate_caches()
     _found.cache_clear()
-    _listing.cache_clear()
 
 
 @cache

@@ -233,10 +233,7 @@ class ForkedTransport(Transport):
         self.device = device
         self.timeout = timedelta(0)
 
-    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotReady(
             f"Cannot call a collective in a process that was forked from process {self.rank} of {self.world_size}.",
             "Its connections belong to the parent process.",
@@ -244,23 +241,4 @@ class ForkedTransport(Transport):
             "DataLoader workers).",
         )
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
-        self._refuse()
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        self._refuse()
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        self._refuse()
-
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
-        self._refuse()
-
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
-        self._refuse()
-
-    def barrier(self) -> None:
-        self._refuse()
-
-    def store(self) -> Any | None:
-        self._refuse()
+    subgroup = all_gather = all_reduce = broadcast = scatter = gather = barrier = store = _refuse

@@ -260,11 +260,7 @@ def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
     """The values of the keys as soon as all exist; none at the timeout."""
     store.set_timeout(timedelta(seconds=max(seconds, 0.01)))
     try:
-        if len(keys) > 1 and store.has_extended_api():
-            return dict(zip(keys, map(bytes, store.multi_get(keys)), strict=True))
-        return {key: bytes(store.get(key)) for key in keys}
-    except dist.DistStoreError:
-        return {}
+        return _values(store, keys)
     finally:
         store.set_timeout(_CONNECT_TIMEOUT)
 
@@ -278,14 +274,16 @@ def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
 
 def _read_all(store: Any, keys: list[str]) -> dict[str, bytes]:
     """The values of the keys if all exist, otherwise none."""
-    if not store.check(keys):
-        return {}
+    return _values(store, keys) if store.check(keys) else {}
+
+
+def _values(store: Any, keys: list[str]) -> dict[str, bytes]:
+    """The values of the keys; none if one does not exist before the timeout of the connection."""
     try:
         if len(keys) > 1 and store.has_extended_api():
             return dict(zip(keys, map(bytes, store.multi_get(keys)), strict=True))
         return {key: bytes(store.get(key)) for key in keys}
     except dist.DistStoreError:
-        # One was deleted between the two requests.
         return {}
 
 
