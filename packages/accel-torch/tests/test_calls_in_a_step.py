@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_testing.profiling import profile
 from accel_torch import Accelerator
-from accel_torch.observers import RUN_OBSERVERS
+from accel_torch.hooks import PROCESS_HOOKS
 
 STEPS = 40
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 @pytest.fixture(autouse=True)
 def no_account_afterwards() -> Iterator[None]:
     """The account of a process serves every later Accelerator, also those of other tests."""
-    kept = RUN_OBSERVERS[:]
+    kept = PROCESS_HOOKS[:]
     yield
-    RUN_OBSERVERS[:] = kept
+    PROCESS_HOOKS[:] = kept
 
 
 def calls_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, accumulation: int) -> Counter[str]:

@@ -207,7 +207,7 @@ def _adds_up(summary: GoodputSummary) -> None:
 def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
     # An account that another test of this process began serves every Accelerator.
-    monkeypatch.setattr("accel_torch.goodput.RUN_OBSERVERS", [])
+    monkeypatch.setattr("accel_torch.goodput.PROCESS_HOOKS", [])
     with pytest.raises(SettingError, match="Goodput is recorded in the project folder, and there is none"):
         Accelerator(cpu=True, goodput=True)
     with pytest.raises(SettingError, match="must be a bool"):

@@ -158,15 +158,12 @@ def calls_of_a_step(**options: Any) -> list[str]:
 
 def test_switched_off_they_add_no_call_to_a_step() -> None:
     plain = calls_of_a_step()
-    watchers = ("replicas", "straggler", "stopwatch", "observers")
+    watchers = ("replicas", "straggler", "stopwatch", "hooks")
     assert plain
     assert [name for name in plain if name.split(".")[1] in watchers] == []
     assert plain == calls_of_a_step(check_replicas_every=None, straggler_report=False)
     watched = calls_of_a_step(check_replicas_every=100)
-    assert [name for name in watched if "replicas" in name] == [
-        "accel_torch.replicas.step",
-        "accel_torch.replicas.stepped",
-    ]
+    assert [name for name in watched if "replicas" in name] == ["accel_torch.replicas.after_step"]
     assert [name for name in watched if "replicas" not in name] == plain
 
 

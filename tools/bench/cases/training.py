@@ -289,9 +289,9 @@ def accounted(keeps: bool, scope: Scope) -> Call:
     """Steps over a prepared loader, with or without an account of their time."""
     import torch
 
-    from accel_torch.observers import RUN_OBSERVERS
+    from accel_torch.hooks import PROCESS_HOOKS
 
-    before = list(RUN_OBSERVERS)
+    before = list(PROCESS_HOOKS)
     settings = {"goodput": True, "project_dir": str(scope.folder)} if keeps else {}
     accelerator = scope.library("accel_torch").Accelerator(cpu=True, **settings)
     plain = torch.nn.Linear(1, 1)
@@ -299,7 +299,7 @@ def accounted(keeps: bool, scope: Scope) -> Call:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), collate_fn=_first)
     _, optimizer, loader = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0), loader)
     # The other side shares this interpreter.
-    RUN_OBSERVERS[:] = before
+    PROCESS_HOOKS[:] = before
 
     def steps() -> None:
         for _ in loader:

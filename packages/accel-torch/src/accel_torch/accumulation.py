@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from accel_plugins.shards import BatchShare
     from accel_state.gradient import GradientState
-    from accel_torch.misuse import MisuseGuard
+    from accel_torch.hooks import Hooks
     from accel_torch.weighting import LossReduction, TokenWeighting
 
-__all__ = ("Accumulation", "MicroBatch")
+__all__ = ("Accumulation", "MicroBatch", "share_of_step")
 
 
 class Accumulation:
@@ -35,13 +35,13 @@ class Accumulation:
     Attributes:
         step: micro-batches of the window so far, the current one included; 0 after the last batch of a loader.
         weighting: the weights of the window, once a micro-batch had one.
-        guard: checks the first steps for misuse; None after them.
         factor: multiplies the loss of the current micro-batch if it has a weight.
         first: whether the current micro-batch is the first of its window.
         elastic: whether the world size may change during the run.
         can_hold_back: whether the strategy implements `no_sync`.
-        only_counts: whether a micro-batch is only counted; if so, this object is the context manager of all of them.
-        plain: whether backward only divides the loss by the number of micro-batches.
+        only_counts: whether a micro-batch is only counted, unless there are hooks; if so, this object is the context
+            manager of all of them.
+        plain: whether backward only divides the loss by the number of micro-batches, unless there are hooks.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Accumulation:
         "factor",
         "first",
         "gradient",
-        "guard",
+        "hooks",
         "only_counts",
         "plain",
         "step",
@@ -60,8 +60,9 @@ class Accumulation:
         "weighting",
     )
 
-    def __init__(self, gradient: GradientState, strategy: Strategy) -> None:
+    def __init__(self, gradient: GradientState, strategy: Strategy, hooks: Hooks) -> None:
         self.gradient = gradient
+        self.hooks = hooks
         self.strategy = strategy
         self.step = 0
         self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
@@ -71,14 +72,13 @@ class Accumulation:
         self._plain_backward = plain_backward and not self._counted_by_strategy
         self.elastic = strategy.capabilities.elastic
         self.first = True
-        self.guard: MisuseGuard | None = None
         self.weighting: TokenWeighting | None = None
         self.factor: float | None = None
         self._simplify()
 
     def _simplify(self) -> None:
         """Decide what a micro-batch can do without; a step pays for every check, and most runs need none."""
-        simple = self.guard is None and self.weighting is None and not self.elastic
+        simple = self.weighting is None and not self.elastic
         self.plain = simple and self._plain_backward
         self.only_counts = simple and not self.can_hold_back
 
@@ -96,66 +96,26 @@ class Accumulation:
     # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
     __exit__: ClassVar[Any] = "".format
 
-    def watch_by(self, guard: MisuseGuard) -> None:
-        """Let a guard watch the first steps."""
-        self.guard = guard
-        self._simplify()
-
-    def step_in_backward(self) -> None:
-        """Note that an optimizer steps in backward."""
+    def forbid_plain_backward(self) -> None:
+        """Note that an optimizer steps in backward, which then does more than to divide the loss."""
         self._plain_backward = self.plain = False
 
-    def let_guard_note(self, guard: MisuseGuard) -> None:
-        """Report the start of a micro-batch to the guard; drop a guard that is done."""
-        if guard.active:
-            guard.micro_batch_begins()
-        else:
-            self.guard = None
-            self._simplify()
-
-    def share(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss of this micro-batch, scaled to its share of the window; unscaled if the strategy divides it."""
-        if self.guard is not None:
-            self.guard.backward_ran = True
-        if self.elastic and (elastic := self.elastic_share()) is not None:
-            if not elastic.accumulated:
+        if self.elastic and (share := share_of_step(self.strategy, self.gradient)) is not None:
+            if not share.accumulated:
                 raise NotReady(
                     "Cannot compute gradients outside accelerator.accumulate() in a run whose world size may change.",
                     "The number of micro-batches of the step depends on how many processes share it.",
                     "Put forward, backward and step inside `with accelerator.accumulate(model):`.",
                 )
-            return loss * elastic.factor
+            return loss * share.factor
         if self.factor is not None:
             return loss * self.factor
         steps = self.gradient.plugin.num_steps or 1
         return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
-    def elastic_share(self) -> BatchShare | None:
-        """The share of the newest batch in the optimizer step; for runs whose world size may change.
-
-        Raises:
-            Conflict: the loader does not follow optimizer steps.
-        """
-        loader = self.gradient.active_dataloader
-        if loader is None:
-            return None
-        share = self.strategy.share_of_batch(loader)
-        if share is None:
-            raise Conflict(
-                "Cannot train on this batch.",
-                "No prepared model was in training mode when the epoch of its loader began, so the loader does not "
-                "follow the optimizer steps.",
-                "Call model.train() before the loop that trains.",
-            )
-        return share
-
-    def note_step(self) -> None:
-        """Note a call of an optimizer's `step`, in runs whose world size may change."""
-        share = self.elastic_share()
-        if share is not None:
-            share.stepped = True
-
-    def weigh(self, weight: float | Tensor, loss_reduction: LossReduction) -> None:
+    def set_weight(self, weight: float | Tensor, loss_reduction: LossReduction) -> None:
         """Give the current micro-batch a weight.
 
         Raises:
@@ -185,10 +145,11 @@ class Accumulation:
 
             self._refuse_mixing(not self.first)
             self.weighting = TokenWeighting(current.process())
+            self.hooks.enter(self.weighting)
             self._simplify()
         self.factor = self.weighting.enter(weight, loss_reduction, last=self.gradient.sync_gradients)
 
-    def do_not_weigh(self) -> None:
+    def clear_weight(self) -> None:
         """Note that the current micro-batch has no weight.
 
         Raises:
@@ -196,6 +157,7 @@ class Accumulation:
         """
         if self.weighting is not None:
             self._refuse_mixing(self.weighting.unfinished)
+            self.hooks.leave(self.weighting)
             self.weighting = None
             self._simplify()
 
@@ -207,6 +169,26 @@ class Accumulation:
                 "Some micro-batches of this window have a weight and others have none.",
                 "Give every micro-batch a weight, or none.",
             )
+
+
+def share_of_step(strategy: Strategy, gradient: GradientState) -> BatchShare | None:
+    """The share of the newest batch in the optimizer step; for runs whose world size may change.
+
+    Raises:
+        Conflict: the loader does not follow optimizer steps.
+    """
+    loader = gradient.active_dataloader
+    if loader is None:
+        return None
+    share = strategy.share_of_batch(loader)
+    if share is None:
+        raise Conflict(
+            "Cannot train on this batch.",
+            "No prepared model was in training mode when the epoch of its loader began, so the loader does not "
+            "follow the optimizer steps.",
+            "Call model.train() before the loop that trains.",
+        )
+    return share
 
 
 class MicroBatch:
@@ -231,17 +213,17 @@ class MicroBatch:
         accumulation = self.accumulation
         gradient = accumulation.gradient
         accumulation.first = gradient.sync_gradients
-        if accumulation.elastic and (share := accumulation.elastic_share()) is not None:
+        if accumulation.elastic and (share := share_of_step(accumulation.strategy, gradient)) is not None:
             share.accumulated = True
             gradient.sync_gradients = share.last
         else:
             accumulation.__enter__()
-        if accumulation.guard is not None:
-            accumulation.let_guard_note(accumulation.guard)
+        for begin_micro_batch in accumulation.hooks.begin_micro_batch:
+            begin_micro_batch()
         if self.weight is not None:
-            accumulation.weigh(self.weight, self.loss_reduction)
+            accumulation.set_weight(self.weight, self.loss_reduction)
         elif accumulation.weighting is not None:
-            accumulation.do_not_weigh()
+            accumulation.clear_weight()
         if not gradient.sync_gradients and accumulation.can_hold_back and not gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()

@@ -29,25 +29,35 @@ class BetweenBatches:
 
     Args:
         session: the session.
+        loader: the prepared loader.
         ending: ends the run if a signal has requested it.
         saving: saves a checkpoint if one is due.
     """
 
-    __slots__ = ("_all_steps", "_ending", "_saving", "_seen", "_session", "_steps")
+    __slots__ = ("_all_steps", "_ending", "_loader", "_saving", "_seen", "_session", "_steps")
 
     def __init__(
         self,
         session: Session,
+        loader: Any,
         ending: Callable[[], None] | None,
         saving: Callable[[], None] | None = None,
     ) -> None:
-        # A weak reference: the Accelerator has a reference to the loader, which has one to this object.
-        self._session, self._ending, self._saving = weakref.ref(session), ending, saving
+        # Weak references: the session has a reference to the loader, which has one to this object.
+        self._session, self._loader = weakref.ref(session), weakref.ref(loader)
+        self._ending, self._saving = ending, saving
         self._seen: StepBoundaries | None = None
         self._steps = self._all_steps = 0
 
     def __call__(self, first: bool) -> None:
-        session = self._session()
+        session, loader = self._session(), self._loader()
+        for before_boundary in () if session is None else session.hooks.before_boundary:
+            before_boundary(loader, first)
+        self._save_or_end(session, first)
+        for after_boundary in () if session is None else session.hooks.after_boundary:
+            after_boundary(loader, first)
+
+    def _save_or_end(self, session: Session | None, first: bool) -> None:
         saver = None if session is None else session.saver
         if session is not None and saver is not None:
             seen = saver.boundaries
@@ -72,7 +82,7 @@ def call_between_batches(session: Session, loader: Any) -> None:
     saving = None
     if session.options.project.save_policy is not None:
         saving = _saving(session)
-    loader.between_batches, loader.pauses = BetweenBatches(session, ending, saving), session.pauses
+    loader.between_batches, loader.pauses = BetweenBatches(session, loader, ending, saving), session.pauses
     if ending is not None or saving is not None:
         loader.pauses.used = True
 

@@ -21,33 +21,31 @@ from accel_state.goodput.account import (
     FIRST_STEP,
     GOODPUT_FOLDER,
     RECOMPUTED,
-    SAVING,
     START_UP,
     STEP,
     TimeAccount,
 )
 from accel_state.hang_report.progress import PROGRESS
-from accel_torch.observers import RUN_OBSERVERS, RunObserver
+from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.stopwatch import TimedTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from accel_state.gradient import GradientState
     from accel_torch.options import Options
 
-__all__ = ("GoodputRecorder", "recorder_of")
-
-_SAVES: Final = ("save", "save_model", "save_state", "wait_for_checkpoint")
+__all__ = ("GoodputRecorder", "record_goodput")
 
 _REPORTED_EVERY: Final = 0.1
 """Seconds between two updates of the account in a loop of fast steps."""
 
 
-class GoodputRecorder(RunObserver):
-    """Records the account of this process; see `RunObserver`.
+class GoodputRecorder(Hook):
+    """Records the account of this process. All its sessions enter this hook.
 
     Args:
         folder: the project folder.
@@ -58,6 +56,7 @@ class GoodputRecorder(RunObserver):
         self._pid = os.getpid()
         self._account: TimeAccount | None = None
         self._stepped: Any = None
+        self._saves: list[AbstractContextManager[Any]] = []
 
     @property
     def account(self) -> TimeAccount:
@@ -82,33 +81,42 @@ class GoodputRecorder(RunObserver):
         if self.account.doing == START_UP:
             self.account.charge(FIRST_STEP, STEP)
 
-    def watch_collectives(self) -> None:
-        """Charge the collectives of this process to waiting; called before other objects refer to the process."""
+    def start_process(self) -> None:
+        """Charge the collectives of this process to waiting."""
         account, process = self.account, current.process()
         if process.world_size == 1 or isinstance(process.transport, TimedTransport):
             return
         current.set_process(process._replace(transport=TimedTransport(process.transport, account)))
 
-    def begins(self, accelerator: Any) -> None:
-        """Charge saving, and with several processes the waiting in backward passes."""
-        account = self.account
-        for name in _SAVES:
-            setattr(accelerator, name, account.timed(SAVING, getattr(accelerator, name)))
-        if accelerator.num_processes > 1:
-            accelerator.backward = _waiting_backward(account, accelerator.backward)
+    def start(self, session: Any) -> None:
+        """With several processes, charge the waiting in backward passes."""
+        if session.state.num_processes > 1:
+            session.hooks.enter(_WaitingInBackward(self.account))
+
+    def before_save(self) -> None:
+        """Charge saving."""
+        saving = self.account.on("saving")
+        saving.__enter__()
+        self._saves.append(saving)
+
+    def after_save(self) -> None:
+        """End the charge of saving."""
+        self._saves.pop().__exit__(None, None, None)
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.observer = timed = _TimedLoader(self.account, session.gradient, self._forget_steps)
-            saves = self.account.timed(SAVING, loader.between_batches)
+            loader.observer = _TimedLoader(self.account, session.gradient, self._forget_steps)
 
-            def between(first: bool) -> None:
-                # Saving ends the time of the step or of the evaluation before it.
-                timed.judge(PROGRESS.steps)
-                saves(first)
+    def before_boundary(self, loader: Any, first: bool) -> None:
+        """Charge what is saved between two batches; it ends the time of the step or of the evaluation before it."""
+        if isinstance(loader.observer, _TimedLoader):
+            loader.observer.judge(PROGRESS.steps)
+        self.before_save()
 
-            loader.between_batches = between
+    def after_boundary(self, loader: Any, first: bool) -> None:
+        """End the charge."""
+        self.after_save()
 
     def _forget_steps(self) -> None:
         if self._stepped is not None:
@@ -164,21 +172,22 @@ class _TimedLoader:
             account.doing = STEP if step > account.before else RECOMPUTED
 
 
-def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
-    """A backward pass that charges the time after this process's last gradient to waiting."""
+class _WaitingInBackward(Hook):
+    """Charges the time of a backward pass after this process's last gradient to waiting."""
 
-    def backward(loss: Tensor, **kwargs: Any) -> None:
-        handle: Any = None
+    def __init__(self, account: TimeAccount) -> None:
+        self._account = account
+        self._gradient_hook: Any = None
+
+    def before_backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
-            handle = loss.register_hook(lambda _: _queue(account))  # type: ignore[no-untyped-call]
-        try:
-            inner(loss, **kwargs)
-        finally:
-            if handle is not None:
-                handle.remove()
-            account.resume()
+            self._gradient_hook = loss.register_hook(lambda _: _queue(self._account))  # type: ignore[no-untyped-call]
 
-    return backward
+    def after_backward(self, loss: Tensor) -> None:
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
+            self._gradient_hook = None
+        self._account.resume()
 
 
 def _queue(account: TimeAccount) -> None:
@@ -191,15 +200,14 @@ def _wait(account: TimeAccount) -> None:
         account.wait_for_others()
 
 
-def recorder_of(options: Options) -> GoodputRecorder | None:
-    """The recorder of this process, which all Accelerators share; None if goodput is not recorded.
+def record_goodput(options: Options) -> None:
+    """Make every later session of this process record how the process spends its time; a repeated call does nothing.
 
     Raises:
         SettingError: `goodput=True` was given without a project folder.
     """
-    known = next((one for one in RUN_OBSERVERS if isinstance(one, GoodputRecorder)), None)
-    if known is not None or not options.goodput:
-        return known
+    if any(isinstance(hook, GoodputRecorder) for hook in PROCESS_HOOKS):
+        return
     folder = options.project.project_dir
     if folder is None:
         raise SettingError(
@@ -207,6 +215,4 @@ def recorder_of(options: Options) -> GoodputRecorder | None:
             "Goodput is recorded in the project folder, and there is none.",
             "Give project_dir too, or start the script with accel launch --project_dir.",
         )
-    recorder = GoodputRecorder(os.fspath(folder))
-    RUN_OBSERVERS.append(recorder)
-    return recorder
+    PROCESS_HOOKS.append(GoodputRecorder(os.fspath(folder)))

@@ -62,7 +62,7 @@ class LocalSGD(metaclass=Replaceable):
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            guard = self.accelerator.session.accumulation.guard
+            guard = self.accelerator.session.guard
             if guard is not None:
                 guard.expect_different_replicas()
             self.model_sync_obj = self.accelerator.no_sync(self.model)

@@ -224,11 +224,12 @@ class Search:
     @property
     def size(self) -> int | None:
         """The size to try next; None when the limit is known."""
-        index = self._index
+        index = self.index
         return None if index is None else self._sizes[index]
 
     @property
-    def _index(self) -> int | None:
+    def index(self) -> int | None:
+        """The index of the size to try next; None when the limit is known."""
         if self._fails - self._fits == 1:
             return None
         untried = self._fails - self._fits == len(self._sizes) + 1
@@ -241,7 +242,7 @@ class Search:
 
     def note(self, fits: bool) -> None:
         """Record whether the current size fits."""
-        index = self._index
+        index = self.index
         assert index is not None
         self.trials += 1
         if fits:
@@ -339,8 +340,8 @@ class _Memory:
     def write(self, search: Search, tried: bool = False) -> None:
         """Store the results; with `tried`, the current size counts as too large."""
         known = search.state()
-        if tried and search._index is not None:
-            known[2:] = search._index, search.trials + 1
+        if tried and search.index is not None:
+            known[2:] = search.index, search.trials + 1
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(known))

@@ -1,8 +1,8 @@
 """Detects mistakes in a training loop that raise no error but change the training, at the first optimizer steps.
 
 Each mistake is a warning with a remedy, shown once; a mistake that prevents any training is an error. A guard observes
-the first steps with torch's optimizer hooks and forward hooks on prepared models. It removes them after two steps of an
-optimizer, so later steps cost nothing.
+the first steps with hooks of the session, torch's optimizer hooks and forward hooks on prepared models. It removes them
+after two steps of an optimizer, so later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict
 from accel_state.library import is_library, stack_level
+from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from accel_plugins.precision.base import Closure
+    from accel_plugins.bundle import Bundle
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
-    from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.gradient import GradientState
+    from accel_torch.hooks import Hooks
     from accel_torch.replicas import ReplicaComparison
 
 __all__ = ("MisuseGuard", "MisuseWarning")
@@ -64,13 +65,14 @@ def _remove_spent() -> None:
         _spent.pop().remove()
 
 
-class MisuseGuard:
+class MisuseGuard(Hook):
     """Checks the first optimizer steps of an Accelerator for mistakes.
 
     Args:
         gradient: the gradient state.
         strategy: the strategy of the run.
         prepared: the prepared objects; weakly referenced.
+        hooks: the hooks of the session, which the guard leaves when it is done; weakly referenced.
         comparison: compares replicas after the second step, or None.
     """
 
@@ -79,12 +81,13 @@ class MisuseGuard:
         gradient: GradientState,
         strategy: Strategy,
         prepared: PreparedObjects,
+        hooks: Hooks,
         comparison: ReplicaComparison | None = None,
     ) -> None:
         self.backward_ran = False
         capabilities = strategy.capabilities
         self._gradient, self._strategy = gradient, strategy
-        self._prepared = weakref.ref(prepared)
+        self._prepared, self._hooks = weakref.ref(prepared), weakref.ref(hooks)
         self._comparison = comparison
         self._several = strategy.context.process.world_size > 1
         self._scaler = None if capabilities.own_precision else strategy.context.precision.scaler
@@ -101,30 +104,31 @@ class MisuseGuard:
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._step_hooks: list[Any] = []
-        self._guarded: list[weakref.ref[Any]] = []
+        self._unprepared: list[weakref.ref[Module]] = []
+        self._before: list[weakref.ref[Parameter]] = []
         self.active = True
 
-    # ------------------------------------------------------------------ called by the Accelerator
+    # ------------------------------------------------------------------ called by the session
 
-    def prepared(self, given: Sequence[Module], before: Iterable[Parameter], made: Sequence[Module]) -> None:
-        """Record the models of a call of `prepare`.
+    def before_prepare(self, session: Any, bundle: Bundle) -> None:
+        """Note the caller's models and their parameters."""
+        self._unprepared = [weakref.ref(model) for model in bundle.models]
+        self._before = [weakref.ref(parameter) for model in bundle.models for parameter in model.parameters()]
 
-        Args:
-            given: the caller's models.
-            before: their parameters before the call.
-            made: the models that the call returns, in the same order.
-        """
+    def after_prepare(self, session: Any, bundle: Bundle) -> None:
+        """Record the prepared models, and which parameters they replaced."""
         if not self.active:
             return
-        now = {id(parameter) for model in made for parameter in model.parameters()}
-        self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
+        now = {id(parameter) for model in bundle.models for parameter in model.parameters()}
+        alive = [old for reference in self._before if (old := reference()) is not None]
+        self._replaced |= {id(old): weakref.ref(old) for old in alive if id(old) not in now}
         through_own = self._strategy.capabilities.syncs_in_own_forward and self._several
-        for model, own in zip(given, made, strict=True):
-            known = _PreparedModel(own, through_own and own is not model)
+        for model, own in zip(self._unprepared, bundle.models, strict=True):
+            known = _PreparedModel(own, through_own and own is not model())
             self._models.append(known)
             if self._several:
                 self._handles.append(own.register_forward_pre_hook(_NoteForward(self, known), with_kwargs=True))
-        if made:
+        if bundle.models:
             self.watch_steps()
 
     def watch_steps(self) -> None:
@@ -139,17 +143,30 @@ class MisuseGuard:
             ]
             weakref.finalize(self, _spent.extend, self._step_hooks)
 
-    def watching(self, stepping: SupportsStep) -> SupportsStep:
-        """Wrap a stepper, so that the guard can tell the steps of prepared optimizers."""
-        return _Guarded(stepping, self) if self.active else stepping
+    def before_backward(self, loss: Any) -> None:
+        """Note a backward pass of the Accelerator, which scales the loss."""
+        self.backward_ran = True
 
-    def guards(self, optimizer: Any) -> None:
-        """Register a prepared optimizer, whose stepper is unwrapped when the guard is done."""
-        if self.active:
-            self._guarded.append(weakref.ref(optimizer))
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that a prepared optimizer steps.
 
-    def micro_batch_begins(self) -> None:
+        Raises:
+            Conflict: the gradient scaler has never scaled a loss.
+        """
+        self._check_scaler(optimizer)
+        self._stepping = optimizer
+
+    def after_step(self, optimizer: Optimizer, stepped: Any) -> None:
+        """Note the end of the step, and leave when the guard is done."""
+        self._stepping = None
+        if not self.active:
+            self._leave()
+
+    def begin_micro_batch(self) -> None:
         """Detect a scheduler that stepped between two micro-batches of one accumulation window."""
+        if not self.active:
+            self._leave()
+            return
         if self._gradient.num_steps == 1:
             return
         self.backward_ran = self.backward_ran and self._between
@@ -202,11 +219,11 @@ class MisuseGuard:
             )
         self._check_forward(parameters)
 
-    def check_scaler(self, optimizer: Optimizer) -> None:
-        """Raise an error if the gradient scaler has never scaled a loss."""
+    def _check_scaler(self, optimizer: Optimizer) -> None:
         if self._scaler is None or not self._scaler.is_enabled() or self.backward_ran:
             return
-        if self._scaler._scale is None and any(one.grad is not None for one in _parameters(optimizer)):
+        scale = self._scaler._scale  # noqa: SLF001 - torch has no public way to ask whether a loss was scaled
+        if scale is None and any(one.grad is not None for one in _parameters(optimizer)):
             raise Conflict(
                 "Cannot step an optimizer with mixed_precision='fp16'.",
                 "Its gradients come from loss.backward(): the loss was not scaled, so small gradients became zero.",
@@ -225,18 +242,19 @@ class MisuseGuard:
             self._retire()
 
     def _retire(self) -> None:
-        """Remove the guard from everything."""
+        """Remove what torch calls; the session's hooks are left at the end of the step."""
         self.active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         _spent.extend(self._step_hooks)
-        for reference in self._guarded:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._step = optimizer._step.__self__.stepping.step
-        self._guarded.clear()
         self._models.clear()
+
+    def _leave(self) -> None:
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.leave(self)
+        _remove_spent()
 
     # ------------------------------------------------------------------ what is looked for
 
@@ -422,28 +440,6 @@ class _Nothing:
 
     def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
         return None
-
-
-class _Guarded:
-    """Steps, and reports the step of a prepared optimizer to the guard."""
-
-    __slots__ = ("_guard", "stepping")
-
-    def __init__(self, stepping: SupportsStep, guard: MisuseGuard) -> None:
-        self.stepping, self._guard = stepping, guard
-
-    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step; False when the step was skipped."""
-        guard = self._guard
-        if closure is None:
-            guard.check_scaler(optimizer)
-        guard._stepping = optimizer
-        try:
-            return self.stepping.step(optimizer, closure)
-        finally:
-            guard._stepping = None
-            if not guard.active:
-                _remove_spent()
 
 
 def _calling(reference: weakref.ref[MisuseGuard], method: Callable[[MisuseGuard, Optimizer], None]) -> Any:

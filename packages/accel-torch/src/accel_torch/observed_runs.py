@@ -1,7 +1,7 @@
-"""Runs unchanged training scripts under an observer, for the commands that check scripts.
+"""Runs unchanged training scripts with a hook, for the commands that check scripts.
 
-A command launches its recording module with a task and a script. The module passes an observer to `run_script`; it is
-called for every Accelerator that the script constructs and every loader that it prepares.
+A command launches its recording module with a task and a script. The module passes a hook to `run_script`, which the
+session of every Accelerator of the script enters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import SettingError
-from accel_torch.observers import RUN_OBSERVERS, RunObserver
+from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 __all__ = ("DIFFERS", "EQUAL", "NOT_VERIFIED", "StopRun", "check_script", "launch", "run_script")
 
@@ -83,12 +83,12 @@ def launch(
     return None
 
 
-def run_script(script: str, arguments: Sequence[str], observer: RunObserver) -> None:
-    """Run a script as `python script arguments` does, with an observer, until its end or `StopRun`.
+def run_script(script: str, arguments: Sequence[str], hook: Hook) -> None:
+    """Run a script as `python script arguments` does, with a hook, until its end or `StopRun`.
 
     Called in each process of a run.
     """
-    RUN_OBSERVERS.append(observer)
+    PROCESS_HOOKS.append(hook)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:

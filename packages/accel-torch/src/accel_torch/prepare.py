@@ -10,12 +10,12 @@ from accel_data import prepare_data_loader
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
 from accel_plugins.manifest import ObjectKind
+from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
-from accel_torch.observers import RUN_OBSERVERS, guard_first_steps
-from accel_torch.step import OptimizerStepper
+from accel_torch.start_run import guard_first_steps
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -48,23 +48,21 @@ def prepare(
     placed = _placement(session, objects, device_placement)
     bundle = Bundle.of(objects)
     guard_first_steps(session)
+    for before_prepare in session.hooks.before_prepare:
+        before_prepare(session, bundle)
     _check_together(session, bundle)
     order.check_bundle(session.backend, session.strategy, session.transforms, bundle)
     bundle.loaders[:] = [
         prepare_loader(session, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
-    given = list(bundle.models)
-    before = [parameter for model in given for parameter in model.parameters()]
     bundle = _run_steps(session, bundle, placed)
     _wrap_optimizers(session, bundle)
     _wrap_schedulers(session, bundle)
-    if session.report is not None:
-        session.report.watch_models(bundle)
     session.prepared.remember(bundle)
     if session.prepared.steps_in_backward:
-        session.accumulation.step_in_backward()
-    if session.accumulation.guard is not None:
-        session.accumulation.guard.prepared(given, before, bundle.models)
+        session.accumulation.forbid_plain_backward()
+    for after_prepare in session.hooks.after_prepare:
+        after_prepare(session, bundle)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
 
@@ -125,20 +123,15 @@ def _wrap_optimizers(session: Session, bundle: Bundle) -> None:
 
 
 def _wrapped_optimizer(session: Session, optimizer: Any) -> AcceleratedOptimizer:
-    stepping: Any = OptimizerStepper(session.strategy, session.accumulation, session.prepared)
-    if session.replica_checker is not None:
-        stepping = session.replica_checker.watching(stepping)
-    guard = session.accumulation.guard
-    wrapped = AcceleratedOptimizer(
+    return AcceleratedOptimizer(
         optimizer,
         device_placement=session.options.device_placement,
         gradient=session.gradient,
-        strategy=stepping if guard is None else guard.watching(stepping),
+        # A call less for each step of a strategy that leaves it to the precision.
+        strategy=None if type(session.strategy).step is Strategy.step else session.strategy,
         precision=session.precision,
+        step_hooks=session.hooks,
     )
-    if guard is not None and not wrapped.steps_in_backward:
-        guard.guards(wrapped)
-    return wrapped
 
 
 def _wrap_schedulers(session: Session, bundle: Bundle) -> None:
@@ -200,9 +193,7 @@ def prepare_loader(
         seed_samples=configuration.seed_samples,
         order="global" if strategy.capabilities.elastic else configuration.order,
     )
-    if session.report is not None:
-        session.report.watch_loader(sharded)
     call_between_batches(session, sharded)
-    for observer in RUN_OBSERVERS:
-        observer.loader_prepared(session, sharded)
+    for loader_prepared in session.hooks.loader_prepared:
+        loader_prepared(session, sharded)
     return strategy.wrap_loader(sharded)

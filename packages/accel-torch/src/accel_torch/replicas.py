@@ -31,18 +31,17 @@ from accel_ops.rng import snapshot
 from accel_ops.tree import leaves_with_paths
 from accel_state import current
 from accel_state.errors import AccelError, StoreUnreachable
+from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_plugins.precision.base import Closure
     from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
-    from accel_plugins.wrapped.optimizer import SupportsStep
     from accel_state.transport.control import ControlStore
 
-__all__ = ("CheckingStepper", "ReplicaChecker", "ReplicaComparison", "ReplicasDiffer", "bit_sums", "digest_of")
+__all__ = ("ReplicaChecker", "ReplicaComparison", "ReplicasDiffer", "bit_sums", "digest_of")
 
 # ---------------------------------------------------------------------- periodic checks
 
@@ -64,14 +63,14 @@ class ReplicaState(NamedTuple):
     Args:
         weights: a digest of the bits of its shards, by their place: processes with an equal place are replicas of the
             tensors there.
-        facts: values that must be equal on all processes, by name.
+        values: values that must be equal on all processes, by name.
     """
 
     weights: dict[bytes, bytes]
-    facts: dict[str, Hashable]
+    values: dict[str, Hashable]
 
 
-class ReplicaChecker:
+class ReplicaChecker(Hook):
     """Compares replicas periodically, after a number of steps of each optimizer.
 
     Args:
@@ -87,8 +86,8 @@ class ReplicaChecker:
         self._steps: dict[int, int] = {}
         self._shared_generators: set[str] | None = None
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Count a step, and compare replicas if a check is due.
+    def after_step(self, optimizer: Optimizer, stepped: Any) -> None:
+        """Count a step, also a skipped one, and compare replicas if a check is due.
 
         Raises:
             ReplicasDiffer: on every process.
@@ -96,10 +95,6 @@ class ReplicaChecker:
         steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if steps % self.every == 0:
             self._check(optimizer, steps)
-
-    def watching(self, stepping: SupportsStep) -> CheckingStepper:
-        """Wrap a stepper, so that it reports each step to the checker."""
-        return CheckingStepper(stepping, self)
 
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -109,10 +104,10 @@ class ReplicaChecker:
         for place, bits in zip(places, sums, strict=True):
             by_place.setdefault(place, []).append(bits)
         weights = {place: digest(bits) for place, bits in by_place.items()}
-        witness = ReplicaState(weights, {"optimizer steps": steps, **self._facts()})
-        witnesses: list[ReplicaState] = gather_object([witness])
-        self._compare_facts(witnesses, steps)
-        if _agree(witnesses):
+        state = ReplicaState(weights, {"optimizer steps": steps, **self._values()})
+        states: list[ReplicaState] = gather_object([state])
+        self._compare_values(states, steps)
+        if _agree(states):
             return
         # All processes have the same data, so all of them reach this line.
         everyones: list[list[tuple[bytes, int]]] = gather_object([list(zip(places, sums, strict=True))])
@@ -121,7 +116,7 @@ class ReplicaChecker:
             if sides:
                 raise _differ(f"the tensor {self._name(tensor, index)!r}", sides, steps)
 
-    def _facts(self) -> dict[str, Hashable]:
+    def _values(self) -> dict[str, Hashable]:
         loaders: dict[str, Hashable] = {}
         prepared = self._prepared()
         for index, loader in enumerate([] if prepared is None else prepared.loaders):
@@ -131,42 +126,22 @@ class ReplicaChecker:
         generators = {f"the generator {name!r}": digest(state) for name, state in snapshot().items()}
         return {**loaders, **generators}
 
-    def _compare_facts(self, witnesses: Sequence[ReplicaState], steps: int) -> None:
+    def _compare_values(self, states: Sequence[ReplicaState], steps: int) -> None:
         """Compare the values that must be equal; generators are included if they were equal at the first check."""
-        facts = list(dict.fromkeys(name for witness in witnesses for name in witness.facts))
-        equal = {name for name in facts if len({witness.facts.get(name) for witness in witnesses}) == 1}
+        names = list(dict.fromkeys(name for state in states for name in state.values))
+        equal = {name for name in names if len({state.values.get(name) for state in states}) == 1}
         if self._shared_generators is None:
             self._shared_generators = {name for name in equal if name.startswith("the generator")}
-        for name in facts:
+        for name in names:
             if name.startswith("the generator") and name not in self._shared_generators:
                 continue
             if name not in equal:
-                raise _differ(name, _sides([(b"", witness.facts.get(name)) for witness in witnesses]), steps)
+                raise _differ(name, _sides([(b"", state.values.get(name)) for state in states]), steps)
 
     def _name(self, tensor: Tensor, index: int) -> str:
         prepared = self._prepared()
         name = None if prepared is None else prepared.parameter_name(tensor)
         return name or f"parameter {index} of the optimizer"
-
-
-class CheckingStepper:
-    """Steps, and reports the step to the checker.
-
-    Args:
-        stepping: the wrapped stepper.
-        sentinel: the checker.
-    """
-
-    __slots__ = ("_replica_checker", "_stepping")
-
-    def __init__(self, stepping: SupportsStep, sentinel: ReplicaChecker) -> None:
-        self._stepping, self._replica_checker = stepping, sentinel
-
-    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step; False when the step was skipped."""
-        stepped = self._stepping.step(optimizer, closure)
-        self._replica_checker.stepped(optimizer)
-        return stepped
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
@@ -234,12 +209,10 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def _agree(witnesses: Sequence[ReplicaState]) -> bool:
+def _agree(states: Sequence[ReplicaState]) -> bool:
     """Whether all replicas of each shard have the same value."""
     weights: dict[bytes, bytes] = {}
-    return all(
-        weights.setdefault(place, value) == value for witness in witnesses for place, value in witness.weights.items()
-    )
+    return all(weights.setdefault(place, value) == value for state in states for place, value in state.weights.items())
 
 
 def _sides(shards: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:

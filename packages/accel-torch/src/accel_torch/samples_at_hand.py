@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
 from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER, sample_file
-from accel_torch.observers import RUN_OBSERVERS, RunObserver
+from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
 
@@ -75,8 +75,8 @@ class DrawnBatches:
         return self._batches[index][1] if 0 <= index < len(self._batches) else ()
 
 
-class SampleRecorder(RunObserver):
-    """Makes every prepared loader store the ids of its samples; see `RunObserver`."""
+class SampleRecorder(Hook):
+    """Makes every prepared loader store the ids of its samples."""
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Make a loader store the indices that it draws."""
@@ -103,6 +103,6 @@ class SampleRecorder(RunObserver):
 
 
 def record_samples() -> None:
-    """Add a recorder to `RUN_OBSERVERS`, once in a process that a launcher started."""
-    if not any(isinstance(one, SampleRecorder) for one in RUN_OBSERVERS):
-        RUN_OBSERVERS.append(SampleRecorder())
+    """Add a recorder to `PROCESS_HOOKS`, once in a process that a launcher started."""
+    if not any(isinstance(one, SampleRecorder) for one in PROCESS_HOOKS):
+        PROCESS_HOOKS.append(SampleRecorder())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel_data.hooks import BatchPauses
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.strategy import Strategy
 from accel_state import current
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.accumulation import Accumulation
+from accel_torch.hooks import Hooks
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
+    from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
-    from accel_torch.replicas import ReplicaChecker
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
 
@@ -47,10 +51,11 @@ class Session:
         precision: how forward, backward and steps are computed.
         prepared: the prepared objects, and the other objects of a checkpoint.
         accumulation: counts the micro-batches of a window.
+        hooks: what is called when the session prepares, steps and saves.
         transforms: the changes that `prepare` applies to every model.
         backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
         guards_first_steps: whether the first steps are still to be checked for mistakes.
-        replica_checker: compares replicas periodically, or None.
+        guard: checks the first steps for mistakes; None before it is needed.
         report: measures how this process spends its time, or None.
         tracking: the running trackers; None before `init_trackers`.
         saver: writes checkpoints while training continues; None before the first.
@@ -67,11 +72,12 @@ class Session:
         self.backend: Manifest = manifest
         self.precision: Precision = strategy.context.precision
         self.backward_reads_model = type(strategy).backward is not Strategy.backward
-        self.accumulation = Accumulation(gradient, strategy)
+        self.hooks = Hooks()
+        self.accumulation = Accumulation(gradient, strategy, self.hooks)
         self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)
         self.transforms: tuple[Transform, ...] = ()
         self.guards_first_steps = True
-        self.replica_checker: ReplicaChecker | None = None
+        self.guard: MisuseGuard | None = None
         self.report: StragglerReport | None = None
         self.tracking: TrackerGroup | None = None
         self.saver: BackgroundSaver | None = None
@@ -88,6 +94,18 @@ class Session:
             NoState: the state was reset.
         """
         return current.process()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Block in which this process saves; the hang report and the hooks are told."""
+        with PROGRESS.during("saving"):
+            for before_save in self.hooks.before_save:
+                before_save()
+            try:
+                yield
+            finally:
+                for after_save in self.hooks.after_save:
+                    after_save()
 
     def restore(self, remembered: dict[str, Any]) -> None:
         """Take over the prepared objects of a pickled session, which then count with this one's gradient state."""

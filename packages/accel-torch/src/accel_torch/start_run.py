@@ -9,7 +9,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
@@ -29,17 +29,17 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
-from accel_torch.observers import RUN_OBSERVERS, guard_first_steps, reporting, watching
+from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
 from accel_torch.session import Session
+from accel_torch.strategy_hooks import enter_hooks_of_strategy
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
-    from accel_torch.goodput import GoodputRecorder
 
-__all__ = ("WatchesCollectives", "leave", "start_run", "start_session", "transforms_of")
+__all__ = ("guard_first_steps", "leave", "start_run", "start_session", "transforms_of")
 
 
 def start_session(options: Options) -> Session:
@@ -49,33 +49,68 @@ def start_session(options: Options) -> Session:
         Conflict: an option differs from that of the active run.
         SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
-    for observer in RUN_OBSERVERS:
-        options = observer.configures(options)
+    for hook in PROCESS_HOOKS:
+        options = hook.configure(options)
     folder = options.project.project_dir or options.project.logging_dir
     if folder is not None:
         PROGRESS.writes_to(folder)
-    report = reporting(options)
-    session = Session(options, *start_run(options, (report, _account_of(options))))
+    _start_recorders(options)
+    report = None
+    if options.straggler_report:
+        from accel_torch.straggler import StragglerReport
+
+        report = StragglerReport()
+    hooks = [*([] if report is None else [report]), *PROCESS_HOOKS]
+    session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
     session.report = report
     session.transforms = transforms_of(options, session.state.parallelism_config)
-    session.replica_checker = watching(options, session.prepared, session.strategy)
+    enter_hooks_of_strategy(session)
+    for hook in hooks:
+        session.hooks.enter(hook)
+    if options.check_replicas_every:
+        from accel_torch.replicas import ReplicaChecker
+
+        session.hooks.enter(ReplicaChecker(options.check_replicas_every, session.prepared, session.strategy))
+    for hook in hooks:
+        hook.start(session)
     if session.state.num_processes > 1:
         guard_first_steps(session)
     return session
 
 
-def _account_of(options: Options) -> GoodputRecorder | None:
-    """The recorder of this process's time, or None. In a launched run, also start recording the ids of samples."""
+def guard_first_steps(session: Session) -> None:
+    """Check the first steps for mistakes; by default also compare replicas once. A repeated call does nothing.
+
+    One process has no such mistakes before `prepare`, which spares it the import.
+    """
+    if not session.guards_first_steps:
+        return
+    from accel_torch.misuse import MisuseGuard
+
+    session.guards_first_steps = False
+    several = session.strategy.context.process.world_size > 1
+    comparison = None
+    if session.options.check_replicas_every is None and several and session.backend.capabilities.equal_replicas:
+        from accel_torch.replicas import ReplicaComparison
+
+        comparison = ReplicaComparison(session.strategy, session.prepared)
+    session.guard = MisuseGuard(session.gradient, session.strategy, session.prepared, session.hooks, comparison)
+    session.hooks.enter(session.guard)
+    if several:
+        session.guard.watch_steps()
+
+
+def _start_recorders(options: Options) -> None:
+    """Record this process's time, if it is asked to, and in a launched run the ids of its samples."""
     if os.environ.get(STATUS_FOLDER):
         from accel_torch.samples_at_hand import record_samples
 
         record_samples()
-    if not options.goodput:
-        return None
-    from accel_torch.goodput import recorder_of
+    if options.goodput:
+        from accel_torch.goodput import record_goodput
 
-    return recorder_of(options)
+        record_goodput(options)
 
 
 _users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()
@@ -97,21 +132,12 @@ def _close(strategy: Strategy) -> None:
         strategy.close()
 
 
-class WatchesCollectives(Protocol):
-    """Measures the time of collectives."""
-
-    def watch_collectives(self) -> None:
-        """Measure the collectives of this process from now on; called before other objects refer to the process."""
-
-
-def start_run(
-    options: Options, watchers: Sequence[WatchesCollectives | None] = ()
-) -> tuple[AcceleratorState, GradientState, Strategy]:
+def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[AcceleratorState, GradientState, Strategy]:
     """Join the other processes, choose the backend and start the run; or return the run that is already active.
 
     Args:
         options: arguments of the Accelerator.
-        watchers: objects that measure the collectives of this process.
+        hooks: the hooks that the session will enter.
 
     Raises:
         Conflict: an option differs from that of the active run.
@@ -119,9 +145,8 @@ def start_run(
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
-    for watcher in watchers:
-        if watcher is not None:
-            watcher.watch_collectives()
+    for hook in hooks:
+        hook.start_process()
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,

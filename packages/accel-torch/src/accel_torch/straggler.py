@@ -9,6 +9,7 @@ import torch
 
 from accel_ops import gather_object
 from accel_state import current
+from accel_torch.hooks import Hook
 from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ("StragglerReport", "shares", "table")
 
 
-class StragglerReport:
+class StragglerReport(Hook):
     """Measures the loaders, models, backward passes, collectives and checkpoints of one Accelerator.
 
     If gradients are averaged, a backward pass ends with waiting, after this process has computed all its gradients. On
@@ -28,39 +29,41 @@ class StragglerReport:
 
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
+        self._gradient_hook: Any = None
 
-    def watch_collectives(self) -> None:
-        """Measure all collectives of this process from now on; called before other objects refer to the process."""
+    def start_process(self) -> None:
+        """Measure all collectives of this process from now on."""
         process = current.process()
         current.set_process(process._replace(transport=TimedTransport(process.transport, self.stopwatch)))
 
-    def watch_methods(self, accelerator: Any) -> None:
-        """Wrap methods of one Accelerator to measure them, so that other Accelerators have no overhead."""
-        accelerator.backward = self._backward(accelerator.backward)
-        for name in ("save", "save_model", "save_state", "wait_for_checkpoint"):
-            setattr(accelerator, name, self.stopwatch.timed("saving", getattr(accelerator, name)))
+    def before_backward(self, loss: Tensor) -> None:
+        """Measure a backward pass, and its end from when this process has computed its own gradients."""
+        if loss.requires_grad:
+            self._gradient_hook = loss.register_hook(_when_own_gradients_are_computed(self.stopwatch))  # type: ignore[no-untyped-call]
+        self.stopwatch.start("backward")
 
-    def _backward(self, backward: Any) -> Any:
-        stopwatch = self.stopwatch
+    def after_backward(self, loss: Tensor) -> None:
+        """End the measurement of a backward pass."""
+        self.stopwatch.stop()
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
+            self._gradient_hook = None
 
-        def timed(loss: Tensor, **kwargs: Any) -> None:
-            handle: Any = None
-            if loss.requires_grad:
-                handle = loss.register_hook(_when_own_gradients_are_computed(stopwatch))  # type: ignore[no-untyped-call]
-            with stopwatch.on("backward"):
-                backward(loss, **kwargs)
-            if handle is not None:
-                handle.remove()
+    def before_save(self) -> None:
+        """Measure a save."""
+        self.stopwatch.start("saving")
 
-        return timed
+    def after_save(self) -> None:
+        """End the measurement of a save."""
+        self.stopwatch.stop()
 
-    def watch_models(self, bundle: Bundle) -> None:
+    def after_prepare(self, session: Any, bundle: Bundle) -> None:
         """Measure the forward passes of newly prepared models."""
         for model in bundle.models:
             model.register_forward_pre_hook(lambda *_: self.stopwatch.start("forward"))
             model.register_forward_hook(lambda *_: self.stopwatch.stop(), always_call=True)
 
-    def watch_loader(self, loader: Any) -> None:
+    def loader_prepared(self, session: Any, loader: Any) -> None:
         """Measure the reading of a newly prepared loader."""
         if hasattr(loader, "source"):
             loader.source = TimedSource(loader.source, self.stopwatch)

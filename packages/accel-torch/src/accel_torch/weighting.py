@@ -16,6 +16,7 @@ import torch
 
 from accel_state.errors import SettingError
 from accel_state.protocol.call import PendingCall, start_all_gather_bytes
+from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +32,8 @@ _WEIGHTS: Final = struct.Struct("<dq")
 """The sum of a process's weights, and its number of micro-batches."""
 
 
-class TokenWeighting:
-    """The weights of the current window of micro-batches.
+class TokenWeighting(Hook):
+    """The weights of the current window of micro-batches; as a hook, it completes gradients before a step.
 
     Args:
         process: this process and its transport.
@@ -86,7 +87,7 @@ class TokenWeighting:
         """(sum of weights, number of micro-batches) over all processes, as last received."""
         return sum(weight for weight, _ in self._everyones), sum(count for _, count in self._everyones)
 
-    def complete(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's complete gradients by the sum of all weights, once a window.
 
         Raises:

@@ -35,7 +35,7 @@ class MissingName(type):
     def __new__(cls, name: str, package: Any, *subclass: Any) -> MissingName:
         """Create the class; a subclass of it raises."""
         if subclass:
-            package[0]._refuse(f"derive the class {name} from")
+            package[0]._refuse(f"derive the class {name} from")  # noqa: SLF001 - of the same class
         made = super().__new__(cls, name, (), {})
         made._package = package
         return made

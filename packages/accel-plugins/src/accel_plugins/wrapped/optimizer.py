@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from torch.optim import Optimizer
 
 from accel_plugins.precision.base import Closure, Precision
+from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_state.errors import NotOffered
 from accel_state.hang_report.progress import PROGRESS
 from accel_state.replaceable import Replaceable
@@ -21,16 +22,9 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
 
-__all__ = ("AcceleratedOptimizer", "EngineSteppedOptimizer", "SupportsStep", "inner_optimizer")
+__all__ = ("AcceleratedOptimizer", "EngineSteppedOptimizer", "inner_optimizer")
 
 Step = Callable[[Optimizer, "Closure | None"], bool]
-
-
-class SupportsStep(Protocol):
-    """An object that steps an optimizer: a strategy, a precision, or the stepper of an Accelerator, a layer above."""
-
-    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step; return False when the step was skipped."""
 
 
 class _Outcome(NamedTuple):
@@ -60,8 +54,9 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
             does.
         scaler: a gradient scaler for the step, used without strategy and precision.
         gradient: the gradient state: whether gradients are synchronised; None: the latest instance.
-        strategy: makes the step.
+        strategy: the strategy, which makes the step.
         precision: makes the step if there is no strategy.
+        step_hooks: what is called around each step; None: nothing.
 
     Attributes:
         steps_in_backward: whether the optimizer updates parameters during backward, as LOMO does; `step` then does
@@ -75,8 +70,9 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
         scaler: torch.amp.GradScaler | None = None,
         *,
         gradient: GradientState | None = None,
-        strategy: SupportsStep | None = None,
+        strategy: Any = None,
         precision: Precision | None = None,
+        step_hooks: StepHooks | None = None,
     ) -> None:
         if gradient is None:
             from accel_state.gradient import GradientState
@@ -86,9 +82,9 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
         self.device_placement = device_placement
         self.scaler = scaler if scaler is not None or precision is None else precision.scaler
         self.gradient_state = gradient
-        stepper = strategy or precision
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
-        self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepper, scaler)
+        self.step_hooks = StepHooks() if step_hooks is None or self.steps_in_backward else step_hooks
+        self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(strategy, precision, scaler)
         self._outcome: _Outcome | SteppedOnDevice = _STEPPED
         self._steps = 0
 
@@ -153,7 +149,8 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
         own: Any = self.__dict__
         if not own["gradient_state"].sync_gradients:
             return None
-        if closure is not None:
+        hooks = own["step_hooks"]
+        if hooks.before_step or hooks.after_step or closure is not None:
             return self._step_with(closure)
         stepped = own["_step"](own["optimizer"], None)
         own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
@@ -163,9 +160,15 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
             PROGRESS.steps = PROGRESS.shared[1] = steps
         return None
 
-    def _step_with(self, closure: Closure) -> Any:
-        losses: list[Any] = []
-        self._outcome = _outcome_of(self._step(self.optimizer, _recording(closure, losses)))
+    def _step_with(self, closure: Closure | None) -> Any:
+        """Step with the hooks, or with a closure."""
+        optimizer, hooks, losses = self.optimizer, self.step_hooks, []  # type: tuple[Optimizer, StepHooks, list[Any]]
+        for before_step in hooks.before_step:
+            before_step(optimizer)
+        stepped = self._step(optimizer, None if closure is None else _recording(closure, losses))
+        self._outcome = _outcome_of(stepped)
+        for after_step in hooks.after_step:
+            after_step(optimizer, stepped)
         self._count_step()
         return losses[0] if losses else None
 
@@ -226,12 +229,13 @@ class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy does not include the run: after unpickling, the optimizer steps without a strategy.
-        state = {name: value for name, value in self.__dict__.items() if name != "_step"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_step", "step_hooks")}
         return {**state, "_outcome": _Outcome(self.step_was_skipped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, self.scaler)
+        self.step_hooks = StepHooks()
+        self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, None, self.scaler)
 
 
 class EngineSteppedOptimizer(AcceleratedOptimizer):
@@ -292,10 +296,12 @@ def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) ->
     return True
 
 
-def _step_of(stepper: SupportsStep | Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
-    """The object that steps: strategy or precision, else a plain step or one with a scaler."""
-    if stepper is not None:
-        return stepper.step
+def _step_of(strategy: Any, precision: Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
+    """The method that steps: of the strategy or the precision, else a plain step or one with a scaler."""
+    if strategy is not None:
+        return strategy.step  # type: ignore[no-any-return]
+    if precision is not None:
+        return precision.step
     if scaler is None:
         return Precision().step
     from accel_plugins.precision.scaling import scaled_step

@@ -41,6 +41,7 @@ from accel_torch.options import (
     those_given,
     trackers_asked,
 )
+from accel_torch.start_run import start_session
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -165,7 +166,7 @@ class Accelerator(
         }
         loader = loader_configuration(dataloader_config, moved)
         project = project_configuration(project_config, project_dir)
-        self._begin(
+        self.session = start_session(
             Options(
                 cpu=cpu,
                 mixed_precision=precision_given(mixed_precision),

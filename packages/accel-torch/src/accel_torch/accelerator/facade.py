@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from accel_torch.observers import RUN_OBSERVERS
 from accel_torch.start_run import start_session
 
 if TYPE_CHECKING:
@@ -44,14 +43,6 @@ class Facade:
     def gradient_state(self, gradient: GradientState) -> None:
         self.session.gradient = gradient
 
-    def _begin(self, options: Options) -> None:
-        """Join the run of this process."""
-        self.session = start_session(options)
-        if self.session.report is not None:
-            self.session.report.watch_methods(self)
-        for observer in RUN_OBSERVERS:
-            observer.begins(self)
-
     def __copy__(self) -> Facade:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -69,6 +60,6 @@ class Facade:
 
 def _taking_part(kind: type[Facade], options: Options, remembered: dict[str, Any]) -> Facade:
     accelerator = kind.__new__(kind)
-    accelerator._begin(options)
+    accelerator.session = start_session(options)
     accelerator.session.restore(remembered)
     return accelerator

@@ -64,7 +64,7 @@ class SavingMixin(Facade):
         """
         from accel_torch.saving import save_state
 
-        with PROGRESS.during("saving"):
+        with self.session.saving():
             return save_state(self.session, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
@@ -82,7 +82,7 @@ class SavingMixin(Facade):
         """
         from accel_torch.saving import wait
 
-        with PROGRESS.during("saving"):
+        with self.session.saving():
             wait(self.session)
 
     def load_state(
@@ -147,7 +147,7 @@ class SavingMixin(Facade):
         """
         from accel_torch.weights import save_model
 
-        with PROGRESS.during("saving"):
+        with self.session.saving():
             save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
 
     def load_weights(
@@ -202,7 +202,7 @@ class SavingMixin(Facade):
         """
         from accel_plugins.checkpoint.pickled import save
 
-        with PROGRESS.during("saving"):
+        with self.session.saving():
             save(obj, f, self.session.options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

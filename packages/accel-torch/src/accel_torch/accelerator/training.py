@@ -205,7 +205,7 @@ class TrainingMixin(Facade):
             ...         optimizer.zero_grad()
         """
         accumulation = self.session.accumulation
-        if accumulation.only_counts and weight is None:
+        if accumulation.only_counts and weight is None and not accumulation.hooks.begin_micro_batch:
             return accumulation
         block = MicroBatch()
         block.accumulation, block.models = accumulation, models
@@ -227,23 +227,34 @@ class TrainingMixin(Facade):
             >>> accelerator.backward(loss)
         """
         session = self.session
-        accumulation = session.accumulation
+        accumulation, hooks = session.accumulation, session.hooks
         try:
-            if accumulation.plain and not kwargs:
-                # What the other branches come to, without their calls.
+            if accumulation.plain and not (kwargs or hooks.before_backward or hooks.after_backward):
+                # What the other branch comes to, without its calls.
                 steps = accumulation.gradient.plugin.num_steps or 1
                 (loss if steps == 1 else loss / steps).backward()  # type: ignore[no-untyped-call]
-            elif session.prepared.steps_in_backward or "learning_rate" in kwargs:
-                self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             else:
-                share = accumulation.share(loss)
-                model = session.prepared.only_model() if session.backward_reads_model else None
-                session.strategy.backward(share, model, **kwargs)
+                self._backward_with_hooks(loss, kwargs)
         except RuntimeError as error:
             from accel_state.uncaught import explain_backend_error
 
             explain_backend_error(error)
             raise
+
+    def _backward_with_hooks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
+        session = self.session
+        for before_backward in session.hooks.before_backward:
+            before_backward(loss)
+        try:
+            if session.prepared.steps_in_backward or "learning_rate" in kwargs:
+                self.lomo_backward(loss, kwargs.pop("learning_rate", None))
+            else:
+                scaled = session.accumulation.scale_loss(loss)
+                model = session.prepared.only_model() if session.backward_reads_model else None
+                session.strategy.backward(scaled, model, **kwargs)
+        finally:
+            for after_backward in session.hooks.after_backward:
+                after_backward(loss)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
         """Compute gradients and update each parameter as soon as its gradient exists, with a prepared LOMO optimizer.
@@ -496,8 +507,8 @@ class TrainingMixin(Facade):
         used = None if scaler is None else self.session.precision.scaler
         for optimizer in self.session.prepared.optimizers:
             optimizer.scaler = used
-        if self.session.accumulation.guard is not None:
-            self.session.accumulation.guard.watch_scaler(used)
+        if self.session.guard is not None:
+            self.session.guard.watch_scaler(used)
 
     @property
     def device_placement(self) -> bool:

@@ -45,7 +45,7 @@ class Dropout:
         """Replace the functions of torch until the process ends."""
         functional: Any = nn.functional
         for name in _FUNCTIONS:
-            setattr(functional, name, self._controlled(getattr(functional, name)))
+            setattr(nn.functional, name, self._controlled(getattr(nn.functional, name)))
         torch.dropout = self._controlled(torch.dropout)
         attention = functional.scaled_dot_product_attention
 

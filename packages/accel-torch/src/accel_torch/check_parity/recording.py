@@ -27,25 +27,27 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from accel_plugins.layers import strategy_model
 from accel_plugins.parameters import canonical_name
 from accel_plugins.shards import Shards
+from accel_plugins.single.strategy import SingleStrategy
 from accel_plugins.strategy import Strategy
 from accel_torch.check_parity.dropout import Dropout, without_recurrent_dropout
 from accel_torch.check_parity.notes import ParityTask, RunFacts, RunNotes, StepNotes, batch_file, joined, step_file
 from accel_torch.check_parity.tolerances import elements_per_row
 from accel_torch.check_parity.variation import Variation, states
 from accel_torch.check_resume.digests import sample_digests
+from accel_torch.hooks import Hook
 from accel_torch.observed_runs import StopRun, run_script
-from accel_torch.observers import RunObserver
 from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:
-    from accel_torch.accelerator import Accelerator
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.context import Context
     from accel_torch.options import Options
     from accel_torch.session import Session
 
 __all__ = ("ParityRecorder", "main")
 
 
-class ParityRecorder(RunObserver):
+class ParityRecorder(Hook):
     """Records what one process of a run computes.
 
     Args:
@@ -56,7 +58,7 @@ class ParityRecorder(RunObserver):
 
     def __init__(self, task: ParityTask, variation: Variation, dropout: Dropout) -> None:
         self._task, self._variation, self._dropout = task, variation, dropout
-        self._accelerator: weakref.ref[Accelerator] | None = None
+        self._session: weakref.ref[Session] | None = None
         self._facts = RunFacts()
         self._note = StepNotes(0)
         self._step = 0
@@ -71,9 +73,9 @@ class ParityRecorder(RunObserver):
         self._watch_clipping()
         self._watch_modules()
 
-    # ------------------------------------------------------------------ called by the Accelerator and its loaders
+    # ------------------------------------------------------------------ called by the session and its loaders
 
-    def configures(self, options: Options) -> Options:
+    def configure(self, options: Options) -> Options:
         """In the run of one process, remove all settings of the plan."""
         if not self._task.is_reference:
             return options
@@ -83,15 +85,14 @@ class ParityRecorder(RunObserver):
             backend="single", backend_config=None, backends={}, plugins=plugins, parallelism_config=None
         )
 
-    def begins(self, accelerator: Accelerator) -> None:
-        """Record a new Accelerator, and attach to its methods."""
-        self._accelerator = weakref.ref(accelerator)
-        strategy = accelerator.session.strategy
-        strategy.on_gradients = self._engine_steps
+    def start(self, session: Session) -> None:
+        """Record a new session."""
+        self._session = weakref.ref(session)
         planned = RunNotes(Path(self._task.plan)).ranks[0] if self._task.is_reference else None
         if planned is not None and planned.reads_loader:
-            own = Shards(planned.data_count, 0)
-            strategy.shards = lambda: own  # type: ignore[method-assign]
+            session.strategy = _OneOfMany(session.strategy.context, Shards(planned.data_count, 0))
+        strategy = session.strategy
+        strategy.on_gradients = self._engine_steps
         shards = strategy.shards()
         process = strategy.context.process
         self._facts = dataclasses.replace(
@@ -100,59 +101,47 @@ class ParityRecorder(RunObserver):
             world=process.world_size,
             data=shards.index,
             data_count=shards.count,
-            accumulation=accelerator.gradient_accumulation_steps,
-            precision=str(accelerator.mixed_precision),
-        )
-        backward, clip, remember = (
-            accelerator.backward,
-            accelerator.clip_grad_norm_,
-            accelerator.session.prepared.remember,
+            accumulation=session.gradient.num_steps,
+            precision=str(session.state.mixed_precision),
         )
 
-        def noted_backward(loss: Any, *arguments: Any, **options: Any) -> Any:
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                self._note.losses.append(float(_complete(loss)))
-            return backward(loss, *arguments, **options)
+    def before_backward(self, loss: Any) -> None:
+        """Record a loss."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._note.losses.append(float(_complete(loss)))
 
-        def noted_clip(*arguments: Any, **options: Any) -> Any:
-            unscale_gradients(accelerator.session)
-            self._before_clipping()
-            self._clipping = True
-            try:
-                norm = clip(*arguments, **options)
-            finally:
-                self._clipping = False
-            if norm is not None:
-                self._note.norms.append(float(_complete(norm) if isinstance(norm, Tensor) else norm))
-            return norm
+    def before_clip(self, session: Session) -> None:
+        """Record the gradients before they are clipped."""
+        unscale_gradients(session)
+        self._before_clipping()
+        self._clipping = True
 
-        def noted_remember(bundle: Any) -> None:
-            remember(bundle)
-            for model in bundle.models:
-                self._follow(model)
+    def after_clip(self, norm: Any) -> None:
+        """Record their norm."""
+        self._clipping = False
+        if norm is not None:
+            self._note.norms.append(float(_complete(norm) if isinstance(norm, Tensor) else norm))
 
-        accelerator.backward = noted_backward  # type: ignore[method-assign]
-        accelerator.clip_grad_norm_ = noted_clip  # type: ignore[method-assign]
-        accelerator.session.prepared.remember = noted_remember  # type: ignore[method-assign]
+    def after_prepare(self, session: Session, bundle: Bundle) -> None:
+        """Record what the modules of prepared models compute."""
+        for model in bundle.models:
+            self._follow(model)
 
     def loader_prepared(self, session: Session, loader: Any) -> None:
-        """Attach to a prepared loader, to be called between its batches."""
+        """Attach to a prepared loader."""
         if not hasattr(loader, "between_batches"):
             return
-        number, before, pauses = self._facts.loaders, loader.between_batches, loader.pauses
+        follower = _LoaderFollower(self, self._facts.loaders, loader)
         self._facts.loaders += 1
-
-        def between(first: bool) -> None:
-            if before is not None and (pauses is None or pauses.used):
-                before(first)
-            if not first:
-                self._step_ends()
-
-        loader.between_batches, loader.pauses = between, None
-        follower = _LoaderFollower(self, number, loader)
+        session.pauses.used = True
         loader.observer = follower
         if self._task.is_reference:
             loader.device_transfer = follower.replaced
+
+    def after_boundary(self, loader: Any, first: bool) -> None:
+        """Record the state after a step."""
+        if not first:
+            self._step_ends()
 
     def epoch_begins(self) -> None:
         """Record the state before the first step."""
@@ -243,19 +232,17 @@ class ParityRecorder(RunObserver):
 
     @property
     def _strategy(self) -> Strategy:
-        return self._living.session.strategy
+        return self._living.strategy
 
     @property
-    def _living(self) -> Accelerator:
-        accelerator = None if self._accelerator is None else self._accelerator()
-        if accelerator is None:
+    def _living(self) -> Session:
+        session = None if self._session is None else self._session()
+        if session is None:
             raise StopRun
-        return accelerator
+        return session
 
     def _models(self) -> list[tuple[str, nn.Module]]:
-        return [
-            (_prefix(index), strategy_model(model)) for index, model in enumerate(self._living.session.prepared.models)
-        ]
+        return [(_prefix(index), strategy_model(model)) for index, model in enumerate(self._living.prepared.models)]
 
     def _gradients(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -341,11 +328,9 @@ class ParityRecorder(RunObserver):
         self._stepped = False
         self._step += 1
         note = self._note
-        note.rates = [
-            float(group["lr"]) for one in self._living.session.prepared.optimizers for group in one.param_groups
-        ]
+        note.rates = [float(group["lr"]) for one in self._living.prepared.optimizers for group in one.param_groups]
         note.parameters, note.buffers = self._parameters(), self._buffers()
-        self._facts.optimizers = len(self._living.session.prepared.optimizers)
+        self._facts.optimizers = len(self._living.prepared.optimizers)
         self._facts.without_gradient = sorted(self._held - self._used)
         self._write()
         self._continue_from_plan()
@@ -370,7 +355,7 @@ class ParityRecorder(RunObserver):
 
     def ends(self) -> None:
         """Record the last step of a script that reached its end."""
-        if self._accelerator is not None and self._accelerator() is not None:
+        if self._session is not None and self._session() is not None:
             with contextlib.suppress(StopRun):
                 self._step_ends()
         self._write_facts()
@@ -407,6 +392,17 @@ class ParityRecorder(RunObserver):
             return norm
 
         nn.utils.clip_grad_norm_ = noted
+
+
+class _OneOfMany(SingleStrategy):
+    """The strategy of the one process, whose loaders have the shape of one shard of the plan's data."""
+
+    def __init__(self, context: Context, own: Shards) -> None:
+        super().__init__(context)
+        self._own = own
+
+    def shards(self) -> Shards:
+        return self._own
 
 
 class _LoaderFollower:

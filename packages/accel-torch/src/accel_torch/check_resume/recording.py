@@ -8,6 +8,7 @@ loader that is trained on, when all work of the step is complete and the script'
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import weakref
@@ -17,21 +18,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel_plugins.layers import extract_model_from_parallel
+from accel_plugins.prepared import add_hook
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.hang_report.progress import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
+from accel_torch.hooks import Hook
+from accel_torch.loading import load_state
 from accel_torch.observed_runs import StopRun, run_script
-from accel_torch.observers import RunObserver
+from accel_torch.saving import save_state
 
 if TYPE_CHECKING:
-    from accel_torch.accelerator import Accelerator
+    from accel_torch.options import Options
     from accel_torch.session import Session
 
 __all__ = ("RunRecorder", "main")
 
 
-class RunRecorder(RunObserver):
+class RunRecorder(Hook):
     """Records what one process of a run computes.
 
     Args:
@@ -41,7 +46,8 @@ class RunRecorder(RunObserver):
 
     def __init__(self, task: Task, script: str) -> None:
         self.task, self.script = task, script
-        self._accelerators: list[weakref.ref[Accelerator]] = []
+        self._sessions: list[weakref.ref[Session]] = []
+        self._names_automatically = False
         self._samples: list[tuple[int, int, list[str]]] = []
         self._losses: list[float] = []
         self._gradients: dict[str, str] = {}
@@ -63,80 +69,66 @@ class RunRecorder(RunObserver):
         """Steps since the start of the uninterrupted run."""
         return self.task.resumed_at + self._steps
 
-    # ------------------------------------------------------------------ called by the Accelerator and its loaders
+    # ------------------------------------------------------------------ called by the sessions and their loaders
 
-    def begins(self, accelerator: Accelerator) -> None:
-        """Record a new Accelerator."""
-        self._accelerators.append(weakref.ref(accelerator))
-        if self.task.resumes:
-            accelerator.register_load_state_pre_hook(self._before_load)
-        backward = accelerator.backward
-
-        def noted(loss: Any, *arguments: Any, **options: Any) -> Any:
-            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                self._losses.append(float(loss.detach()))
-            return backward(loss, *arguments, **options)
-
-        accelerator.backward = noted  # type: ignore[method-assign]
-        self._lead_checkpoints(accelerator)
-
-    def _lead_checkpoints(self, accelerator: Accelerator) -> None:
-        """Use another folder for automatic checkpoint names than the script's project.
+    def configure(self, options: Options) -> Options:
+        """Disable automatic names of checkpoints, for which `folder_to_save` and `folder_to_load` have other folders.
 
         In the project's folder, the uninterrupted run could find checkpoints of earlier runs, and the resumed run could
         load one of them.
         """
-        project = accelerator.session.options.project
-        load, save = accelerator.load_state, accelerator.save_state
+        project = dataclasses.replace(options.project, automatic_checkpoint_naming=False)
+        self._names_automatically = options.project.automatic_checkpoint_naming
+        return options._replace(project=project)
 
-        def load_state(input_dir: Any = None, *arguments: Any, **options: Any) -> Any:
-            automatic = input_dir is None and project.automatic_checkpoint_naming
-            if automatic and not self.task.resumes and options.get("missing_ok"):
-                return None
-            return load(self.task.checkpoint if automatic and self.task.resumes else input_dir, *arguments, **options)
+    def start(self, session: Session) -> None:
+        """Record a new session."""
+        self._sessions.append(weakref.ref(session))
+        if self.task.resumes:
+            add_hook(session.prepared.load_hooks, self._before_load)
 
-        def save_state(output_dir: Any = None, *arguments: Any, **options: Any) -> Any:
-            if not project.automatic_checkpoint_naming:
-                return save(output_dir, *arguments, **options)
-            self._saves += 1
-            given = output_dir or Path(self.task.notes, f"checkpoint_{self._saves}")
-            project.automatic_checkpoint_naming = False
-            try:
-                return save(given, *arguments, **options)
-            finally:
-                project.automatic_checkpoint_naming = True
+    def before_backward(self, loss: Any) -> None:
+        """Record a loss."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(float(loss.detach()))
 
-        accelerator.load_state = load_state  # type: ignore[method-assign]
-        accelerator.save_state = save_state  # type: ignore[method-assign]
+    def folder_to_load(self, session: Session, input_dir: Any) -> Any:
+        """The checkpoint of the task in a resumed run, and no checkpoint in the uninterrupted one."""
+        if input_dir is not None or not self._names_automatically:
+            return input_dir
+        return self.task.checkpoint if self.task.resumes else Path(self.task.notes, "checkpoint_0")
+
+    def folder_to_save(self, session: Session, output_dir: Any) -> Any:
+        """A folder beside the notes."""
+        if output_dir is not None or not self._names_automatically:
+            return output_dir
+        self._saves += 1
+        return Path(self.task.notes, f"checkpoint_{self._saves}")
 
     def loader_prepared(self, session: Session, loader: Any) -> None:
-        """Attach to a prepared loader, to be called between its batches."""
-        if not hasattr(loader, "between_batches"):
+        """Attach to a prepared loader."""
+        if hasattr(loader, "between_batches"):
+            session.pauses.used = True
+            loader.observer = _Observer(self, session, len(session.prepared.loaders), loader.progress, self._steps)
+
+    def after_boundary(self, loader: Any, first: bool) -> None:
+        """Save if it is asked to, and record the state after a step."""
+        observer = loader.observer
+        session = observer.session() if isinstance(observer, _Observer) else None
+        if session is None:
             return
-        living = [accelerator for reference in self._accelerators if (accelerator := reference()) is not None]
-        accelerator = next(one for one in living if one.session is session)
-        number = len(accelerator.session.prepared.loaders)
-        before, pauses, steps = loader.between_batches, loader.pauses, self._steps
-
-        def between(first: bool) -> None:
-            nonlocal steps
-            if before is not None and (pauses is None or pauses.used):
-                before(first)
-            trained = not first and self._steps > steps and accelerator.gradient_state.sync_gradients
-            steps = self._steps
-            if self._to_save is not None and not first:
-                if trained:
-                    raise SystemExit(
-                        "check-resume: the script steps after each batch: it has no window. Remove --in_window."
-                    )
-                self._save(accelerator, self._to_save)
+        trained = not first and self._steps > observer.steps and session.gradient.sync_gradients
+        observer.steps = self._steps
+        if self._to_save is not None and not first:
             if trained:
-                self._after_step(accelerator)
+                raise SystemExit(
+                    "check-resume: the script steps after each batch: it has no window. Remove --in_window."
+                )
+            self._save(session, self._to_save)
+        if trained:
+            self._after_training_step(session)
 
-        loader.between_batches, loader.pauses = between, None
-        loader.observer = _Observer(self, accelerator, number, loader.progress)
-
-    def epoch_begins(self, accelerator: Accelerator) -> None:
+    def epoch_begins(self, session: Session) -> None:
         """Load the checkpoint unless the script does it, and record the state before the first step."""
         if self._begun:
             return
@@ -148,14 +140,14 @@ class RunRecorder(RunObserver):
                     f"{self.task.resume_arguments}."
                 )
             # The generators of processes are not restored on another number of processes.
-            allowed = () if accelerator.num_processes == self.task.saved_on else ("random_states",)
-            accelerator.load_state(self.task.checkpoint, allow_missing=allowed)
+            allowed = () if session.state.num_processes == self.task.saved_on else ("random_states",)
+            load_state(session, self.task.checkpoint, {"allow_missing": allowed})
         # Loading may step an optimizer with zero gradients to create its states.
         self._plain_steps.clear()
         self._gradients = {}
-        note = {"step": self.step, "loaded": self.task.resumes, "pieces": self._state_of(accelerator)}
+        note = {"step": self.step, "loaded": self.task.resumes, "pieces": self._state_of(session)}
         if self.task.resumes:
-            note |= {"fresh": self._fresh, "full": state_pieces(accelerator.session, full=True)}
+            note |= {"fresh": self._fresh, "full": state_pieces(session, full=True)}
         self._write(note)
 
     def batch_given(self, number: int, epoch: int, batch: Any) -> None:
@@ -166,13 +158,13 @@ class RunRecorder(RunObserver):
 
     def _before_load(self, models: Any, folder: str) -> None:
         self._loaded = True
-        accelerator = self._accelerators[-1]()
-        if accelerator is not None:
-            self._fresh = self._state_of(accelerator)
+        session = self._sessions[-1]()
+        if session is not None:
+            self._fresh = self._state_of(session)
 
     def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        accelerator = self._accelerators[-1]() if self._accelerators else None
-        name_of = None if accelerator is None else accelerator.session.prepared.parameter_name
+        session = self._sessions[-1]() if self._sessions else None
+        name_of = None if session is None else session.prepared.parameter_name
         gradients = {}
         for group, options in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(options["params"]):
@@ -184,15 +176,15 @@ class RunRecorder(RunObserver):
     def _after_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._plain_steps[id(optimizer)] = self._plain_steps.get(id(optimizer), 0) + 1
 
-    def _after_step(self, accelerator: Accelerator) -> None:
+    def _after_training_step(self, session: Session) -> None:
         step = self.step
-        prepared = accelerator.session.prepared
-        pieces = {**self._state_of(accelerator), "gradients": self._gradients}
+        prepared = session.prepared
+        pieces = {**self._state_of(session), "gradients": self._gradients}
         note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
         last = step >= self.task.last_step
         if last:
-            known = [accelerator, *prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
-            known += [*prepared.models, *map(accelerator.unwrap_model, prepared.models)]
+            known = [*prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
+            known += [*prepared.models, *map(extract_model_from_parallel, prepared.models)]
             known += [inner_optimizer(item) for item in prepared.optimizers]
             known += [getattr(item, "scheduler", item) for item in prepared.schedulers]
             note["variables"] = variables_of(sys._getframe(), self.script, known)
@@ -201,22 +193,22 @@ class RunRecorder(RunObserver):
         if step in self.task.save_at:
             self._to_save = step
             if not self.task.in_window:
-                self._save(accelerator, step)
+                self._save(session, step)
         if last:
             raise StopRun
 
-    def _save(self, accelerator: Accelerator, step: int) -> None:
+    def _save(self, session: Session, step: int) -> None:
         """Save the checkpoint of a step; it includes the batches read since."""
         self._to_save = None
         self._samples, self._losses = [], []
-        full = state_pieces(accelerator.session, full=True)
-        self._write({"step": step, "saved": True, "pieces": self._state_of(accelerator), "full": full})
-        accelerator.save_state(self.task.folder_of(step))
+        full = state_pieces(session, full=True)
+        self._write({"step": step, "saved": True, "pieces": self._state_of(session), "full": full})
+        save_state(session, self.task.folder_of(step), safe_serialization=True)
 
-    def _state_of(self, accelerator: Accelerator) -> Pieces:
+    def _state_of(self, session: Session) -> Pieces:
         """Digests of the state that this process saves in a checkpoint, and the positions of its loaders."""
-        pieces = state_pieces(accelerator.session, full=False)
-        prepared = accelerator.session.prepared
+        pieces = state_pieces(session, full=False)
+        prepared = session.prepared
         for index, loader in enumerate(prepared.loaders):
             if hasattr(loader, "progress"):
                 at = loader.progress
@@ -228,8 +220,8 @@ class RunRecorder(RunObserver):
         return pieces
 
     def _write(self, note: dict[str, Any]) -> None:
-        accelerator = self._accelerators[-1]()
-        rank = 0 if accelerator is None else accelerator.process_index
+        session = self._sessions[-1]()
+        rank = 0 if session is None else session.process.rank
         with Path(self.task.notes, f"rank_{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
 
@@ -239,14 +231,14 @@ class _Observer:
 
     waits = None
 
-    def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
-        self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
-        self._number, self._progress = number, progress
+    def __init__(self, recorder: RunRecorder, session: Session, number: int, progress: Any, steps: int) -> None:
+        self._recorder, self.session = recorder, weakref.ref(session)
+        self._number, self._progress, self.steps = number, progress, steps
 
     def epoch_begins(self) -> None:
-        accelerator = self._accelerator()
-        if accelerator is not None:
-            self._recorder.epoch_begins(accelerator)
+        session = self.session()
+        if session is not None:
+            self._recorder.epoch_begins(session)
 
     def epoch_ends(self) -> None:
         pass

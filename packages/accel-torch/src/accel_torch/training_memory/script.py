@@ -7,6 +7,7 @@ Each fork continues the script until the end of its second optimizer step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import sys
@@ -25,17 +26,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.parameters import rebind
+from accel_plugins.single.strategy import SingleStrategy
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import AccelError, SettingError
+from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.observed_runs import StopRun, run_script
-from accel_torch.observers import RUN_OBSERVERS, RunObserver
 from accel_torch.training_memory import estimating
 from accel_torch.training_memory.comparison import ModelFacts, PlanComparison, model_facts
 from accel_torch.training_memory.plans import TrainingPlan
 from accel_torch.training_memory.trial import RankMemory, Trial, naming_values
 
 if TYPE_CHECKING:
+    from accel_plugins.context import Context
     from accel_torch.options import Options
+    from accel_torch.session import Session
 
 __all__ = ("compare_plans_of_script",)
 
@@ -62,35 +66,35 @@ def compare_plans_of_script(
     if not Path(script).is_file():
         raise SettingError(failure, "There is no such file.", "Give the path of a training script.")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    observer = _ScriptObserver(failure, compare, mixed_precision, mode, rank)
+    hook = _CompareAtPrepare(failure, compare, mixed_precision, mode, rank)
     arguments_before, path_before = sys.argv, list(sys.path)
     try:
         # The output of the script is not part of the report.
         with estimating(), naming_values(), contextlib.redirect_stdout(sys.stderr), _parameters_without_values(mode):
-            run_script(script, arguments, observer)
+            run_script(script, arguments, hook)
     except BaseException as error:
-        if observer.fork is not None:
-            observer.fork.send(error)
+        if hook.fork is not None:
+            hook.fork.send(error)
         raise
     finally:
-        RUN_OBSERVERS.remove(observer)
+        PROCESS_HOOKS.remove(hook)
         sys.argv, sys.path[:] = arguments_before, path_before
-    if observer.fork is not None:
-        observer.fork.send(
+    if hook.fork is not None:
+        hook.fork.send(
             SettingError(
                 failure,
                 "The script ends before the second step of a prepared optimizer.",
                 "Let it train for two steps: the first one creates the optimizer states.",
             )
         )
-    if observer.found is None:
+    if hook.found is None:
         raise SettingError(
             failure, "The script never calls accelerator.prepare() with a model.", "Prepare the model that you train."
         )
-    return observer.found
+    return hook.found
 
 
-class _ScriptObserver(RunObserver):
+class _CompareAtPrepare(Hook):
     """Compares the plans when the script prepares its first model; `fork` runs the trial of one plan in a fork."""
 
     def __init__(self, failure: str, compare: _Compare, mixed_precision: str, mode: FakeTensorMode, rank: int) -> None:
@@ -100,7 +104,7 @@ class _ScriptObserver(RunObserver):
         self.found: PlanComparison | None = None
         self.fork: _Fork | None = None
 
-    def configures(self, options: Options) -> Options:
+    def configure(self, options: Options) -> Options:
         """Remove the script's own plan."""
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         return options._replace(
@@ -115,27 +119,24 @@ class _ScriptObserver(RunObserver):
             log_with=(),
         )
 
-    def begins(self, accelerator: Any) -> None:
-        """Compare the plans before the script prepares objects."""
-        prepare = accelerator._prepare
-        # It compares values.
-        accelerator.session.guards_first_steps = False
+    def start(self, session: Session) -> None:
+        """Do not check the first steps, which compares values."""
+        session.guards_first_steps = False
 
-        def prepare_after_plans(objects: Sequence[Any], *further: Any) -> Any:
-            if self.fork is None and Bundle.of(objects).models:
-                try:
-                    facts: Any = self._in_fork(accelerator, None)
-                    self.found = self._compare(facts, lambda plan: self._in_fork(accelerator, plan))
-                except _Forked as forked:
-                    self.fork = forked.fork
-                    self.fork.begin()
-                else:
-                    raise StopRun
-            return prepare(objects, *further)
+    def before_prepare(self, session: Session, bundle: Bundle) -> None:
+        """Compare the plans before the script prepares its first model."""
+        if self.fork is not None or not bundle.models:
+            return
+        try:
+            facts: Any = self._in_fork(session, None)
+            self.found = self._compare(facts, lambda plan: self._in_fork(session, plan))
+        except _Forked as forked:
+            self.fork = forked.fork
+            self.fork.begin()
+        else:
+            raise StopRun
 
-        accelerator._prepare = prepare_after_plans
-
-    def _in_fork(self, accelerator: Any, plan: TrainingPlan | None) -> Any:
+    def _in_fork(self, session: Session, plan: TrainingPlan | None) -> Any:
         """The result of a fork; raises `_Forked` in the fork itself."""
         read, write = os.pipe()
         sys.stderr.flush()
@@ -145,7 +146,7 @@ class _ScriptObserver(RunObserver):
             number = os.fork()
         if number == 0:
             os.close(read)
-            raise _Forked(_Fork(write, accelerator, plan, Trial(plan or TrainingPlan(), self._rank, self._mode)))
+            raise _Forked(_Fork(write, session, plan, Trial(plan or TrainingPlan(), self._rank, self._mode)))
         os.close(write)
         with open(read, "rb") as pipe:
             sent = pipe.read()
@@ -156,6 +157,28 @@ class _ScriptObserver(RunObserver):
         if isinstance(found, str):
             raise SettingError(self._failure, f"The script fails: {found}.", "Run it alone first.")
         return found
+
+
+class _TrialStrategy(SingleStrategy):
+    """The strategy of a fork, which trains without values.
+
+    Args:
+        context: the context of the script's strategy.
+        fork: the fork.
+    """
+
+    def __init__(self, context: Context, fork: _Fork) -> None:
+        super().__init__(context)
+        self._fork = fork
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        return self._fork.setup(bundle)
+
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return self._fork.no_sync()
+
+    def wrap_loader(self, loader: Any) -> Any:
+        return _BatchesWithoutValues(loader, self._fork.batch_without_values)
 
 
 class _Forked(BaseException):
@@ -171,13 +194,13 @@ class _Fork:
 
     Args:
         write: the write end of a pipe.
-        accelerator: the script's Accelerator.
+        session: the session of the script's Accelerator.
         plan: the plan; None for the facts about the model.
         trial: the trial of the plan.
     """
 
-    def __init__(self, write: int, accelerator: Any, plan: TrainingPlan | None, trial: Trial) -> None:
-        self._write, self._accelerator, self._plan, self._trial = write, accelerator, plan, trial
+    def __init__(self, write: int, session: Session, plan: TrainingPlan | None, trial: Trial) -> None:
+        self._write, self._session, self._plan, self._trial = write, session, plan, trial
         # Weak references, since full parameters are freed when they are sharded.
         self._replaced: Any = WeakTensorKeyDictionary()
         self._contexts = contextlib.ExitStack()
@@ -197,11 +220,9 @@ class _Fork:
         if self._plan is None:
             self._contexts.enter_context(self._operations)
         else:
-            self._accelerator.gradient_accumulation_steps = min(self._plan.accumulation, 2)
-        strategy = self._accelerator.session.strategy
-        strategy.setup = self._setup
-        strategy.no_sync = lambda _: self._trial.no_sync()
-        strategy.wrap_loader = lambda loader: _BatchesWithoutValues(loader, self._batch_without_values)
+            gradient = self._session.gradient
+            gradient.plugin = dataclasses.replace(gradient.plugin, num_steps=min(self._plan.accumulation, 2))
+        self._session.strategy = _TrialStrategy(self._session.strategy.context, self)
 
     def send(self, found: Any) -> NoReturn:
         """Send the result, and exit."""
@@ -211,7 +232,12 @@ class _Fork:
             pipe.write(pickle.dumps(found))
         os._exit(0)
 
-    def _setup(self, bundle: Bundle) -> Bundle:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the trial does not synchronise gradients."""
+        return self._trial.no_sync()
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        """Prepare models and optimizers for the trial."""
         before = bundle.parameter_names()
         bundle.models[:] = [self._trial.prepare_model(model) for model in bundle.models]
         now = {name: parameter for parameter, name in bundle.parameter_names().items()}
@@ -235,7 +261,8 @@ class _Fork:
         if self._trial.is_complete:
             self.send(self._trial.memory())
 
-    def _batch_without_values(self, batch: Any) -> Any:
+    def batch_without_values(self, batch: Any) -> Any:
+        """The batch of the trial that replaces one of the script."""
         self._batch = self._trial.prepare_batch(batch)
         return self._batch
 

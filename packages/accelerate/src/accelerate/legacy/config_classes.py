@@ -54,7 +54,7 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         self.compute_environment = ComputeEnvironment(self.compute_environment)
-        self.distributed_type = type(self)._kinds(self.distributed_type)  # type: ignore[assignment]
+        self.distributed_type = self._kinds(self.distributed_type)  # type: ignore[assignment]
         if getattr(self, "dynamo_config", None) is None:
             vars(self)["dynamo_config"] = {}
 

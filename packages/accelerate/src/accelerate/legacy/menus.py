@@ -179,11 +179,10 @@ class KeyHandler(type):
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> KeyHandler:
         """Create the class, with its handlers by key in `key_handler`."""
-        made: Any = super().__new__(cls, name, bases, namespace)
+        made: Any = super().__new__(cls, name, bases, {**namespace, "handle_input": KeyHandler.handle_input})
         inherited = dict(getattr(made, "key_handler", {}))
         own = {key: value for value in namespace.values() for key in getattr(value, "handle_key", ())}
         made.key_handler = {**inherited, **own}
-        made.handle_input = KeyHandler.handle_input
         result: KeyHandler = made
         return result
 

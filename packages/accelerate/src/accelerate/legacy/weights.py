@@ -84,7 +84,7 @@ def patch_optimizer_step(accelerated_optimizer: Optimizer, method: Any) -> Any:
     """
 
     def patched_step(*args: Any, **kwargs: Any) -> Any:
-        accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined]
+        accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined] # noqa: SLF001 - its name
         return method(*args, **kwargs)
 
     return patched_step

@@ -1,0 +1,169 @@
+"""Hooks of a session: what is called when it prepares, steps and saves, and nothing otherwise.
+
+A check enters its hook when it has something to do and leaves when it is done. So a step costs nothing for a check that
+is not there, and no object has to wrap or replace another one's methods.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_plugins.wrapped.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_torch.options import Options
+
+Folder = str | os.PathLike[str]
+
+__all__ = ("PROCESS_HOOKS", "Hook", "Hooks")
+
+
+class Hook:
+    """Something that follows a session. Subclasses define the methods of the events that they want.
+
+    A session calls only what a subclass defines, so a method that is not defined costs nothing. `session` is an
+    `accel_torch.session.Session`.
+
+    Example:
+        >>> class CountSteps(Hook):
+        ...     steps = 0
+        ...
+        ...     def after_step(self, optimizer, stepped):
+        ...         self.steps += 1
+        >>> counter = CountSteps()
+        >>> accelerator.session.hooks.enter(counter)
+        >>> accelerator.session.hooks.leave(counter)
+    """
+
+    # ------------------------------------------------------------------ the start of a session
+
+    def configure(self, options: Options) -> Options:
+        """Called with the arguments of each new Accelerator before it joins a run; returns the arguments to use."""
+        return options
+
+    def start_process(self) -> None:
+        """Called when this process is in its group, before other objects refer to its transport."""
+
+    def start(self, session: Any) -> None:
+        """Called with each new session, before it prepares anything."""
+
+    # ------------------------------------------------------------------ preparing
+
+    def before_prepare(self, session: Any, bundle: Bundle) -> None:
+        """Called with the objects of a `prepare` call, before any is changed."""
+
+    def after_prepare(self, session: Any, bundle: Bundle) -> None:
+        """Called with the prepared objects, in the same order."""
+
+    def loader_prepared(self, session: Any, loader: Any) -> None:
+        """Called with each prepared loader, before it is read."""
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_micro_batch(self) -> None:
+        """Called when a micro-batch has begun, and it is known whether its gradients are synchronised."""
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called before each backward pass with the loss of the script, not yet divided."""
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Called after each backward pass, also one that failed."""
+
+    def before_clip(self, session: Any) -> None:
+        """Called before gradients are scaled down to a norm."""
+
+    def after_clip(self, norm: Tensor | float | None) -> None:
+        """Called with the norm before scaling, or None if the backend does not compute it."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before each step of a prepared optimizer, with the optimizer of the script."""
+
+    def after_step(self, optimizer: Optimizer, stepped: Any) -> None:
+        """Called after each step, unless it raised an error.
+
+        Args:
+            optimizer: the optimizer of the script.
+            stepped: False if the step was skipped. Reading it may wait for the device.
+        """
+
+    # ------------------------------------------------------------------ saving, and between batches
+
+    def folder_to_save(self, session: Any, output_dir: Folder | None) -> Folder | None:
+        """Called with the folder that a script gives to `save_state`; returns the folder to use.
+
+        With automatic naming of checkpoints, neither of them is used.
+        """
+        return output_dir
+
+    def folder_to_load(self, session: Any, input_dir: Folder | None) -> Folder | None:
+        """Called with the folder or URL that a script gives to `load_state`; returns the one to use."""
+        return input_dir
+
+    def before_save(self) -> None:
+        """Called before this process saves, or waits for a checkpoint."""
+
+    def after_save(self) -> None:
+        """Called after it, also if it failed."""
+
+    def before_boundary(self, loader: Any, first: bool) -> None:
+        """Called between two batches of a prepared loader, before what the session does there.
+
+        It is called while `session.pauses.used` is true.
+
+        Args:
+            loader: the prepared loader.
+            first: whether it is before the first batch of the epoch.
+        """
+
+    def after_boundary(self, loader: Any, first: bool) -> None:
+        """Called between two batches, after what the session does there."""
+
+
+_EVENTS: Final = tuple(name for name in vars(Hook) if not name.startswith("_"))
+
+
+class Hooks(StepHooks):
+    """The hooks of a session, by event: the methods to call, in the order in which the hooks were entered.
+
+    A tuple is replaced and never changed, so that a hook may leave while it is called.
+    """
+
+    configure: tuple[Callable[[Options], Options], ...] = ()
+    start_process: tuple[Callable[[], None], ...] = ()
+    start: tuple[Callable[[Any], None], ...] = ()
+    before_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
+    after_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
+    loader_prepared: tuple[Callable[[Any, Any], None], ...] = ()
+    begin_micro_batch: tuple[Callable[[], None], ...] = ()
+    before_backward: tuple[Callable[[Tensor], None], ...] = ()
+    after_backward: tuple[Callable[[Tensor], None], ...] = ()
+    before_clip: tuple[Callable[[Any], None], ...] = ()
+    after_clip: tuple[Callable[[Any], None], ...] = ()
+    folder_to_save: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
+    folder_to_load: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
+    before_save: tuple[Callable[[], None], ...] = ()
+    after_save: tuple[Callable[[], None], ...] = ()
+    before_boundary: tuple[Callable[[Any, bool], None], ...] = ()
+    after_boundary: tuple[Callable[[Any, bool], None], ...] = ()
+
+    def enter(self, hook: Hook) -> None:
+        """Call the methods that the class of a hook defines from now on."""
+        for event in _EVENTS:
+            if getattr(type(hook), event) is not getattr(Hook, event):
+                setattr(self, event, (*getattr(self, event), getattr(hook, event)))
+
+    def leave(self, hook: Hook) -> None:
+        """Call a hook no more; no effect if it has not entered."""
+        for event in _EVENTS:
+            kept = tuple(method for method in getattr(self, event) if method != getattr(hook, event))
+            setattr(self, event, kept)
+
+
+PROCESS_HOOKS: Final[list[Hook]] = []
+"""Hooks that every later session of this process enters: those of the commands that run unchanged scripts."""
