@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 __all__ = (
     "UNSET",
     "Options",
-    "account_kept",
     "accumulation_plugin",
     "backend_config",
     "checked_handlers",
     "checked_interval",
+    "checked_trackers",
     "checked_transforms",
-    "compiling",
-    "either",
+    "compile_settings",
     "generator_names",
+    "given_precision",
+    "goodput_enabled",
     "loader_configuration",
-    "precision_given",
     "project_configuration",
-    "those_given",
-    "trackers_asked",
+    "resolve_alias",
+    "without_none",
 )
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -102,7 +102,7 @@ class Options(NamedTuple):
         return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
 
 
-def precision_given(mixed_precision: PrecisionType | str | None) -> str | None:
+def given_precision(mixed_precision: PrecisionType | str | None) -> str | None:
     """The name of the precision that the argument selects; None if it is not given.
 
     Raises:
@@ -224,7 +224,7 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
     return tuple(checked)
 
 
-def either(name: str, given: Any, older_name: str, older: Any) -> Any:
+def resolve_alias(name: str, given: Any, older_name: str, older: Any) -> Any:
     """The value of an argument with two names.
 
     Raises:
@@ -255,7 +255,7 @@ def checked_interval(steps: int | None) -> int | None:
     return interval
 
 
-def account_kept(goodput: bool | None) -> bool:
+def goodput_enabled(goodput: bool | None) -> bool:
     """Whether to record goodput: the argument, or if it is None, whether `accel launch` was given a project folder.
 
     Raises:
@@ -270,7 +270,7 @@ def account_kept(goodput: bool | None) -> bool:
     return bool(os.environ.get(PROJECT_DIR_VARIABLE)) if goodput is None else goodput
 
 
-def those_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -281,7 +281,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
     Raises:
         Conflict: there are several.
     """
-    given = those_given(configs)
+    given = without_none(configs)
     if len(given) > 1:
         raise Conflict(
             f"Cannot combine {' and '.join(given)}.",
@@ -291,7 +291,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
     return next(iter(given.values()), None)
 
 
-def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
+def compile_settings(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
     """The compile settings: the plugin, else the backend's name, else environment variables; None without any.
 
     Raises:
@@ -330,7 +330,7 @@ def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transfor
     return given
 
 
-def trackers_asked(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
+def checked_trackers(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
     """The trackers as a tuple; checked here, since `init_trackers` may be called much later.
 
     Raises:

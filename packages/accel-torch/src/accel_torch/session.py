@@ -97,7 +97,7 @@ class Session:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Block in which this process saves; the hang report and the hooks are told."""
+        """Block in which this process saves; it is reported to the hang report and to the hooks."""
         with PROGRESS.during("saving"):
             for before_save in self.hooks.before_save:
                 before_save()

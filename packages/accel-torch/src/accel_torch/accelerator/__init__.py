@@ -26,20 +26,20 @@ from accel_torch.accelerator.training import TrainingMixin
 from accel_torch.options import (
     UNSET,
     Options,
-    account_kept,
     accumulation_plugin,
     backend_config,
     checked_handlers,
     checked_interval,
+    checked_trackers,
     checked_transforms,
-    compiling,
-    either,
+    compile_settings,
     generator_names,
+    given_precision,
+    goodput_enabled,
     loader_configuration,
-    precision_given,
     project_configuration,
-    those_given,
-    trackers_asked,
+    resolve_alias,
+    without_none,
 )
 from accel_torch.start_run import start_session
 
@@ -156,12 +156,14 @@ class Accelerator(
             "use_seedable_sampler": use_seedable_sampler,
         }
         plugins = {
-            "deepspeed_plugin": either("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
+            "deepspeed_plugin": resolve_alias(
+                "deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins
+            ),
             "fsdp_plugin": fsdp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
         }
         settings = {
-            "dynamo_plugin": compiling(dynamo_plugin, dynamo_backend),
+            "dynamo_plugin": compile_settings(dynamo_plugin, dynamo_backend),
             "torch_tp_plugin": torch_tp_plugin,
         }
         loader = loader_configuration(dataloader_config, moved)
@@ -169,7 +171,7 @@ class Accelerator(
         self.session = start_session(
             Options(
                 cpu=cpu,
-                mixed_precision=precision_given(mixed_precision),
+                mixed_precision=given_precision(mixed_precision),
                 backend=backend,
                 backend_config=backend_config(plugins),
                 device_placement=device_placement,
@@ -177,16 +179,16 @@ class Accelerator(
                 project=project,
                 accumulation=accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
                 rng_types=generator_names(rng_types),
-                log_with=trackers_asked(log_with, project.logging_dir),
+                log_with=checked_trackers(log_with, project.logging_dir),
                 step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                 handlers=checked_handlers(kwargs_handlers),
-                backends=those_given(plugins),
-                plugins=those_given(settings),
+                backends=without_none(plugins),
+                plugins=without_none(settings),
                 parallelism_config=parallelism_config,
                 transforms=checked_transforms(transforms),
                 check_replicas_every=checked_interval(check_replicas_every),
                 straggler_report=straggler_report,
-                goodput=account_kept(goodput),
+                goodput=goodput_enabled(goodput),
             )
         )
         if project.remote is not None:
