@@ -41,9 +41,9 @@ def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
     Raises:
         SettingError: the model has no class of that name.
     """
-    asked = list(names)
+    class_names = list(names)
     present = {type(part).__name__ for part in model.modules()}
-    for name in asked:
+    for name in class_names:
         if name not in present:
             near = closest(name, present)
             raise SettingError(
@@ -51,7 +51,7 @@ def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
                 f"{type(model).__name__} does not contain it; its classes are {', '.join(sorted(present))}.",
                 f"Did you mean {near!r}?" if near else "Use one of these.",
             )
-    return [part for part in reversed(list(model.modules())) if type(part).__name__ in asked]
+    return [part for part in reversed(list(model.modules())) if type(part).__name__ in class_names]
 
 
 def get_module_class_from_name(module: Module, name: str) -> type[Module] | None:

@@ -19,25 +19,25 @@ __all__ = ("Bundle", "ObjectsByKind", "part_kind")
 _logger: Final = logging.getLogger(__name__)
 
 
-def part_kind(given: object) -> ObjectKind | None:
+def part_kind(item: object) -> ObjectKind | None:
     """The kind of an object, or None when `prepare` does not handle it.
 
     An object that is not a torch scheduler is treated as one if it has the methods `step` and `load_state_dict`. A
     placeholder for an object that an engine creates has that object's kind in the class attribute `placeholder_for`.
     """
-    placeholder_for: ObjectKind | None = getattr(type(given), "placeholder_for", None)
+    placeholder_for: ObjectKind | None = getattr(type(item), "placeholder_for", None)
     if isinstance(placeholder_for, ObjectKind):
         return placeholder_for
-    if isinstance(given, Module):
+    if isinstance(item, Module):
         return ObjectKind.MODEL
-    if isinstance(given, Optimizer):
+    if isinstance(item, Optimizer):
         return ObjectKind.OPTIMIZER
-    if isinstance(given, DataLoader):
+    if isinstance(item, DataLoader):
         return ObjectKind.LOADER
-    if isinstance(given, LRScheduler):
+    if isinstance(item, LRScheduler):
         return ObjectKind.SCHEDULER
-    looks_like_a_scheduler = all(callable(getattr(given, name, None)) for name in ("step", "load_state_dict"))
-    return ObjectKind.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
+    looks_like_a_scheduler = all(callable(getattr(item, name, None)) for name in ("step", "load_state_dict"))
+    return ObjectKind.SCHEDULER if looks_like_a_scheduler and not isinstance(item, type) else None
 
 
 class ObjectsByKind:
@@ -80,25 +80,25 @@ class Bundle(ObjectsByKind):
         Objects of other kinds remain unchanged; a warning names them, except None.
         """
         bundle = cls()
-        for index, given in enumerate(objects):
-            kind = bundle._kind(given, index)
+        for index, item in enumerate(objects):
+            kind = bundle._kind(item, index)
             items = bundle._list_of(kind)
             bundle._places.append((kind, len(items)))
-            items.append(given)
+            items.append(item)
         return bundle
 
     @staticmethod
-    def _kind(given: Any, index: int) -> ObjectKind | None:
-        if given is None or vars_of(given).get(PREPARED, False):
+    def _kind(item: Any, index: int) -> ObjectKind | None:
+        if item is None or vars_of(item).get(PREPARED, False):
             return None
-        kind = part_kind(given)
+        kind = part_kind(item)
         if kind is None:
             _logger.warning(
                 "prepare() returns argument %d unchanged (%s %s): it is not a model, an optimizer, a learning-rate "
                 "scheduler or a DataLoader. Such objects inside it are not prepared.",
                 index + 1,
-                type(given).__name__,
-                _short(given),
+                type(item).__name__,
+                _short(item),
             )
         return kind
 
@@ -134,11 +134,11 @@ class Bundle(ObjectsByKind):
         self.rebind({old: now[name] for old, name in before.items() if name in now and now[name] is not old})
 
 
-def vars_of(given: object) -> Mapping[str, Any]:
+def vars_of(item: object) -> Mapping[str, Any]:
     """Instance attributes of an object; empty for one without `__dict__`."""
-    return getattr(given, "__dict__", {})
+    return getattr(item, "__dict__", {})
 
 
-def _short(given: object) -> str:
-    text = repr(given)
+def _short(item: object) -> str:
+    text = repr(item)
     return text if len(text) <= 60 else text[:57] + "..."

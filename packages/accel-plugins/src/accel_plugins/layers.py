@@ -72,12 +72,12 @@ def strategy_model(model: Module) -> Module:
         >>> with strategy.no_sync(strategy_model(model)):
         ...     strategy.backward(loss_function(model(batch)))
     """
-    found: Module | None = model
-    while found is not None:
-        layer = _layers.get(found)
+    candidate: Module | None = model
+    while candidate is not None:
+        layer = _layers.get(candidate)
         if layer is not None and layer.backend is not None:
-            return found
-        found = _inside(found)
+            return candidate
+        candidate = _inside(candidate)
     return model
 
 

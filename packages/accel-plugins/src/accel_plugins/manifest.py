@@ -267,8 +267,8 @@ class Manifest:
         Raises:
             SettingError: the variable of the switch has an invalid value.
         """
-        given = None if self.switch is None else read_setting(self.switch)
-        return given is not None and bool(given.value)
+        switch = None if self.switch is None else read_setting(self.switch)
+        return switch is not None and bool(switch.value)
 
     def demand(self, capability: str) -> None:
         """Raise if the backend lacks a capability; code that needs one calls this first.

@@ -174,14 +174,14 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
         Conflict: the combination is not in the table, or the backend does not support it.
     """
     axes = active_axes(parallelism_config)
-    asked = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
+    failure = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
         obstacle = "This combination of axes is not tested." if exclusion is None else exclusion.reason
         remedy = "Use a combination of `accel_plugins.mesh.PERMITTED`."
-        raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
-    _check_backend(asked, axes, manifest)
-    _check_engine(asked, parallelism_config, manifest)
+        raise Conflict(failure, obstacle, remedy if exclusion is None else exclusion.remedy)
+    _check_backend(failure, axes, manifest)
+    _check_engine(failure, parallelism_config, manifest)
 
 
 def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
@@ -204,12 +204,12 @@ def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: Pa
         )
 
 
-def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> None:
+def _check_backend(failure: str, axes: frozenset[Axis], manifest: Manifest) -> None:
     foreign = axes - manifest.axes
     if foreign:
         sharding = Axis.SHARD in foreign
         raise Conflict(
-            asked,
+            failure,
             f"That backend supports {named(manifest.axes)}, not {named(foreign)}.",
             "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
             if sharding
@@ -217,7 +217,7 @@ def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> Non
         )
     if axes and not _suits_sharding(axes, manifest):
         raise Conflict(
-            asked,
+            failure,
             "That backend shards parameters, and no axis specifies over how many processes.",
             "Set dp_shard_size above 1, or use the backend 'ddp'.",
         )
@@ -227,10 +227,10 @@ def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
     return Axis.SHARD not in manifest.axes or bool(axes & (SHARDING_AXES | {Axis.TENSOR}))
 
 
-def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:
+def _check_engine(failure: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:
     if parallelism_config.sp_by_engine and not manifest.capabilities.own_sequence_parallelism:
         raise Conflict(
-            asked,
+            failure,
             f"sp_backend={parallelism_config.sp_backend!r} requires an engine that shards the sequence; this backend "
             "has none.",
             "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or pass deepspeed_plugin.",

@@ -65,11 +65,11 @@ def steps(
 
 def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
     """Call the checks of the strategy, the precision and every transform, before anything is changed."""
-    for given in (*bundle.unchanged, *bundle.models):
-        maker = backend_of(given) if isinstance(given, Module) else None
+    for item in (*bundle.unchanged, *bundle.models):
+        maker = backend_of(item) if isinstance(item, Module) else None
         if maker not in (None, manifest.name):
             raise Conflict(
-                f"Cannot prepare {type(given).__name__} with the backend {manifest.name!r}.",
+                f"Cannot prepare {type(item).__name__} with the backend {manifest.name!r}.",
                 f"The backend {maker!r} prepared it earlier and changed how it trains.",
                 "Create a new model and prepare that one.",
             )

@@ -64,12 +64,12 @@ def rebind(optimizers: Iterable[Optimizer], mapping: Mapping[Parameter, Paramete
 
 def with_tied_names(model: Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Add all names of tied weights; a safetensors file has one name of each."""
-    found = dict(weights)
+    complete = dict(weights)
     for names in find_tied_parameters(model):
-        given = next((weights[name] for name in names if name in weights), None)
-        if given is not None:
-            found.update({name: given for name in names if name not in weights})
-    return found
+        weight = next((weights[name] for name in names if name in weights), None)
+        if weight is not None:
+            complete.update({name: weight for name in names if name not in weights})
+    return complete
 
 
 # ---------------------------------------------------------------------- states of optimizers
@@ -101,8 +101,8 @@ def by_position(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable
         {**_in_kind(saved[group[0]], own), "params": [positions[name] for name in group]}
         for group, own in zip(names, optimizer.param_groups, strict=True)
     ]
-    found = {positions[name]: value for name, value in state["state"].items() if name in positions}
-    return {"state": dict(sorted(found.items())), "param_groups": groups}
+    by_position = {positions[name]: value for name, value in state["state"].items() if name in positions}
+    return {"state": dict(sorted(by_position.items())), "param_groups": groups}
 
 
 def unstepped(optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _names(optimizer: Optimizer, models: Iterable[Module]) -> list[list[str]]:
     return names
 
 
-def _other_parameters(optimizer: Optimizer, found: list[str]) -> CheckpointError:
+def _other_parameters(optimizer: Optimizer, names: list[str]) -> CheckpointError:
     return CheckpointError(
         f"Cannot load the state of {type(optimizer).__name__} from the checkpoint of another backend.",
-        f"The optimizer and the checkpoint have different parameters: {', '.join(found)}.",
+        f"The optimizer and the checkpoint have different parameters: {', '.join(names)}.",
         "Prepare the same models and optimizers as when it was saved.",
     )

@@ -92,10 +92,10 @@ class PreparedObjects(ObjectsByKind):
         Raises:
             SettingError: some of them have no `state_dict` and `load_state_dict`.
         """
-        given = list(objects)
+        listed = list(objects)
         without = [
             f"Item at index {index} is a {type(item).__name__}."
-            for index, item in enumerate(given)
+            for index, item in enumerate(listed)
             if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]
         if without:
@@ -104,7 +104,7 @@ class PreparedObjects(ObjectsByKind):
                 " ".join(without),
                 "Add these methods, or save the objects yourself.",
             )
-        self.custom.extend(given)
+        self.custom.extend(listed)
 
     def only_model(self) -> Module | None:
         """The strategy's model, if exactly one was prepared; otherwise None."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Strategy",)
 
-_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+_NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class Strategy:
@@ -185,14 +185,14 @@ class Strategy:
         Entered around forward and backward of each micro-batch except the last. Its exit must not reduce gradients
         either.
         """
-        return _NOTHING
+        return _NULL_CONTEXT
 
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
         """A context in which backward reduces all accumulated gradients, although forward ran under `no_sync`.
 
         Entered around one backward.
         """
-        return _NOTHING
+        return _NULL_CONTEXT
 
     def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
         """Compute gradients.
@@ -250,7 +250,7 @@ class Strategy:
         Entered on every process, by `save_model` and by users around an evaluation. On exit the model has its training
         weights again. The default does nothing, because both are the same.
         """
-        return _NOTHING
+        return _NULL_CONTEXT
 
     def average_parameters(self, model: Module) -> None:
         """Replace parameters by their mean over all processes. Called by LocalSGD every few steps."""
@@ -267,7 +267,7 @@ class Strategy:
                 UserWarning,
                 stacklevel=stack_level(),
             )
-        return _NOTHING
+        return _NULL_CONTEXT
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -20,7 +20,7 @@ from accel_state.plugins import plugins_of
 __all__ = ("COMMAND", "NewBackend")
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
-_LONGEST: Final = 48
+_MAX_NAME_LENGTH: Final = 48
 
 _PYPROJECT: Final = """\
 [build-system]
@@ -261,10 +261,10 @@ COMMAND: Final = NewBackend()
 
 def _check(name: str, folder: Path) -> None:
     taken = {found.name: found.origin for found in plugins_of("accel.backends")}
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
         raise SettingError(
             f"Cannot name a backend {name!r}.",
-            f"A name consists of lower-case letters and digits, in parts joined by - or _, at most {_LONGEST} "
+            f"A name consists of lower-case letters and digits, in parts joined by - or _, at most {_MAX_NAME_LENGTH} "
             "characters.",
             "Choose another name.",
         )

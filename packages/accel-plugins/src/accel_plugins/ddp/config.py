@@ -25,7 +25,7 @@ class DDPCommunicationHookType(BaseEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-_OURS: Final = ("comm_hook", "comm_wrapper", "comm_state_option")
+_HOOK_FIELDS: Final = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
 @dataclass
@@ -68,7 +68,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         wrapper: Any = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
         self.comm_wrapper = wrapper
 
-    def to_dict(self, ignore_keys: tuple[str, ...] = _OURS) -> dict[str, Any]:
+    def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
         """The fields that are arguments of `DistributedDataParallel`, by name."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
@@ -80,15 +80,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 def _hook_type(
-    name: str, given: DDPCommunicationHookType | str | None, allowed: list[DDPCommunicationHookType]
+    name: str, value: DDPCommunicationHookType | str | None, allowed: list[DDPCommunicationHookType]
 ) -> DDPCommunicationHookType:
     try:
-        hook = DDPCommunicationHookType.NO if given is None else DDPCommunicationHookType(given)
+        hook = DDPCommunicationHookType.NO if value is None else DDPCommunicationHookType(value)
     except ValueError:
         hook = None
     if hook is None or hook not in allowed:
         raise SettingError(
-            f"Cannot use DistributedDataParallelKwargs({name}={str(given)!r}).",
+            f"Cannot use DistributedDataParallelKwargs({name}={str(value)!r}).",
             f"The value must be one of {', '.join(map(str, allowed))}.",
             "Use a member of DDPCommunicationHookType.",
         )

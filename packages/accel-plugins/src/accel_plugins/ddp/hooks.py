@@ -74,8 +74,8 @@ def _squared(flat: torch.Tensor) -> torch.Tensor:
 def _guess(state: PowerSGDState, index: int, square: torch.Tensor) -> torch.Tensor:
     """The start of the power iteration: the last step's result, or a random matrix, equal on all processes."""
     if index in state.q_memory_dict:
-        found: torch.Tensor = state.q_memory_dict[index]
-        return found
+        projection: torch.Tensor = state.q_memory_dict[index]
+        return projection
     generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
     columns = min(state.matrix_approximation_rank, square.shape[0])
     return torch.randn(square.shape[0], columns, generator=generator).to(square)
@@ -101,9 +101,9 @@ _HOOKS: Final[dict[str, Hook]] = {
     "batched_power_sgd": batched_power_sgd,
 }
 
-_WITH_STATE: Final = frozenset({"power_sgd", "batched_power_sgd"})
+_HOOKS_WITH_STATE: Final = frozenset({"power_sgd", "batched_power_sgd"})
 
-_WRAPPERS: Final[dict[str, Callable[[Hook], Hook]]] = {
+_HOOK_WRAPPERS: Final[dict[str, Callable[[Hook], Hook]]] = {
     "fp16": default_hooks.fp16_compress_wrapper,
     "bf16": _wrapped_in_bf16,
 }
@@ -128,8 +128,8 @@ def register(
     hook = _HOOKS.get(hook_type)
     if hook is None:
         return
-    wrap = _WRAPPERS.get(wrapper_type)
-    state = _power_sgd_state(options) if hook_type in _WITH_STATE else model.process_group
+    wrap = _HOOK_WRAPPERS.get(wrapper_type)
+    state = _power_sgd_state(options) if hook_type in _HOOKS_WITH_STATE else model.process_group
     model.register_comm_hook(state=state, hook=wrap(hook) if wrap else hook)
 
 

@@ -36,10 +36,10 @@ __all__ = ("DeepSpeedPlugin",)
 _GROUP: Final = "DeepSpeed"
 _DEFAULT_STAGE: Final = 2
 _FP8: Final = settings_of(FP8Settings)
-_IN_16_BITS: Final = ("fp16", "bf16")
-_BESIDE_8_BITS: Final = "bf16"
+_NARROW_PRECISIONS: Final = ("fp16", "bf16")
+_PRECISION_BESIDE_FP8: Final = "bf16"
 """The precision of operations that do not compute in 8 bits."""
-_KEYS: Final = {
+_ENTRY_OF_SETTING: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
@@ -57,7 +57,7 @@ def _in_table(kind: ValueType) -> ValueType:
     return kind._replace(format=lambda value: "" if value in (AUTO_ENTRY, "none") else kind.format(value))
 
 
-_SELECT: Final = (
+_NO_ACTIVE_CONFIGURATION: Final = (
     "The run must know its active configuration.",
     "Call AcceleratorState().select_deepspeed_plugin(name).",
 )
@@ -70,8 +70,8 @@ def _stage(text: str) -> int:
     return stage
 
 
-_FOLDER: Final = _in_table(TEXT)
-_DEVICES: Final = _in_table(choice("none", "cpu", "nvme"))
+_FOLDER_TYPE: Final = _in_table(TEXT)
+_DEVICE_TYPE: Final = _in_table(choice("none", "cpu", "nvme"))
 
 
 def _norm(text: str) -> float | str | None:
@@ -146,10 +146,10 @@ class DeepSpeedPlugin(metaclass=Replaceable):
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
     is_train_batch_min: bool = True
-    offload_optimizer_device: str = _carried(help="Device for offloaded optimizer states.", type=_DEVICES)
-    offload_param_device: str = _carried(help="Device for offloaded parameters.", type=_DEVICES)
-    offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER)
-    offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER)
+    offload_optimizer_device: str = _carried(help="Device for offloaded optimizer states.", type=_DEVICE_TYPE)
+    offload_param_device: str = _carried(help="Device for offloaded parameters.", type=_DEVICE_TYPE)
+    offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.", type=_FOLDER_TYPE)
+    offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.", type=_FOLDER_TYPE)
     zero3_init_flag: bool = _carried(
         help="Shard parameters while the model is created.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
@@ -188,9 +188,9 @@ class DeepSpeedPlugin(metaclass=Replaceable):
         auto_wrap_policy: Any = None,
         **config: Any,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         for field in fields(self):
-            setattr(self, field.name, given[field.name])
+            setattr(self, field.name, arguments[field.name])
         self._further = config
         self._selected = False
         self._leaves_steps_open = False
@@ -200,7 +200,7 @@ class DeepSpeedPlugin(metaclass=Replaceable):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        sources = {name: source for name in _KEYS if (source := self._from_environment(name))}
+        sources = {name: source for name in _ENTRY_OF_SETTING if (source := self._from_environment(name))}
         for name in ("hf_ds_config", "zero3_init_flag", "transformer_moe_cls_names"):
             self._from_environment(name)
         if self.hf_ds_config in (None, "none"):
@@ -215,16 +215,16 @@ class DeepSpeedPlugin(metaclass=Replaceable):
 
     def _from_environment(self, name: str) -> str | None:
         """Read a setting that was not passed from the environment; return the source of its value, or None."""
-        known, given = settings_of(type(self))[name], getattr(self, name)
-        if given is not None:
-            if isinstance(given, str) and name != "hf_ds_config" and given != AUTO_ENTRY:
-                setattr(self, name, known.parse(given, "argument"))
-            return f"DeepSpeedPlugin({name}={given!r})"
-        found = read_setting(known)
-        if found is None:
+        declared, value = settings_of(type(self))[name], getattr(self, name)
+        if value is not None:
+            if isinstance(value, str) and name != "hf_ds_config" and value != AUTO_ENTRY:
+                setattr(self, name, declared.parse(value, "argument"))
+            return f"DeepSpeedPlugin({name}={value!r})"
+        variable = read_setting(declared)
+        if variable is None:
             return None
-        setattr(self, name, found.value)
-        return f"the variable {known.variable}"
+        setattr(self, name, variable.value)
+        return f"the variable {declared.variable}"
 
     def _made_table(self) -> dict[str, Any]:
         """The default configuration; the entries for settings are added later."""
@@ -253,13 +253,15 @@ class DeepSpeedPlugin(metaclass=Replaceable):
                 'The configuration has no entry "zero_optimization".',
                 'Add "zero_optimization": {"stage": 2}, or the stage you want.',
             )
-        known = [
-            AutoValue(_KEYS[name], getattr(self, name), source, needed=True)
+        values = [
+            AutoValue(_ENTRY_OF_SETTING[name], getattr(self, name), source, needed=True)
             for name, source in sources.items()
             if getattr(self, name) != AUTO_ENTRY
         ]
-        known += [AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
-        fill_auto(ds_config, known)
+        values += [
+            AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()
+        ]
+        fill_auto(ds_config, values)
         if ds_config.get_value("gradient_accumulation_steps") is None:
             # DeepSpeed's default.
             self._leaves_steps_open = True
@@ -268,9 +270,9 @@ class DeepSpeedPlugin(metaclass=Replaceable):
     def _read_back(self) -> None:
         """Set the fields from the configuration."""
         ds_config = self.hf_ds_config
-        defaults: dict[str, Any] = {name: "none" for name in _KEYS if name.startswith("offload_")}
+        defaults: dict[str, Any] = {name: "none" for name in _ENTRY_OF_SETTING if name.startswith("offload_")}
         defaults |= {"gradient_clipping": AUTO_ENTRY, "zero3_save_16bit_model": False}
-        for name, key in _KEYS.items():
+        for name, key in _ENTRY_OF_SETTING.items():
             setattr(self, name, ds_config.get_value(key, defaults.get(name)))
         for what in ("optimizer", "param"):
             self._check_disk(what)
@@ -296,13 +298,13 @@ class DeepSpeedPlugin(metaclass=Replaceable):
 
     def _configure_msamp(self) -> None:
         if self.enable_msamp is None:
-            found = read_setting(_FP8["backend"])
-            self.enable_msamp = found is not None and found.value == "msamp"
+            fp8_backend = read_setting(_FP8["backend"])
+            self.enable_msamp = fp8_backend is not None and fp8_backend.value == "msamp"
         if not self.enable_msamp:
             return
         if self.msamp_opt_level is None:
-            found = read_setting(_FP8["opt_level"])
-            self.msamp_opt_level = "O1" if found is None else found.value
+            opt_level = read_setting(_FP8["opt_level"])
+            self.msamp_opt_level = "O1" if opt_level is None else opt_level.value
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     # ------------------------------------------------------------------ reading it
@@ -364,13 +366,13 @@ class DeepSpeedPlugin(metaclass=Replaceable):
         Raises:
             Conflict: the configuration has a different value.
         """
-        found: list[str] = [] if mismatches is None else mismatches
+        collected: list[str] = [] if mismatches is None else mismatches
         for key in kwargs:
             if key.startswith(prefix):
-                self.fill_match(key, found, must_match, **kwargs)
+                self.fill_match(key, collected, must_match, **kwargs)
         self.hf_ds_config.set_stage_and_offload()
         if mismatches is None:
-            refuse(found)
+            refuse(collected)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the precision in which DeepSpeed trains.
@@ -382,16 +384,18 @@ class DeepSpeedPlugin(metaclass=Replaceable):
         if self.enable_msamp:
             raise no_msamp("Cannot use DeepSpeedPlugin(enable_msamp=True).")
         ds_config = self.hf_ds_config
-        name = _BESIDE_8_BITS if str(mixed_precision) == "fp8" else str(mixed_precision)
+        name = _PRECISION_BESIDE_FP8 if str(mixed_precision) == "fp8" else str(mixed_precision)
         if name == "fp16" and ds_config.get_value("fp16") is None:
             ds_config.set_value("fp16", {"enabled": True, "auto_cast": True})
         source = f"mixed_precision={str(mixed_precision)!r}"
-        fill_auto(ds_config, [AutoValue(f"{own}.enabled", name == own, source, needed=True) for own in _IN_16_BITS])
+        fill_auto(
+            ds_config, [AutoValue(f"{own}.enabled", name == own, source, needed=True) for own in _NARROW_PRECISIONS]
+        )
 
     @property
     def configured_precision(self) -> str | None:
         """The precision that the configuration enables, for a run without mixed_precision."""
-        return next((name for name in _IN_16_BITS if self.get_value(f"{name}.enabled") is True), None)
+        return next((name for name in _NARROW_PRECISIONS if self.get_value(f"{name}.enabled") is True), None)
 
     def agree_on_steps(self, steps: int) -> int | None:
         """The number of micro-batches in the configuration, or None if it follows the run; called by the backend.
@@ -446,7 +450,7 @@ class DeepSpeedPlugin(metaclass=Replaceable):
 
     @selected.setter
     def selected(self, value: bool) -> None:
-        raise NotOffered(f"Cannot set DeepSpeedPlugin.selected to {value!r}.", *_SELECT)
+        raise NotOffered(f"Cannot set DeepSpeedPlugin.selected to {value!r}.", *_NO_ACTIVE_CONFIGURATION)
 
     def deselect(self) -> None:
         """Deactivate this configuration; called by `AcceleratorState.select_deepspeed_plugin`."""
@@ -459,6 +463,6 @@ class DeepSpeedPlugin(metaclass=Replaceable):
             SettingError: the call comes from elsewhere.
         """
         if not _from_accelerator_state:
-            raise SettingError("Cannot call DeepSpeedPlugin.select().", *_SELECT)
+            raise SettingError("Cannot call DeepSpeedPlugin.select().", *_NO_ACTIVE_CONFIGURATION)
         self._selected = True
         self.set_deepspeed_weakref()

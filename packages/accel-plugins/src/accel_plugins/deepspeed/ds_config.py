@@ -125,25 +125,25 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def read_ds_config(given: Any) -> dict[str, Any]:
+def read_ds_config(source: Any) -> dict[str, Any]:
     """A configuration as a new dict.
 
     Args:
-        given: a dict, the path of a JSON file, base64-encoded JSON, or an object with such a dict as `config`.
+        source: a dict, the path of a JSON file, base64-encoded JSON, or an object with such a dict as `config`.
 
     Raises:
         SettingError: the configuration cannot be read.
     """
-    given = getattr(given, "config", given)
-    if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
-    if not isinstance(given, (str, os.PathLike)):
+    source = getattr(source, "config", source)
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, os.PathLike)):
         raise SettingError(
-            f"Cannot read a DeepSpeed configuration of type {type(given).__name__}.",
+            f"Cannot read a DeepSpeed configuration of type {type(source).__name__}.",
             "The configuration must be a dict or the path of a JSON file.",
             "Pass a dict, or a path such as 'ds_config.json'.",
         )
-    path = os.path.expanduser(os.fspath(given))
+    path = os.path.expanduser(os.fspath(source))
     if os.path.exists(path):
         return _parsed(_text_of(path), f"Cannot read the DeepSpeed configuration {path}.")
     return _parsed(_decoded(path), "Cannot read a DeepSpeed configuration in base64.")
@@ -206,13 +206,13 @@ def _decoded(text: str) -> str:
         ) from None
 
 
-def _parsed(text: str, asked: str) -> dict[str, Any]:
+def _parsed(text: str, failure: str) -> dict[str, Any]:
     try:
         table = parse_json(text)
     except ValueError as error:
-        raise SettingError(asked, str(error), "Correct the JSON there.") from None
+        raise SettingError(failure, str(error), "Correct the JSON there.") from None
     if not isinstance(table, dict):
-        raise SettingError(asked, f"It contains a {type(table).__name__}.", "Write a JSON object, in braces.")
+        raise SettingError(failure, f"It contains a {type(table).__name__}.", "Write a JSON object, in braces.")
     return table
 
 
@@ -243,9 +243,9 @@ def fill_auto(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) ->
     Raises:
         Conflict: the configuration contradicts values; the message lists all.
     """
-    known = list(auto_values)
-    refuse(contradictions(ds_config, known))
-    for auto in known:
+    values = list(auto_values)
+    refuse(contradictions(ds_config, values))
+    for auto in values:
         present = ds_config.get_value(auto.key)
         if present == AUTO_ENTRY or (present is None and auto.needed):
             ds_config.set_value(auto.key, auto.value)

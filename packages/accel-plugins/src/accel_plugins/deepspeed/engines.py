@@ -62,7 +62,7 @@ __all__ = (
     "trains_in_fp16",
 )
 
-_WARM_UP: Final = "scheduler.params.warmup_num_steps"
+_WARMUP_STEPS_ENTRY: Final = "scheduler.params.warmup_num_steps"
 
 
 class Started(NamedTuple):
@@ -86,7 +86,7 @@ def is_engine(model: object) -> bool:
 
 def parameters_behind(loss: Tensor) -> set[int]:
     """Ids of the parameters from which a loss was computed."""
-    found: set[int] = set()
+    reached: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -95,9 +95,9 @@ def parameters_behind(loss: Tensor) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            reached.add(id(node.variable))
         waiting += [before for before, _ in node.next_functions]
-    return found
+    return reached
 
 
 def trains_in_fp16() -> bool:
@@ -135,9 +135,9 @@ def start(
     ds_config = plugin.hf_ds_config
     fill_auto(ds_config, sizes)
     fill_auto(ds_config, object_values(bundle))
-    if ds_config.get_value(_WARM_UP) == 0:
+    if ds_config.get_value(_WARMUP_STEPS_ENTRY) == 0:
         # A warm-up of 1 means none; DeepSpeed 0.19.6 and newer refuse 0, which older versions accept.
-        ds_config.set_value(_WARM_UP, 1)
+        ds_config.set_value(_WARMUP_STEPS_ENTRY, 1)
     if bundle.optimizers:
         refuse_auto(ds_config)
     plugin.set_moe_leaf_modules(model)
@@ -150,7 +150,7 @@ def start(
         arguments["mpu"] = ulysses.shard(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
     _cast_inputs(engine, context.precision)
-    moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
+    moved = [scheduler for scheduler in bundle.schedulers if _moves_by_engine(scheduler)]
     return Started(engine, optimizer, scheduler if moved else None)
 
 
@@ -171,12 +171,12 @@ def full_gradients(engine: Any) -> dict[str, Tensor]:
 
     Parameters that forward did not use have zero gradients.
     """
-    found = {}
+    gradients = {}
     for name, parameter in engine.module.named_parameters():
         gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
-            found[canonical_name(name)] = gradient.detach().clone()
-    return found
+            gradients[canonical_name(name)] = gradient.detach().clone()
+    return gradients
 
 
 def end(engine: DeepSpeedEngine) -> None:
@@ -250,8 +250,8 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-_PERSISTENT: Final = 10
-_PREFETCHED: Final = 0.9
+_PERSISTENT_PER_HIDDEN_UNIT: Final = 10
+_PREFETCHED_FRACTION: Final = 0.9
 
 
 def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
@@ -277,18 +277,18 @@ def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
             _check_one(plugin, "scheduler", scheduler, placeholder, "DummyScheduler")
 
 
-def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: bool, dummy: str) -> None:
+def _check_one(plugin: DeepSpeedPlugin, entry: str, item: Any, placeholder: bool, dummy: str) -> None:
     described = isinstance(plugin.get_value(entry), dict)
-    asked = f"Cannot prepare {type(given).__name__} with this DeepSpeed configuration."
+    failure = f"Cannot prepare {type(item).__name__} with this DeepSpeed configuration."
     if described and not placeholder:
         raise Conflict(
-            asked,
+            failure,
             f'The configuration describes the {entry} too (entry "{entry}").',
             f'Pass accel_plugins.deepspeed.objects.{dummy}, or remove the entry "{entry}".',
         )
     if placeholder and not described:
         raise SettingError(
-            asked,
+            failure,
             f'The configuration has no entry "{entry}" that describes it.',
             f'Add "{entry}" to the configuration, or pass a real one.',
         )
@@ -367,8 +367,8 @@ def _model_values(model: Module) -> Iterator[AutoValue]:
     if hidden is None:
         return
     yield _suggestion("zero_optimization.reduce_bucket_size", hidden * hidden)
-    yield _suggestion("zero_optimization.stage3_prefetch_bucket_size", int(_PREFETCHED * hidden * hidden))
-    yield _suggestion("zero_optimization.stage3_param_persistence_threshold", _PERSISTENT * hidden)
+    yield _suggestion("zero_optimization.stage3_prefetch_bucket_size", int(_PREFETCHED_FRACTION * hidden * hidden))
+    yield _suggestion("zero_optimization.stage3_param_persistence_threshold", _PERSISTENT_PER_HIDDEN_UNIT * hidden)
 
 
 def _suggestion(key: str, value: Any) -> AutoValue:
@@ -397,13 +397,13 @@ LOAD_OPTIONS: Final = {
 }
 """Options of DeepSpeed's `load_checkpoint`, by their names in `load_state`."""
 
-_CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+_ALLOWED_CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 """Classes in DeepSpeed's files, besides tensors and plain data."""
 
-_UNIVERSAL: Final = "_universal"
-_SETTING: Final = '"checkpoint": {"load_universal": true}'
+_UNIVERSAL_SUFFIX: Final = "_universal"
+_UNIVERSAL_SETTING: Final = '"checkpoint": {"load_universal": true}'
 
-_PART: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
+_SHARD_FILE: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
 
 def tag_of(index: int) -> str:
@@ -477,7 +477,7 @@ def _universal(place: Path) -> Path:
     Raises:
         CheckpointError: there is no such folder.
     """
-    for folder in (place.with_name(f"{place.name}{_UNIVERSAL}"), place):
+    for folder in (place.with_name(f"{place.name}{_UNIVERSAL_SUFFIX}"), place):
         if (folder / "zero").is_dir():
             return folder
     raise CheckpointError(
@@ -491,7 +491,7 @@ def _conversion(place: Path) -> str:
     """The command that creates a universal checkpoint."""
     return (
         f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
-        f"--output_folder {place}{_UNIVERSAL}"
+        f"--output_folder {place}{_UNIVERSAL_SUFFIX}"
     )
 
 
@@ -504,48 +504,48 @@ def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -
         process: this process.
         optimizer: whether optimizer states will be loaded too.
     """
-    asked = f"Cannot load the DeepSpeed checkpoint {place}."
+    failure = f"Cannot load the DeepSpeed checkpoint {place}."
     files = sorted(place.rglob("*.pt")) if place.is_dir() else []
     if not files:
-        raise CheckpointError(asked, "The folder with DeepSpeed's files does not exist.", "Use another checkpoint.")
+        raise CheckpointError(failure, "The folder with DeepSpeed's files does not exist.", "Use another checkpoint.")
     ours = int(engine.zero_optimization_stage())
     anything_fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
     if not anything_fits:
-        _check_writers(asked, place, files, ours, process.world_size)
+        _check_writers(failure, place, files, ours, process.world_size)
     for file in files[process.rank :: process.world_size]:
-        with torch.serialization.safe_globals(list(_CLASSES)):
+        with torch.serialization.safe_globals(list(_ALLOWED_CLASSES)):
             state = pickled.read(file, map_location="meta")
-        found = _PART.search(file.name)
-        if found and found[2] == "optim" and not anything_fits:
-            _check_stage(asked, place, state, ours)
+        part = _SHARD_FILE.search(file.name)
+        if part and part[2] == "optim" and not anything_fits:
+            _check_stage(failure, place, state, ours)
 
 
-def _check_writers(asked: str, place: Path, files: Sequence[Path], ours: int, processes: int) -> None:
-    found = [part for file in files if (part := _PART.search(file.name))]
-    writers = {part[1] for part in found}
+def _check_writers(failure: str, place: Path, files: Sequence[Path], ours: int, processes: int) -> None:
+    parts = [part for file in files if (part := _SHARD_FILE.search(file.name))]
+    writers = {part[1] for part in parts}
     if writers and len(writers) != processes:
         raise CheckpointError(
-            asked,
+            failure,
             f"It was written by {len(writers)} processes, and these are {processes}.",
-            f"Start {len(writers)} processes, or convert it by {_conversion(place)} and load it with {_SETTING} in the "
-            "configuration of DeepSpeed.",
+            f"Start {len(writers)} processes, or convert it by {_conversion(place)} and load it with "
+            f"{_UNIVERSAL_SETTING} in the configuration of DeepSpeed.",
         )
-    if ours and not any(part[2] == "optim" for part in found):
-        raise _other_stage(asked, place, 0, ours)
+    if ours and not any(part[2] == "optim" for part in parts):
+        raise _other_stage(failure, place, 0, ours)
 
 
-def _check_stage(asked: str, place: Path, state: Any, ours: int) -> None:
+def _check_stage(failure: str, place: Path, state: Any, ours: int) -> None:
     held = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     stage = held.get("zero_stage") if isinstance(held, Mapping) else None
     if stage is not None and int(stage) != ours:
-        raise _other_stage(asked, place, int(stage), ours)
+        raise _other_stage(failure, place, int(stage), ours)
 
 
-def _other_stage(asked: str, place: Path, theirs: int, ours: int) -> CheckpointError:
+def _other_stage(failure: str, place: Path, theirs: int, ours: int) -> CheckpointError:
     return CheckpointError(
-        asked,
+        failure,
         f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
-        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_SETTING} in the "
+        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_UNIVERSAL_SETTING} in the "
         "configuration of DeepSpeed, or extract only the weights with the script zero_to_fp32.py beside it.",
     )
 

@@ -143,7 +143,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         """Do nothing: the engine has already stepped it."""
 
 
-_ON_HOST: Final = {
+_HOST_OPTIMIZERS: Final = {
     "AdamW": ("DeepSpeedCPUAdam", {"adamw_mode": True}, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
     "Adam": ("DeepSpeedCPUAdam", {"adamw_mode": False}, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
     "Adagrad": ("DeepSpeedCPUAdagrad", {}, ("lr", "eps", "weight_decay")),
@@ -171,14 +171,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     if name.startswith("DeepSpeed"):
         return optimizer
     kind = name.removesuffix("8bit").removesuffix("32bit")
-    if kind not in _ON_HOST:
+    if kind not in _HOST_OPTIMIZERS:
         raise NotOffered(
             f"Cannot use {name} while DeepSpeed stores optimizer states in host memory.",
-            f"In host memory, DeepSpeed supports {', '.join(_ON_HOST)} only.",
+            f"In host memory, DeepSpeed supports {', '.join(_HOST_OPTIMIZERS)} only.",
             "Use one of them, or set zero_force_ds_cpu_optimizer=false in the DeepSpeed configuration.",
         )
-    target, options, taken = _ON_HOST[kind]
-    made: Any = next(getattr(home, target) for home in homes if hasattr(home, target))
-    given = {name: optimizer.defaults[name] for name in taken if name in optimizer.defaults}
-    mapped: Optimizer = made(optimizer.param_groups, **given, **options)
+    target, options, taken = _HOST_OPTIMIZERS[kind]
+    optimizer_class: Any = next(getattr(home, target) for home in homes if hasattr(home, target))
+    defaults = {name: optimizer.defaults[name] for name in taken if name in optimizer.defaults}
+    mapped: Optimizer = optimizer_class(optimizer.param_groups, **defaults, **options)
     return mapped

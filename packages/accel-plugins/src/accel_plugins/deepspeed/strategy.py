@@ -144,19 +144,19 @@ class DeepSpeedStrategy(Strategy):
         gradient, ulysses = self.context.gradient, self._ulysses
         together = 1 if ulysses is None else ulysses.count
         sizes = batch_values(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
-        made = engines.start(plugin, self.context, bundle, sizes, ulysses)
-        made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
-        engines.before_each_update(made.engine, self._announce_gradients)
-        self._engines.append(DeepSpeedEngineWrapper(made.engine))
+        started = engines.start(plugin, self.context, bundle, sizes, ulysses)
+        started.engine.register_forward_hook(lambda *_: self._forwarded.add(id(started.engine)))
+        engines.before_each_update(started.engine, self._announce_gradients)
+        self._engines.append(DeepSpeedEngineWrapper(started.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
             # A model that was created unsharded is sharded now too, so transformers synchronises processes in
             # `generate`.
             plugin.dschf = transformers_view(plugin.deepspeed_config, sharded=True)
-        bundle.models[:] = [made.engine]
-        bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
-        if made.scheduler is not None:
+        bundle.models[:] = [started.engine]
+        bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(started.optimizer, gradient) for _ in bundle.optimizers]
+        if started.scheduler is not None:
             bundle.schedulers[:] = [
-                DeepSpeedSchedulerWrapper(made.scheduler, bundle.optimizers, gradient) for _ in bundle.schedulers
+                DeepSpeedSchedulerWrapper(started.scheduler, bundle.optimizers, gradient) for _ in bundle.schedulers
             ]
         return bundle
 
@@ -221,8 +221,8 @@ class DeepSpeedStrategy(Strategy):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         listed = list(parameters)
-        given = {id(parameter) for parameter in listed}
-        holders = [wrapped for wrapped in self._engines if any(id(own) in given for own in _parameters_of(wrapped))]
+        clipped = {id(parameter) for parameter in listed}
+        holders = [wrapped for wrapped in self._engines if any(id(own) in clipped for own in _parameters_of(wrapped))]
         if not holders:
             return super().clip_norm(listed, max_norm, norm_type)
         for wrapped in holders:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ("SequenceShardedLoader", "Ulysses")
 
-_NEEDED: Final = ("input_ids", "labels", "position_ids")
+_REQUIRED_INPUTS: Final = ("input_ids", "labels", "position_ids")
 
 
 class Ulysses:
@@ -64,25 +64,25 @@ class Ulysses:
             NotOffered: the model is not a model of transformers.
             Conflict: its attention cannot be sharded, or another model is already sharded.
         """
-        asked = f"Cannot shard the sequences of {type(model).__name__} with DeepSpeed (sp_size={self.count})."
+        failure = f"Cannot shard the sequences of {type(model).__name__} with DeepSpeed (sp_size={self.count})."
         config = getattr(model, "config", None)
         name = getattr(config, "_attn_implementation", None)
         if config is None or name is None:
             raise NotOffered(
-                asked,
+                failure,
                 "DeepSpeed shards sequences only for models of transformers.",
                 "Set sp_backend='torch', or sp_size=1.",
             )
         if self.ready:
             raise Conflict(
-                asked,
+                failure,
                 "DeepSpeed shards sequences for only one model, and another one is already prepared.",
                 "Train this model in a separate run.",
             )
-        self._replaced = self._registered(asked, model, self._options.sp_attn_implementation or name, samples)
+        self._replaced = self._registered(failure, model, self._options.sp_attn_implementation or name, samples)
         return groups
 
-    def _registered(self, asked: str, model: Module, name: str, samples: int) -> tuple[str, Any]:
+    def _registered(self, failure: str, model: Module, name: str, samples: int) -> tuple[str, Any]:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         before = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -94,7 +94,7 @@ class Ulysses:
         except ValueError as error:
             groups._release_sequence_parallel_groups()
             raise Conflict(
-                asked,
+                failure,
                 f"DeepSpeed refuses: {error}",
                 "Create the model with attn_implementation='sdpa' or a flash attention, and a number of heads that "
                 "sp_size divides.",
@@ -158,7 +158,11 @@ class SequenceShardedLoader:
     def _checked(self) -> Iterator[Any]:
         length = self._ulysses.length
         for batch in self._loader:
-            missing = [name for name in _NEEDED if name not in batch] if hasattr(batch, "keys") else list(_NEEDED)
+            missing = (
+                [name for name in _REQUIRED_INPUTS if name not in batch]
+                if hasattr(batch, "keys")
+                else list(_REQUIRED_INPUTS)
+            )
             if missing:
                 raise DataError(
                     "Cannot shard the sequences of a batch with DeepSpeed.",

@@ -16,7 +16,7 @@ from accel_state.settings.installed import importable, installed_version
 __all__ = ("gathered", "set_leaf_modules", "transformers_view")
 
 _logger: Final = logging.getLogger(__name__)
-_WHILE_BUILDING: Final = {
+_ENTRIES_WHILE_BUILDING: Final = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
     "zero_optimization.reduce_bucket_size": 1,
@@ -49,7 +49,7 @@ def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
 
     ds_config = HfDeepSpeedConfig(copy.deepcopy(dict(table)))
     ds_config.del_config_sub_tree("train_batch_size")
-    for key, value in _WHILE_BUILDING.items():
+    for key, value in _ENTRIES_WHILE_BUILDING.items():
         if ds_config.get_value(key) == AUTO_ENTRY:
             ds_config.set_value(key, value)
     for own in ("fp16", "bf16"):

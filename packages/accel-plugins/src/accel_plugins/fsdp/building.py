@@ -27,20 +27,20 @@ from accel_ops.dtensors import with_shard
 
 __all__ = ("arrives_sharded", "build_in_shards", "is_built_in_shards", "materialise")
 
-_SHARD: Final = "_accel_shard"
+_SHARD_ATTRIBUTE: Final = "_accel_shard"
 """Attribute of a parameter on the meta device: this process's shard, or None if it is not initialised."""
 
-_READS_NO_VALUES: Final = frozenset(
+_FUNCTIONS_WITHOUT_VALUES: Final = frozenset(
     {"__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"}
     | {"ndimension", "nelement", "numel", "requires_grad_", "size", "stride", "type"}
 )
-_ATTRIBUTES: Final = frozenset(
+_READABLE_ATTRIBUTES: Final = frozenset(
     {"dtype", "grad", "is_cuda", "is_leaf", "is_sparse", "layout", "names", "ndim", "requires_grad", "shape"}
 )
-_SHOWN: Final = {"is_meta": False, "device": torch.device("cpu")}
+_ATTRIBUTES_OF_WHOLE: Final = {"is_meta": False, "device": torch.device("cpu")}
 """Attributes that must be those of the full parameter, because functions of `torch.nn.init` skip meta tensors."""
 
-_OVERWRITES: Final = frozenset(
+_OVERWRITING_FUNCTIONS: Final = frozenset(
     {"bernoulli_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
     | {"zero_"}
 )
@@ -61,7 +61,7 @@ def arrives_sharded(model: Module, tensor_mesh: DeviceMesh | None) -> bool:
 
 def is_built_in_shards(model: Module) -> bool:
     """Whether a model has parameters that `materialise` must load."""
-    return any(_SHARD in vars(parameter) for parameter in model.parameters())
+    return any(_SHARD_ATTRIBUTE in vars(parameter) for parameter in model.parameters())
 
 
 @contextmanager
@@ -122,10 +122,10 @@ class _Initialising(TorchFunctionMode):
 
     def _in_shards(self, parameter: Parameter) -> Parameter:
         if parameter not in self._taken:
-            made = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            vars(made).update(vars(parameter))
-            vars(made)[_SHARD] = None if self._empty else self._shard(parameter.detach()).cpu().clone()
-            self._taken[parameter] = made
+            placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            vars(placeholder).update(vars(parameter))
+            vars(placeholder)[_SHARD_ATTRIBUTE] = None if self._empty else self._shard(parameter.detach()).cpu().clone()
+            self._taken[parameter] = placeholder
         taken: Parameter = self._taken[parameter]
         return taken
 
@@ -140,14 +140,21 @@ class _Initialising(TorchFunctionMode):
         initialises = getattr(func, "__module__", None) == "torch.nn.init"
         if self._empty and initialises:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        used = [one for one in (*args, *kwargs.values()) if isinstance(one, Parameter) and _SHARD in vars(one)]
+        used = [
+            one for one in (*args, *kwargs.values()) if isinstance(one, Parameter) and _SHARD_ATTRIBUTE in vars(one)
+        ]
         attribute = getattr(func.__self__, "__name__", "") if getattr(func, "__name__", "") == "__get__" else ""
-        if used and attribute in _SHOWN and not self._empty:
-            return _SHOWN[attribute]
-        if not used or self._empty or attribute in _ATTRIBUTES or getattr(func, "__name__", "") in _READS_NO_VALUES:
+        if used and attribute in _ATTRIBUTES_OF_WHOLE and not self._empty:
+            return _ATTRIBUTES_OF_WHOLE[attribute]
+        if (
+            not used
+            or self._empty
+            or attribute in _READABLE_ATTRIBUTES
+            or getattr(func, "__name__", "") in _FUNCTIONS_WITHOUT_VALUES
+        ):
             return func(*args, **kwargs)
         self._close_others(used)
-        overwrites = initialises or getattr(func, "__name__", "") in _OVERWRITES
+        overwrites = initialises or getattr(func, "__name__", "") in _OVERWRITING_FUNCTIONS
         full = {id(one): self._full(one, overwrites and one is used[0]) for one in used}
         result = func(*(full.get(id(one), one) for one in args), **{k: full.get(id(v), v) for k, v in kwargs.items()})
         return next((one for one in used if full[id(one)] is result), result)
@@ -156,7 +163,7 @@ class _Initialising(TorchFunctionMode):
         for one, full in self._open:
             if one is parameter:
                 return full
-        shard: Tensor = vars(parameter)[_SHARD]
+        shard: Tensor = vars(parameter)[_SHARD_ATTRIBUTE]
         full = (
             torch.empty(parameter.shape, dtype=parameter.dtype)
             if overwritten
@@ -169,7 +176,7 @@ class _Initialising(TorchFunctionMode):
         """Replace full parameters that the next function does not use by their shards."""
         for parameter, full in self._open:
             if all(parameter is not one for one in used):
-                vars(parameter)[_SHARD].copy_(self._shard(full))
+                vars(parameter)[_SHARD_ATTRIBUTE].copy_(self._shard(full))
         self._open = [(one, full) for one, full in self._open if any(one is other for other in used)]
 
     def close(self) -> None:
@@ -199,22 +206,22 @@ def materialise(model: Module, mesh: DeviceMesh, device: torch.device, shard: Ca
     before = dict(model.named_parameters(remove_duplicate=False))
     shard()
     inner = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
-    made: dict[int, Parameter] = {}
+    replaced: dict[int, Parameter] = {}
     state: dict[str, Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         waiting = before[name]
-        if _SHARD not in vars(waiting):
+        if _SHARD_ATTRIBUTE not in vars(waiting):
             continue
-        if id(parameter) not in made:
-            made[id(parameter)] = Parameter(_value(waiting, parameter, inner, device), parameter.requires_grad)
-            vars(waiting)[_SHARD] = None
-        state[name] = made[id(parameter)]
+        if id(parameter) not in replaced:
+            replaced[id(parameter)] = Parameter(_value(waiting, parameter, inner, device), parameter.requires_grad)
+            vars(waiting)[_SHARD_ATTRIBUTE] = None
+        state[name] = replaced[id(parameter)]
     model.load_state_dict(state, strict=False, assign=True)
 
 
 def _value(waiting: Parameter, parameter: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
     """The value of a parameter: a DTensor of this process's shard, or the full tensor if it is not sharded."""
-    held: Tensor | None = vars(waiting)[_SHARD]
+    held: Tensor | None = vars(waiting)[_SHARD_ATTRIBUTE]
     if not isinstance(parameter, DTensor):
         # It computes on the device, also when the shards of others are kept on the host.
         whole = torch.empty_like(parameter, device=mesh.device_type) if held is None else _gathered(held, waiting, mesh)

@@ -60,8 +60,8 @@ _DTYPES: Final = {
     "float64": "float64",
 }
 """Names of precisions and dtypes; 8-bit training stores and reduces in bfloat16."""
-_OFFLOADS: Final = ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
-_POLICIES: Final = {1: "MixedPrecision", 2: "MixedPrecisionPolicy"}
+_OFFLOAD_CLASSES: Final = ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
+_POLICY_CLASSES: Final = {1: "MixedPrecision", 2: "MixedPrecisionPolicy"}
 _POLICY_DTYPES: Final = {
     1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
     2: ("param_dtype", "reduce_dtype", "output_dtype"),
@@ -117,14 +117,14 @@ def _state_dict_config_field(name: str) -> ObjectField:
         name: "" for models, "Optim" for optimizers.
     """
 
-    def keep(settings: Any, given: Any) -> Any:
-        if not hasattr(given, "offload_to_cpu"):
+    def keep(settings: Any, value: Any) -> Any:
+        if not hasattr(value, "offload_to_cpu"):
             raise SettingError(
-                f"Cannot use FullyShardedDataParallelPlugin({'optim_' if name else ''}state_dict_config={given!r}).",
+                f"Cannot use FullyShardedDataParallelPlugin({'optim_' if name else ''}state_dict_config={value!r}).",
                 "The value has no attribute offload_to_cpu.",
                 f"Pass a Full{name}StateDictConfig or a Sharded{name}StateDictConfig of {_FSDP}, or remove it.",
             )
-        return given
+        return value
 
     def make(settings: Any, kept: Any) -> Any:
         if not isinstance(kept, str):
@@ -141,22 +141,22 @@ def _state_dict_config_field(name: str) -> ObjectField:
 def _cpu_offload_field() -> ObjectField:
     """Stored as a bool, or as a policy without pinned memory; read as the object that the FSDP version needs."""
 
-    def keep(settings: Any, given: Any) -> Any:
-        if isinstance(given, str):
-            return settings_of(type(settings))["cpu_offload"].parse(given, "argument")
-        if not isinstance(given, bool) and type(given).__name__ not in (
+    def keep(settings: Any, value: Any) -> Any:
+        if isinstance(value, str):
+            return settings_of(type(settings))["cpu_offload"].parse(value, "argument")
+        if not isinstance(value, bool) and type(value).__name__ not in (
             "CPUOffload",
             "CPUOffloadPolicy",
             "OffloadPolicy",
         ):
             raise SettingError(
-                f"Cannot use FullyShardedDataParallelPlugin(cpu_offload={given!r}).",
+                f"Cannot use FullyShardedDataParallelPlugin(cpu_offload={value!r}).",
                 "The value must be True, False or an offload policy of torch.",
                 "Pass True or False.",
             )
-        pins = type(given).__name__ == "CPUOffloadPolicy" and given.pin_memory
-        says_more = type(given).__name__ == "CPUOffloadPolicy" and not pins
-        return given if says_more or isinstance(given, bool) else bool(getattr(given, "offload_params", pins))
+        pins = type(value).__name__ == "CPUOffloadPolicy" and value.pin_memory
+        says_more = type(value).__name__ == "CPUOffloadPolicy" and not pins
+        return value if says_more or isinstance(value, bool) else bool(getattr(value, "offload_params", pins))
 
     def make(settings: Any, kept: Any) -> Any:
         if _version(settings) == 1:
@@ -171,19 +171,19 @@ def _cpu_offload_field() -> ObjectField:
 def _auto_wrap_policy_field() -> ObjectField:
     """Stored as a name or a policy; read as a policy, such as torch's functions, or None."""
 
-    def keep(settings: Any, given: Any) -> Any:
-        if isinstance(given, str):
-            return settings_of(type(settings))["auto_wrap_policy"].parse(given, "argument")
+    def keep(settings: Any, value: Any) -> Any:
+        if isinstance(value, str):
+            return settings_of(type(settings))["auto_wrap_policy"].parse(value, "argument")
         for name, function in _WRAP_FUNCTIONS.items():
-            if (getattr(given, "__module__", None), getattr(given, "__name__", None)) == (_WRAP, function):
+            if (getattr(value, "__module__", None), getattr(value, "__name__", None)) == (_WRAP, function):
                 return name
-        if not callable(given) and not hasattr(given, "_run_policy"):
+        if not callable(value) and not hasattr(value, "_run_policy"):
             raise SettingError(
-                f"Cannot use FullyShardedDataParallelPlugin(auto_wrap_policy={given!r}).",
+                f"Cannot use FullyShardedDataParallelPlugin(auto_wrap_policy={value!r}).",
                 "The value does not select the blocks to shard separately.",
                 f"Pass one of {', '.join(WRAP_POLICIES)}, a policy of {_WRAP}, or a function that accepts a module.",
             )
-        return given
+        return value
 
     def make(settings: Any, kept: Any) -> Any:
         if not isinstance(kept, str):
@@ -196,18 +196,18 @@ def _auto_wrap_policy_field() -> ObjectField:
 # ---------------------------------------------------------------------- mixed precision
 
 
-def _dtype_name(given: Any) -> str | None:
+def _dtype_name(dtype: Any) -> str | None:
     """The name of the dtype for a precision ("bf16"), a dtype's name or a torch dtype; None for None.
 
     Raises:
         SettingError: the value is not a precision or dtype.
     """
-    if given is None:
+    if dtype is None:
         return None
-    text = str(given).removeprefix("torch.")
+    text = str(dtype).removeprefix("torch.")
     if text not in _DTYPES:
         raise SettingError(
-            f"Cannot use the precision {given!r} in a mixed-precision policy of FSDP.",
+            f"Cannot use the precision {dtype!r} in a mixed-precision policy of FSDP.",
             f"The known precisions are {', '.join(_DTYPES)}.",
             "Use a name such as 'bf16', or a dtype such as torch.bfloat16.",
         )
@@ -234,18 +234,18 @@ def _policy_of(settings: Any, precision: Any, *, buffers: Any = None) -> dict[st
 def _mixed_precision_policy_field() -> ObjectField:
     """Stored as a name or a dict of dtype names; read as the policy object of the FSDP version."""
 
-    def keep(settings: Any, given: Any) -> Any:
-        if isinstance(given, str) or type(given).__name__ == "dtype":
-            return _dtype_name(given)
-        if isinstance(given, Mapping):
-            return {name: _dtype_name(value) if name.endswith("_dtype") else value for name, value in given.items()}
-        if not hasattr(given, "param_dtype"):
+    def keep(settings: Any, value: Any) -> Any:
+        if isinstance(value, str) or type(value).__name__ == "dtype":
+            return _dtype_name(value)
+        if isinstance(value, Mapping):
+            return {name: _dtype_name(entry) if name.endswith("_dtype") else entry for name, entry in value.items()}
+        if not hasattr(value, "param_dtype"):
             raise SettingError(
-                f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={given!r}).",
+                f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={value!r}).",
                 "The value has no attribute param_dtype, the dtype in which parameters are gathered.",
                 "Pass a precision such as 'bf16', a dict with param_dtype and reduce_dtype, or a policy of torch.",
             )
-        return given
+        return value
 
     def make(settings: Any, kept: Any) -> Any:
         _check_policy(settings, kept)
@@ -256,7 +256,7 @@ def _mixed_precision_policy_field() -> ObjectField:
             name: import_object(f"torch:{value}") if name.endswith("_dtype") and value is not None else value
             for name, value in policy.items()
         }
-        return import_object(f"{_FSDP}:{_POLICIES[_version(settings)]}")(**torch_dtypes)
+        return import_object(f"{_FSDP}:{_POLICY_CLASSES[_version(settings)]}")(**torch_dtypes)
 
     return ObjectField(keep, make, lambda settings: settings._policy_of_run())
 
@@ -269,19 +269,19 @@ def _check_policy(settings: Any, kept: Any) -> None:
     """
     version = _version(settings)
     if isinstance(kept, dict):
-        known = (*_POLICY_DTYPES[version], *_POLICY_OPTIONS[version])
-        unknown = [name for name in kept if name not in known]
+        entries = (*_POLICY_DTYPES[version], *_POLICY_OPTIONS[version])
+        unknown = [name for name in kept if name not in entries]
         if unknown:
             raise SettingError(
                 f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={kept!r}).",
                 f"A policy of FSDP version {version} has no entry {', '.join(map(repr, unknown))}.",
-                f"Use entries among {', '.join(known)}.",
+                f"Use entries among {', '.join(entries)}.",
             )
-    elif kept is not None and not isinstance(kept, str) and type(kept).__name__ == _POLICIES[3 - version]:
+    elif kept is not None and not isinstance(kept, str) and type(kept).__name__ == _POLICY_CLASSES[3 - version]:
         raise SettingError(
             f"Cannot use FullyShardedDataParallelPlugin(mixed_precision_policy={type(kept).__name__}(...)).",
             f"It is a policy of FSDP version {3 - version}, and fsdp_version is {version}.",
-            f"Pass a {_POLICIES[version]} of {_FSDP}.",
+            f"Pass a {_POLICY_CLASSES[version]} of {_FSDP}.",
         )
 
 
@@ -298,7 +298,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "sync_module_states": True,
     "forward_prefetch": False,
 }
-_ONLY_FIRST: Final = ("backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
+_VERSION_1_SETTINGS: Final = ("backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 """Settings of version 1 that version 2 does not use."""
 
 
@@ -446,31 +446,31 @@ class FullyShardedDataParallelPlugin:
         self._compute: Any = None
         if member_name(self.fsdp_version) in SHARDING_STRATEGIES:
             self.fsdp_version, self.sharding_strategy = None, self.fsdp_version  # type: ignore[assignment]
-        given = [name for name in (*_ONLY_FIRST, "sharding_strategy") if given_value(self, name) is not None]
+        chosen = [name for name in (*_VERSION_1_SETTINGS, "sharding_strategy") if given_value(self, name) is not None]
         for name in settings_of(type(self)):
             self._configure(name)
         if self.fsdp_version >= 2:
-            self._configure_second(given)
+            self._configure_second(chosen)
         self.validate_mixed_precision_policy()
 
     def _configure(self, name: str) -> None:
         """Set the final value of a field: the passed value, that of the environment, or the default."""
-        known, given = settings_of(type(self))[name], given_value(self, name)
-        if given is None:
-            found = read_setting(known)
-            given = _DEFAULTS.get(name) if found is None else found.value
-        elif isinstance(given, str) and name not in ("ignored_modules", "auto_wrap_policy"):
+        declared, value = settings_of(type(self))[name], given_value(self, name)
+        if value is None:
+            variable = read_setting(declared)
+            value = _DEFAULTS.get(name) if variable is None else variable.value
+        elif isinstance(value, str) and name not in ("ignored_modules", "auto_wrap_policy"):
             strategy = (
-                name == "reshard_after_forward" and self.fsdp_version == 1 and given.upper() in SHARDING_STRATEGIES
+                name == "reshard_after_forward" and self.fsdp_version == 1 and value.upper() in SHARDING_STRATEGIES
             )
-            given = given.upper() if strategy else known.parse(given, "argument")
-        if name == "transformer_cls_names_to_wrap" and given is not None:
-            given = list(given)
-        setattr(self, name, given)
+            value = value.upper() if strategy else declared.parse(value, "argument")
+        if name == "transformer_cls_names_to_wrap" and value is not None:
+            value = list(value)
+        setattr(self, name, value)
 
-    def _configure_second(self, given: list[str]) -> None:
+    def _configure_second(self, chosen: list[str]) -> None:
         """Remove settings that version 2 does not support, and log a warning for those that were set."""
-        if "sharding_strategy" in given:
+        if "sharding_strategy" in chosen:
             raise Conflict(
                 "Cannot use FullyShardedDataParallelPlugin(sharding_strategy="
                 f"{given_value(self, 'sharding_strategy')!r}) with fsdp_version={self.fsdp_version}.",
@@ -487,8 +487,8 @@ class FullyShardedDataParallelPlugin:
             )
         self._refuse_flat_shards()
         if given_value(self, "backward_prefetch") not in (None, "NO_PREFETCH"):
-            given = [*given, "backward_prefetch"]
-        unused = [name for name in _ONLY_FIRST if name in given]
+            chosen = [*chosen, "backward_prefetch"]
+        unused = [name for name in _VERSION_1_SETTINGS if name in chosen]
         if unused:
             import logging
 
@@ -497,7 +497,7 @@ class FullyShardedDataParallelPlugin:
                 type(self).__name__,
                 ", ".join(unused),
             )
-        for name in ("sharding_strategy", *_ONLY_FIRST):
+        for name in ("sharding_strategy", *_VERSION_1_SETTINGS):
             setattr(self, name, None)
         if self.reshard_after_forward is None:
             self.reshard_after_forward = True

@@ -9,26 +9,26 @@ from accel_state.errors import SettingError
 
 __all__ = ("CONVERSION", "Conversion", "ToFSDP2", "convert")
 
-_TABLE: Final = "fsdp_config"
-_STRATEGY: Final = "fsdp_sharding_strategy"
-_RESHARD: Final = "fsdp_reshard_after_forward"
-_VERSION: Final = "fsdp_version"
+_SECTION: Final = "fsdp_config"
+_STRATEGY_KEY: Final = "fsdp_sharding_strategy"
+_RESHARD_KEY: Final = "fsdp_reshard_after_forward"
+_VERSION_KEY: Final = "fsdp_version"
 
 # Strategies of version 1, which numbers them from 1 in this order; True: blocks are freed after forward.
-_RESHARDS: Final = {
+_RESHARD_OF_STRATEGY: Final = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
     "NO_SHARD": False,
     "HYBRID_SHARD": True,
     "HYBRID_SHARD_ZERO2": False,
 }
-_GONE: Final = {
+_REMOVED_KEYS: Final = {
     "fsdp_backward_prefetch": "version 2 prefetches automatically",
     "fsdp_forward_prefetch": "version 2 prefetches automatically",
     "fsdp_sync_module_states": "version 2 always broadcasts the weights of the first process",
     "fsdp_use_orig_params": "version 2 always keeps the original parameters",
 }
-_BY_MESH: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_HYBRID_STRATEGIES: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 class Conversion(NamedTuple):
@@ -53,42 +53,42 @@ def convert(config: Mapping[str, Any], key_of: Callable[[str], str]) -> Conversi
     Raises:
         SettingError: the config is not for FSDP, or has an unknown sharding strategy.
     """
-    table = config.get(_TABLE)
+    table = config.get(_SECTION)
     if not isinstance(table, dict) or not table:
         raise SettingError(
             "Cannot convert a config file to FSDP version 2.",
-            f"The file has no section {_TABLE!r}.",
+            f"The file has no section {_SECTION!r}.",
             "Use the config file of a run with FSDP.",
         )
-    given = {key_of(f"{_TABLE}.{key}").partition(".")[2]: value for key, value in table.items()}
-    if str(given.get(_VERSION, 1)) == "2":
+    settings = {key_of(f"{_SECTION}.{key}").partition(".")[2]: value for key, value in table.items()}
+    if str(settings.get(_VERSION_KEY, 1)) == "2":
         return Conversion(None)
-    kept = {key: value for key, value in given.items() if key not in (_STRATEGY, *_GONE)}
-    notes = [f"{key} is removed: {_GONE[key]}." for key in given if key in _GONE]
+    kept = {key: value for key, value in settings.items() if key not in (_STRATEGY_KEY, *_REMOVED_KEYS)}
+    notes = [f"{key} is removed: {_REMOVED_KEYS[key]}." for key in settings if key in _REMOVED_KEYS]
     # Files of version 1 may have the strategy under the newer key.
-    strategy = given.get(_RESHARD, given.get(_STRATEGY))
+    strategy = settings.get(_RESHARD_KEY, settings.get(_STRATEGY_KEY))
     if strategy is not None:
-        kept[_RESHARD] = strategy if isinstance(strategy, bool) else _reshards(str(strategy), notes)
-    return Conversion({**config, _TABLE: {**kept, _VERSION: 2}}, tuple(notes))
+        kept[_RESHARD_KEY] = strategy if isinstance(strategy, bool) else _reshards(str(strategy), notes)
+    return Conversion({**config, _SECTION: {**kept, _VERSION_KEY: 2}}, tuple(notes))
 
 
 def _reshards(strategy: str, notes: list[str]) -> bool:
     """Whether blocks are freed after forward with a strategy, by its name or number."""
-    names = list(_RESHARDS)
+    names = list(_RESHARD_OF_STRATEGY)
     name = names[int(strategy) - 1] if strategy in "12345" and strategy else strategy.upper()
     if name in ("TRUE", "FALSE"):
         return name == "TRUE"
-    if name not in _RESHARDS:
+    if name not in _RESHARD_OF_STRATEGY:
         raise SettingError(
-            f"Cannot convert {_STRATEGY}={strategy}.",
+            f"Cannot convert {_STRATEGY_KEY}={strategy}.",
             "No such sharding strategy exists.",
             f"The value must be one of {', '.join(names)}, or its number from 1.",
         )
-    if name in _BY_MESH:
+    if name in _HYBRID_STRATEGIES:
         notes.append(f"{name} needs parallelism_config with dp_replicate_size and dp_shard_size in version 2.")
     if name == "NO_SHARD":
         notes.append("NO_SHARD does not exist in version 2: parameters are sharded and kept gathered after forward.")
-    return _RESHARDS[name]
+    return _RESHARD_OF_STRATEGY[name]
 
 
 class ToFSDP2:

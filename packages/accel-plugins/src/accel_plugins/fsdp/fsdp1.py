@@ -27,9 +27,9 @@ from accel_state.settings.schema import given_value, member_name, plain_value
 
 __all__ = ("FSDP1Strategy",)
 
-_HYBRID: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_MEMBERS: Final = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
-_WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+_HYBRID_STRATEGIES: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_MEMBER_OF_STRATEGY: Final = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
+_STRATEGIES_WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 
 class FSDP1Strategy(ShardedStrategy):
@@ -40,33 +40,33 @@ class FSDP1Strategy(ShardedStrategy):
     def check(self, bundle: Bundle) -> None:
         super().check(bundle)
         name = self._strategy_name
-        asked = f"Cannot use FSDP version 1 with sharding_strategy={name!r}."
-        if self._on_cpu and name in _WRONG_ON_CPU:
+        failure = f"Cannot use FSDP version 1 with sharding_strategy={name!r}."
+        if self._on_cpu and name in _STRATEGIES_WRONG_ON_CPU:
             raise NotOffered(
-                asked,
+                failure,
                 "On a CPU, torch computes wrong losses with this strategy.",
                 "Use 'FULL_SHARD', or fsdp_version=2 with reshard_after_forward=False.",
             )
         if self._on_cpu and self.config.cpu_offload.offload_params:
             raise NotOffered(
-                f"{asked[:-1]} and cpu_offload=True.",
+                f"{failure[:-1]} and cpu_offload=True.",
                 "The parameters are already on the CPU, and torch refuses to move them there.",
                 "Remove cpu_offload, or use fsdp_version=2.",
             )
         if name == "NO_SHARD" and not self._full:
             raise Conflict(
-                f"{asked[:-1]} and state_dict_type={plain_value(self.config, 'state_dict_type')!r}.",
+                f"{failure[:-1]} and state_dict_type={plain_value(self.config, 'state_dict_type')!r}.",
                 "With this strategy nothing is sharded, so there are no shards to save.",
                 "Use state_dict_type='FULL_STATE_DICT'.",
             )
-        self._check_mesh(asked, name)
+        self._check_mesh(failure, name)
         self._check_groups(bundle)
 
-    def _check_mesh(self, asked: str, name: str) -> None:
+    def _check_mesh(self, failure: str, name: str) -> None:
         copies = submesh(self.context.mesh, Axis.REPLICATE) is not None
-        if self.context.mesh is not None and copies != (name in _HYBRID):
+        if self.context.mesh is not None and copies != (name in _HYBRID_STRATEGIES):
             raise Conflict(
-                f"{asked[:-1]} and a ParallelismConfig {'with' if copies else 'without'} dp_replicate_size above 1.",
+                f"{failure[:-1]} and a ParallelismConfig {'with' if copies else 'without'} dp_replicate_size above 1.",
                 "Replicated groups that shard the parameters need a hybrid strategy.",
                 "Use 'HYBRID_SHARD' with dp_replicate_size, and 'FULL_SHARD' without.",
             )
@@ -101,10 +101,10 @@ class FSDP1Strategy(ShardedStrategy):
         """The name of the sharding strategy: that of the settings, else the one that the axes imply."""
         config = self.config
         name = str(plain_value(config, "sharding_strategy"))
-        given = given_value(config, "sharding_strategy") is not None or isinstance(
+        chosen = given_value(config, "sharding_strategy") is not None or isinstance(
             member_name(config.reshard_after_forward), str
         )
-        if given or submesh(self.context.mesh, Axis.REPLICATE) is None:
+        if chosen or submesh(self.context.mesh, Axis.REPLICATE) is None:
             return name
         return {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}[name]
 
@@ -124,7 +124,7 @@ class FSDP1Strategy(ShardedStrategy):
         blocks = {id(block) for block in shard_groups(model, config)}
         return FullyShardedDataParallel(
             model,
-            sharding_strategy=ShardingStrategy[_MEMBERS.get(self._strategy_name, self._strategy_name)],
+            sharding_strategy=ShardingStrategy[_MEMBER_OF_STRATEGY.get(self._strategy_name, self._strategy_name)],
             cpu_offload=config.cpu_offload,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks) if blocks else None,
             backward_prefetch=config.backward_prefetch,
@@ -144,7 +144,7 @@ class FSDP1Strategy(ShardedStrategy):
             return None
         if shards is not None:
             return shards.get_local_rank()
-        return process.topology.local_rank if self._strategy_name in _HYBRID else process.rank
+        return process.topology.local_rank if self._strategy_name in _HYBRID_STRATEGIES else process.rank
 
     def _mesh(self) -> DeviceMesh:
         """The mesh of the run; without one, the hybrid strategies shard within a node and replicate between nodes."""
@@ -153,7 +153,7 @@ class FSDP1Strategy(ShardedStrategy):
             return self.context.mesh
         names: tuple[str, ...] = (Axis.SHARD.value,)
         sizes: tuple[int, ...] = (process.world_size,)
-        if self._strategy_name in _HYBRID:
+        if self._strategy_name in _HYBRID_STRATEGIES:
             on_node = process.topology.local_world_size
             names, sizes = (Axis.REPLICATE.value, *names), (process.world_size // on_node, on_node)
         return init_device_mesh(process.device.type, sizes, mesh_dim_names=names)
@@ -174,9 +174,9 @@ class FSDP1Strategy(ShardedStrategy):
             block._sync_gradients = reduces
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        given = {id(parameter) for parameter in parameters}
+        clipped = {id(parameter) for parameter in parameters}
         for model in self._models():
-            if given == {id(parameter) for parameter in model.parameters()}:
+            if clipped == {id(parameter) for parameter in model.parameters()}:
                 norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
         raise NotOffered(

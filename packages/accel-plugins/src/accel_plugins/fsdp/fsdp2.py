@@ -171,10 +171,10 @@ class FSDP2Strategy(ShardedStrategy):
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        given = list(parameters)
-        for parameter in given:
+        listed = list(parameters)
+        for parameter in listed:
             _reduce_partial(parameter)
-        for group in _alike(given):
+        for group in _alike(listed):
             torch.nn.utils.clip_grad_value_(group, value)
 
 

@@ -237,7 +237,7 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
 
 # ---------------------------------------------------------------------- as files
 
-_STEMS = {ObjectKind.MODEL: FSDP_MODEL_NAME, ObjectKind.OPTIMIZER: OPTIMIZER_NAME}
+_FILE_STEMS = {ObjectKind.MODEL: FSDP_MODEL_NAME, ObjectKind.OPTIMIZER: OPTIMIZER_NAME}
 
 
 def model_state(
@@ -276,9 +276,9 @@ def _any_has_state(optimizer: Optimizer) -> bool:
     process must take part in gathering the state of others.
     """
     process = current.process()
-    found = torch.tensor(bool(optimizer.state), dtype=torch.int32, device=process.device)
-    process.transport.all_reduce(found).wait()
-    return bool(found.item())
+    has_state = torch.tensor(bool(optimizer.state), dtype=torch.int32, device=process.device)
+    process.transport.all_reduce(has_state).wait()
+    return bool(has_state.item())
 
 
 @contextmanager
@@ -320,7 +320,7 @@ def write(
         if first:
             pickled.write(state, folder / _full_name(kind, index))
         return
-    write_shards({kind.value: state}, folder / shards_name(_STEMS[kind], index), plans, group)
+    write_shards({kind.value: state}, folder / shards_name(_FILE_STEMS[kind], index), plans, group)
 
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
@@ -416,11 +416,11 @@ def read_rank_file(kind: ObjectKind, folder: Path, index: int) -> dict[str, Any]
         CheckpointError: another number of processes wrote the files, or this process's file is damaged.
     """
     process = current.process()
-    found = len(list(folder.glob(_rank_file_name(kind, index, "[0-9]*"))))
-    if found not in (0, process.world_size):
+    writers = len(list(folder.glob(_rank_file_name(kind, index, "[0-9]*"))))
+    if writers not in (0, process.world_size):
         raise CheckpointError(
             f"Cannot read the {kind.value} {index} from {folder}, one file per process.",
-            f"{found} processes wrote it, and this run has {process.world_size}.",
+            f"{writers} processes wrote it, and this run has {process.world_size}.",
             "Start the same number of processes, or save with use_dcp=True, which can be loaded on any number.",
         )
     state: dict[str, Any] = pickled.read(folder / _rank_file_name(kind, index, process.rank))
@@ -428,7 +428,7 @@ def read_rank_file(kind: ObjectKind, folder: Path, index: int) -> dict[str, Any]
 
 
 def _rank_file_name(kind: ObjectKind, index: int, rank: int | str) -> str:
-    return f"{_STEMS[kind]}_{index}_rank{rank}.bin"
+    return f"{_FILE_STEMS[kind]}_{index}_rank{rank}.bin"
 
 
 # ---------------------------------------------------------------------- merged into one file
@@ -480,7 +480,7 @@ def merged_state(shards: Path) -> dict[str, Tensor]:
 
 
 def _shards_in(folder: Path) -> Path:
-    asked = f"Cannot merge the shards in {folder}."
+    failure = f"Cannot merge the shards in {folder}."
     if (folder / ".metadata").is_file():
         return folder
     inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))
@@ -489,8 +489,8 @@ def _shards_in(folder: Path) -> Path:
     if inside:
         names = ", ".join(path.name for path in inside)
         raise SettingError(
-            asked, f"The folder has the shards of several models: {names}.", "Use the folder of one of them."
+            failure, f"The folder has the shards of several models: {names}.", "Use the folder of one of them."
         )
     obstacle = "The folder has no shards (no file .metadata)." if folder.is_dir() else "The folder does not exist."
     remedy = f"Use a folder such as {FSDP_MODEL_NAME}_0, which state_dict_type='SHARDED_STATE_DICT' writes."
-    raise SettingError(asked, obstacle, remedy)
+    raise SettingError(failure, obstacle, remedy)

@@ -118,7 +118,7 @@ class FP8BackendType(str, Enum, metaclass=EnumWithContains):
 
 
 _GROUP: Final = "FP8"
-_OVERRIDDEN: Final = (
+_OVERRIDE_VARIABLES: Final = (
     "ACCELERATE_FP8_OVERRIDE_FPROP",
     "ACCELERATE_FP8_OVERRIDE_DGRAD",
     "ACCELERATE_FP8_OVERRIDE_WGRAD",
@@ -129,12 +129,12 @@ _OVERRIDDEN: Final = (
 def _parse_three(text: str) -> tuple[bool, ...]:
     """Three bools; a list in files, "true,false,false" or "(True, False, False)" on command lines."""
     parts = text.strip().strip("()[]").split(",")
-    if len(parts) != len(_OVERRIDDEN):
+    if len(parts) != len(_OVERRIDE_VARIABLES):
         raise ValueError(text)
     return tuple(BOOLEAN.parse(part) for part in parts)
 
 
-_THREE: Final = ValueType("three bools, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
+_THREE_BOOLS: Final = ValueType("three bools, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
 
 
 _fp8: Final = partial(
@@ -165,7 +165,7 @@ class FP8Settings:
         unset="most_recent",
     )
     override_linear_precision: tuple[bool, ...] | None = _fp8(
-        type=_THREE,
+        type=_THREE_BOOLS,
         variable=None,
         help="Compute in higher precision: forward, the gradient of the input, that of the weights (three bools).",
     )
@@ -181,12 +181,12 @@ class FP8Settings:
     )
 
     @staticmethod
-    def further_variables(given: Mapping[str, Given]) -> dict[str, str]:
+    def further_variables(settings: Mapping[str, Given]) -> dict[str, str]:
         """The three environment variables of a setting."""
-        three = given.get("override_linear_precision")
+        three = settings.get("override_linear_precision")
         if three is None:
             return {}
-        return {name: str(one) for name, one in zip(_OVERRIDDEN, three.value, strict=True)}
+        return {name: str(one) for name, one in zip(_OVERRIDE_VARIABLES, three.value, strict=True)}
 
 
 def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple[bool, bool, bool]:
@@ -195,8 +195,8 @@ def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple
     Raises:
         SettingError: a variable is not a bool.
     """
-    found = [read_setting(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDDEN]
-    forward, of_inputs, of_weights = (given is not None and bool(given.value) for given in found)
+    overrides = [read_setting(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDE_VARIABLES]
+    forward, of_inputs, of_weights = (override is not None and bool(override.value) for override in overrides)
     return forward, of_inputs, of_weights
 
 
@@ -215,25 +215,25 @@ _SETTINGS: Final = settings_of(FP8Settings)
 
 def backend_of_environment() -> FP8BackendType | None:
     """The library that `ACCELERATE_FP8_BACKEND` names, or None."""
-    found = read_setting(_SETTINGS["backend"])
-    return None if found is None else FP8BackendType(found.value.upper())
+    backend = read_setting(_SETTINGS["backend"])
+    return None if backend is None else FP8BackendType(backend.value.upper())
 
 
 class _Filled(KwargsHandler):
     """A recipe; fields that are not passed come from the environment, else from the library's defaults."""
 
     def _fill(self) -> None:
-        for name, known in settings_of(type(self)).items():
-            given = getattr(self, name)
-            if isinstance(given, str):
-                setattr(self, name, known.parse(given, "argument"))
+        for name, declared in settings_of(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, declared.parse(value, "argument"))
         fill_from_environment(self)
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that an argument or the environment set to a value other than the default."""
-        default = {known.name: known.default for known in dataclasses.fields(self)}
-        default |= {name: known.unset for name, known in settings_of(type(self)).items() if default[name] is None}
-        # One setting with three variables.
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        default |= {name: declared.unset for name, declared in settings_of(type(self)).items() if default[name] is None}
+        # One declared with three variables.
         default["override_linear_precision"] = (False, False, False)
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
@@ -366,8 +366,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     @staticmethod
     def _backend_found() -> str:
-        asked = backend_of_environment()
-        return "TE" if asked is None else asked.value
+        backend = backend_of_environment()
+        return "TE" if backend is None else backend.value
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""

@@ -160,24 +160,24 @@ class TorchAO(Float8):
 def _torchao_config(recipe: AORecipeKwargs, narrow_gather: bool) -> Any:
     from torchao.float8 import Float8LinearConfig
 
-    given = recipe.config
-    if given is None:
+    config = recipe.config
+    if config is None:
         return Float8LinearConfig(enable_fsdp_float8_all_gather=narrow_gather, pad_inner_dim=bool(recipe.pad_inner_dim))
-    if isinstance(given, str):
-        if given not in RECIPES:
+    if isinstance(config, str):
+        if config not in RECIPES:
             raise SettingError(
-                f"Cannot use AORecipeKwargs(config={given!r}).",
+                f"Cannot use AORecipeKwargs(config={config!r}).",
                 f"torchao has the recipes {', '.join(RECIPES)}.",
                 "Use one of them, or pass a Float8LinearConfig.",
             )
-        return Float8LinearConfig.from_recipe_name(given)
-    if not isinstance(given, Float8LinearConfig):
+        return Float8LinearConfig.from_recipe_name(config)
+    if not isinstance(config, Float8LinearConfig):
         raise SettingError(
-            f"Cannot use AORecipeKwargs(config={given!r}).",
-            f"The value is a {type(given).__name__}.",
+            f"Cannot use AORecipeKwargs(config={config!r}).",
+            f"The value is a {type(config).__name__}.",
             "Pass the name of a recipe, or a Float8LinearConfig of torchao.",
         )
-    return given
+    return config
 
 
 def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
@@ -262,7 +262,7 @@ TRANSFORMER_ENGINE: Final = Requirement(
 _REPLACED_FORWARD: Final = "_replaced_forward"
 """Attribute of a model that computes in 8 bits: its forward, if that is not the method of its class."""
 
-_MULTIPLE: Final = 16
+_SIZE_MULTIPLE: Final = 16
 """Sizes of matrices must be multiples of this."""
 
 
@@ -303,7 +303,7 @@ class TransformerEngine(Float8):
         if not has_transformer_engine_layers(model):
             raise SettingError(
                 f"Cannot train {type(model).__name__} in 8 bits with Transformer Engine.",
-                f"It has no layer norm, and no linear layer with sizes that are multiples of {_MULTIPLE}.",
+                f"It has no layer norm, and no linear layer with sizes that are multiples of {_SIZE_MULTIPLE}.",
                 "Use mixed_precision='bf16'.",
             )
         return super().prepare(apply_fp8_autowrap(model, self._recipe))
@@ -334,10 +334,10 @@ def convert_model(
     for name, part in list(model.named_modules()):
         if not name or any(uses[id(own)] > 1 for own in part.parameters(recurse=False)):
             continue
-        made = _counterpart(part, engine, to_transformer_engine, _convert_linear, _convert_ln)
-        if made is not None:
+        converted = _counterpart(part, engine, to_transformer_engine, _convert_linear, _convert_ln)
+        if converted is not None:
             parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, made)
+            setattr(model.get_submodule(parent), own_name, converted)
     return model
 
 
@@ -346,7 +346,7 @@ def _counterpart(part: Any, engine: Any, forth: bool, linear: bool, norm: bool) 
     dtype = getattr(getattr(part, "weight", None), "dtype", None)
     options: dict[str, Any] = {"params_dtype": dtype} if forth else {"dtype": dtype}
     if linear and type(part) is (Linear if forth else engine.Linear):
-        if forth and any(size % _MULTIPLE for size in part.weight.shape):
+        if forth and any(size % _SIZE_MULTIPLE for size in part.weight.shape):
             return None
         has_bias = _filled(part.bias)
         kind = engine.Linear if forth else Linear
@@ -365,11 +365,11 @@ def _filled(bias: Any) -> bool:
     return bias is not None and bias.numel() > 0
 
 
-def _with_weights(made: Any, source: Any) -> Module:
-    made.weight.copy_(source.weight)
+def _with_weights(converted: Any, source: Any) -> Module:
+    converted.weight.copy_(source.weight)
     if _filled(source.bias):
-        made.bias.copy_(source.bias)
-    module: Module = made.to(source.weight.device)
+        converted.bias.copy_(source.bias)
+    module: Module = converted.to(source.weight.device)
     return module
 
 

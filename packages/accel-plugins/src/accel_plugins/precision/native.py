@@ -125,13 +125,13 @@ def _forward_inside(region: Region) -> Any:
             output = original(*args, **kwargs)
         free.append(instance)
         if type(output) is Tensor:
-            return output.float() if output.dtype in _NARROW else output
+            return output.float() if output.dtype in _NARROW_DTYPES else output
         return convert_to_fp32(output)
 
     return forward
 
 
-_NARROW: Final = frozenset({torch.float16, torch.bfloat16})
+_NARROW_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class Autocasting(Precision):

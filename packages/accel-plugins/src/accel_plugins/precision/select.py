@@ -26,14 +26,14 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
         NotOffered: no such precision exists, or the device family does not support it.
         Missing: no library for this precision is installed.
     """
-    given = tuple(handlers)
+    listed = tuple(handlers)
     if name not in _MAKERS:
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",
             f"The precisions are {', '.join(_MAKERS)}.",
             "Use mixed_precision='bf16'.",
         )
-    precision = _MAKERS[name](family, given)
+    precision = _MAKERS[name](family, listed)
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",

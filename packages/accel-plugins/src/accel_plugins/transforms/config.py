@@ -44,7 +44,7 @@ _dynamo: Final = partial(
 
 @object_fields(
     use_regional_compilation=ObjectField(
-        keep=lambda settings, given: given, make=lambda settings, kept: kept, fallback=lambda settings: False
+        keep=lambda settings, value: value, make=lambda settings, kept: kept, fallback=lambda settings: False
     )
 )
 @dataclass
@@ -101,14 +101,14 @@ class TorchDynamoPlugin(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
-        known = settings_of(type(self))
+        settings = settings_of(type(self))
         for name, default in {**_DEFAULTS, "use_regional_compilation": None}.items():
-            given = given_value(self, name)
-            if given is None:
-                found = read_setting(known[name])
-                setattr(self, name, default if found is None else found.value)
-            elif isinstance(given, str):
-                setattr(self, name, known[name].parse(str(given), "argument"))
+            value = given_value(self, name)
+            if value is None:
+                variable = read_setting(settings[name])
+                setattr(self, name, default if variable is None else variable.value)
+            elif isinstance(value, str):
+                setattr(self, name, settings[name].parse(str(value), "argument"))
         self.backend = DynamoBackend(self.backend)
         if self.options is not None and self.mode != "default":
             raise SettingError(
@@ -127,15 +127,15 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name; the backend under torch's name."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "backend": self.backend.value.lower()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `torch.compile` that differ from its defaults."""
         own = {**_DEFAULTS, "backend": "no", "options": None, "disable": False}
-        given = self.to_dict()
-        del given["use_regional_compilation"]
-        return {name: value for name, value in given.items() if value != own[name]}
+        arguments = self.to_dict()
+        del arguments["use_regional_compilation"]
+        return {name: value for name, value in arguments.items() if value != own[name]}
 
 
 @dataclass

@@ -175,10 +175,10 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, pa
 
     One collective sends all three if their shapes allow.
     """
-    given = (query, key, value)
-    if len({(one.shape, one.dtype) for one in given}) == 1:
-        return _all_to_all(torch.stack(given), -3, -2, group, parts).unbind(0)
-    return tuple(_all_to_all(one, -3, -2, group, parts) for one in given)
+    inputs = (query, key, value)
+    if len({(one.shape, one.dtype) for one in inputs}) == 1:
+        return _all_to_all(torch.stack(inputs), -3, -2, group, parts).unbind(0)
+    return tuple(_all_to_all(one, -3, -2, group, parts) for one in inputs)
 
 
 def _to_parts(output: Tensor, group: ProcessGroup, parts: int) -> Tensor:
@@ -234,16 +234,16 @@ def shard_sequences(
         SettingError: the numbers of buffers and dims differ, or `kept_cut` has another tensor.
         NotOffered: the device does not support `exchange`.
     """
-    found = sequence_submesh(context.mesh)
-    given, kept = list(buffers or ()), list(kept_cut or ())
-    _check(given, list(dims or ()), kept)
-    if found is None:
+    submesh = sequence_submesh(context.mesh)
+    sharded, kept = list(buffers or ()), list(kept_cut or ())
+    _check(sharded, list(dims or ()), kept)
+    if submesh is None:
         return nullcontext()
-    axis, neighbours = found
+    axis, neighbours = submesh
     if axis is Axis.CONTEXT and context.process.family.spec.ring_attention:
-        return by_torch(neighbours, given, list(dims or ()), kept, exchange)
+        return by_torch(neighbours, sharded, list(dims or ()), kept, exchange)
     attention = _ATTENTIONS[axis](neighbours, exchange)
-    return ShardedSequences(attention, neighbours, given, list(dims or ()), kept)
+    return ShardedSequences(attention, neighbours, sharded, list(dims or ()), kept)
 
 
 def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
@@ -306,7 +306,7 @@ class ShardedSequences:
         self._whole = [buffer.data for buffer in self._buffers]
         for buffer, mine in zip(self._buffers, cut, strict=True):
             buffer.data = mine
-        setattr(functional, _NAME, self._counted(self._make(plain)))
+        setattr(functional, _ATTENTION_FUNCTION, self._counted(self._make(plain)))
 
     def _cut(self, buffer: Tensor, dim: int) -> Tensor:
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] % self._parts:
@@ -328,7 +328,7 @@ class ShardedSequences:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        setattr(functional, _NAME, self._plain)
+        setattr(functional, _ATTENTION_FUNCTION, self._plain)
         for buffer, whole in zip(self._buffers, self._whole, strict=True):
             if id(buffer) not in self._kept:
                 buffer.data = whole
@@ -340,4 +340,4 @@ class ShardedSequences:
             )
 
 
-_NAME: Final = "scaled_dot_product_attention"
+_ATTENTION_FUNCTION: Final = "scaled_dot_product_attention"

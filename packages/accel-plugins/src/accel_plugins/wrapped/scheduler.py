@@ -24,7 +24,7 @@ __all__ = (
     "advance",
 )
 
-_FEW: Final = 2
+_MAX_SINGLE_STEPS: Final = 2
 """Up to this number of steps, single steps are as fast as a jump."""
 
 
@@ -35,7 +35,7 @@ def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapp
     left = _steps_left(scheduler)
     if left is not None:
         steps = min(steps, left)
-    if steps > _FEW and not args and not kwargs:
+    if steps > _MAX_SINGLE_STEPS and not args and not kwargs:
         steps -= _try_jump(scheduler, steps)
     for _ in range(steps):
         scheduler.step(*args, **kwargs)
@@ -90,8 +90,8 @@ def _cyclic(scheduler: Any, steps: int) -> bool:
     return (scale is None or _is_function(scale)) and _by_position(scheduler, steps)
 
 
-def _is_function(given: object) -> bool:
-    return isinstance(given.func if isinstance(given, functools.partial) else given, FunctionType)
+def _is_function(function: object) -> bool:
+    return isinstance(function.func if isinstance(function, functools.partial) else function, FunctionType)
 
 
 def _warm_restarts(scheduler: Any, steps: int) -> bool:

@@ -42,8 +42,8 @@ class XLAPlugin(KwargsHandler):
     prefetch: int = 8
 
     def __post_init__(self) -> None:
-        given = resolve(XLASettings, {"fsdp": self.fsdp, "downcast_bf16": self.downcast_bf16})
-        self.fsdp, self.downcast_bf16 = bool(given["fsdp"].value), bool(given["downcast_bf16"].value)
+        resolved = resolve(XLASettings, {"fsdp": self.fsdp, "downcast_bf16": self.downcast_bf16})
+        self.fsdp, self.downcast_bf16 = bool(resolved["fsdp"].value), bool(resolved["downcast_bf16"].value)
         if isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks):
             _refuse(
                 "blocks",

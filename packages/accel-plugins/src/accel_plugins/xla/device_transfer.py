@@ -102,12 +102,12 @@ class _Reading:
 
 def _tensors_of(batch: Any) -> list[Tensor]:
     """The CPU tensors of a batch, each once."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def remember(tensor: Tensor) -> Tensor:
         if type(tensor) is Tensor and tensor.device == _CPU:
-            found[id(tensor)] = tensor
+            tensors[id(tensor)] = tensor
         return tensor
 
     recursively_apply(remember, batch)
-    return list(found.values())
+    return list(tensors.values())

@@ -12,7 +12,7 @@ from accel_state.settings.installed import installed_version, look_again
 
 __all__ = ("install_xla",)
 
-_COLAB: Final = "google.colab"
+_COLAB_MODULE: Final = "google.colab"
 """The module that every Colab notebook has imported before its first cell."""
 
 
@@ -27,7 +27,7 @@ def install_xla(upgrade: bool = False) -> None:
         NotOffered: this is not a notebook of Google Colab.
         Missing: pip could not install it; the message contains pip's output.
     """
-    if _COLAB not in sys.modules:
+    if _COLAB_MODULE not in sys.modules:
         raise NotOffered(
             "Cannot install torch_xla with install_xla() here.",
             "The function works only in a Google Colab notebook.",

@@ -25,14 +25,14 @@ from accel_state.errors import SettingError
 
 __all__ = ("BatchSharding", "mesh_of_all_devices", "shard_model", "shard_parameters", "shard_state", "unwrapped")
 
-_AXIS: Final = "fsdp"
+_SHARD_AXIS: Final = "fsdp"
 """The axis name that torch_xla's wrapper expects."""
 
 
 def mesh_of_all_devices() -> Any:
     """A mesh of one axis over the devices of all processes."""
     devices = runtime.global_runtime_device_count()
-    return spmd.Mesh(np.arange(devices), (devices,), (_AXIS,))
+    return spmd.Mesh(np.arange(devices), (devices,), (_SHARD_AXIS,))
 
 
 class BatchSharding:
@@ -67,8 +67,8 @@ def shard_model(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
         apply_backward_optimization_barrier(block)
     # torch warns about hooks that run for inputs without gradients, such as the wrapper's hook on the whole model, and
     # about hooks that never run because an output is not a tensor. The hooks only prevent too much fusion.
-    for told in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
-        warnings.filterwarnings("ignore", told, UserWarning)
+    for message in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
+        warnings.filterwarnings("ignore", message, UserWarning)
     wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_shard_output)
     return wrapped
 
@@ -96,7 +96,7 @@ def shard_parameters(model: Module, mesh: Any) -> None:
 def _shard_parameter(tensor: Tensor, mesh: Any) -> None:
     if tensor.ndim > 0 and not torch_xla._XLAC._get_xla_sharding_spec(tensor):
         longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
-        spmd.mark_sharding(tensor, mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.ndim)))
+        spmd.mark_sharding(tensor, mesh, tuple(_SHARD_AXIS if dim == longest else None for dim in range(tensor.ndim)))
 
 
 def _shard_output(output: Any, mesh: Any) -> None:
@@ -111,12 +111,12 @@ def _shard_output(output: Any, mesh: Any) -> None:
 
 
 def _by_first_dim(tensor: Tensor) -> tuple[str | None, ...]:
-    return (_AXIS, *(None for _ in range(tensor.ndim - 1)))
+    return (_SHARD_AXIS, *(None for _ in range(tensor.ndim - 1)))
 
 
 def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
-    found = {name: [module for module in model.modules() if type(module).__name__ == name] for name in names}
-    for name, modules in found.items():
+    by_class = {name: [module for module in model.modules() if type(module).__name__ == name] for name in names}
+    for name, modules in by_class.items():
         if not modules:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise SettingError(
@@ -124,4 +124,4 @@ def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
                 f"{type(model).__name__} has no module of that class. Its classes are: {', '.join(classes)}.",
                 "Use one of these classes.",
             )
-    return [module for modules in found.values() for module in modules]
+    return [module for modules in by_class.values() for module in modules]

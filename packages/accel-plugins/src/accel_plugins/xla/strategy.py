@@ -32,7 +32,7 @@ __all__ = (
     "move_state",
 )
 
-_DOWNCAST: Final = "XLA_DOWNCAST_BF16"
+_DOWNCAST_VARIABLE: Final = "XLA_DOWNCAST_BF16"
 """The variable that torch_xla reads once, when a device is first used."""
 
 
@@ -221,13 +221,13 @@ def _downcast(context: Context) -> None:
             "Downcasting trains in bf16.",
             "Use mixed_precision='bf16', or remove downcast_bf16.",
         )
-    if family.opened() and os.environ.get(_DOWNCAST) != "1":
+    if family.opened() and os.environ.get(_DOWNCAST_VARIABLE) != "1":
         raise NotReady(
             "Cannot use downcast_bf16.",
             "A device was used before the Accelerator was created (by set_seed(), or for a tensor).",
-            f"Create the Accelerator first, or set {_DOWNCAST}=1 for the script.",
+            f"Create the Accelerator first, or set {_DOWNCAST_VARIABLE}=1 for the script.",
         )
-    publish({_DOWNCAST: "1"})
+    publish({_DOWNCAST_VARIABLE: "1"})
 
 
 def move_state(optimizer: Optimizer) -> None:
