@@ -38,6 +38,8 @@ _STEPPED: Final = _Outcome(skipped=False)
 
 def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
     """The outcome of a step, from what a strategy or a precision returned."""
+    if stepped is True:
+        return _STEPPED
     from accel_plugins.precision.scaling import SteppedOnDevice
 
     return stepped if isinstance(stepped, SteppedOnDevice) else _Outcome(not stepped)

@@ -20,7 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessMixin(Facade):
-    """Processes and devices."""
+    """Processes and devices.
+
+    Attributes:
+        flag_tensor: the flag of `set_trigger`, on the device: 1 if this process has set it; None before the first use.
+    """
+
+    flag_tensor: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
