@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from accel_plugins.resolve import available
+from accel_plugins.resolve import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "reference" / "support.md"
@@ -42,7 +42,7 @@ def tiers() -> dict[int, tuple[set[str], set[str]]]:
 
 
 def test_every_backend_stands_in_its_tier() -> None:
-    declared = {found.name: found.manifest.tier for found in available() if found.manifest}
+    declared = {manifest.name: manifest.tier for manifest in BACKENDS.values()}
     assert {name: tier for tier, (names, _) in tiers().items() for name in names} == declared
 
 

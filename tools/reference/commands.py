@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from accel_cli.command import find_command, offers
+from accel_cli.command import find_command, installed_commands
 from accel_cli.launch.manual import OPTIONS
 from accel_cli.launch.options import flag_rows, launch_classes
 from accel_cli.parser import Parser
@@ -23,11 +23,11 @@ may also be written with dashes. `accel <command> --help` shows the same in a te
 def commands_page() -> str:
     """The page."""
     os.environ["COLUMNS"] = _COLUMNS
-    known = offers()
-    rows = [(f"[{code(f'accel {name}')}](#accel-{name})", prose(find_command(name).help)) for name in known]
+    commands = installed_commands()
+    rows = [(f"[{code(f'accel {name}')}](#accel-{name})", prose(find_command(name).help)) for name in commands]
     lines = ["# Commands", "", prose(_ABOUT), "", *table(("command", "does"), rows), ""]
-    for name, (extension, _) in known.items():
-        lines += [*_command(name, extension.origin), ""]
+    for name, command in commands.items():
+        lines += [*_command(name, command.origin), ""]
     return page(lines)
 
 

@@ -63,7 +63,7 @@ OFFERED = {
 BROKEN = {
     "no_module": ("import no_such_module", "", "ModuleNotFoundError"),
     "protocol": (MANIFEST.replace("{more}", ", protocol=9"), "", "supports version 9 of the backend interface"),
-    "number": ("MANIFEST = 3", "", "is a int, not an accel_plugins.Manifest"),
+    "number": ("MANIFEST = 3", "", "is a int, not a Manifest"),
     "misnamed": (MANIFEST.replace('"{name}"', '"another"'), "", "has the name 'another'"),
     "no_settings": (MANIFEST.replace("{more}", ", config='{name}_backend:Settings'"), "class X: ...", "Settings"),
     "no_library": (MANIFEST, "raise OSError('libvendor.so is missing')", "libvendor.so is missing"),

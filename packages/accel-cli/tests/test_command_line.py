@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from accel_cli import main as entry
-from accel_cli.command import BUILT_IN, find_command, spelled
+from accel_cli.command import BUILT_IN, find_command, installed_commands, spelled
 from accel_state.errors import PluginError, SettingError
 from accel_state.plugins import forget_plugins, plugins_of
 
@@ -92,8 +92,8 @@ def test_an_unknown_command_names_the_closest(accel):
     assert finished.returncode == 2
     assert finished.stderr.splitlines() == [
         "accel: Cannot run `accel lunch`.",
-        "  There is no such command.",
-        "  Did you mean `accel launch`?",
+        f"  Installed commands: {', '.join(sorted(installed_commands()))}.",
+        "  Did you mean 'launch'?",
     ]
 
 

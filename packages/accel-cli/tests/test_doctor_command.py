@@ -218,7 +218,7 @@ def test_a_backend_whose_strategy_cannot_be_imported(accel, tmp_path):
     told = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "backends"]
     assert [finding["verdict"] for finding in told] == [WARNING]
     assert told[0]["told"].startswith("torn of torn-package 1.0 could not be loaded: ModuleNotFoundError: No module")
-    assert told[0]["remedy"] == "Repair or remove torn-package."
+    assert told[0]["remedy"] == "Repair, update or remove torn-package."
 
 
 def test_installed_packages_add_examinations(accel, tmp_path):

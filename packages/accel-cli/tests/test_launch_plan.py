@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import resolve_settings
-from accel_cli.launch.backends import backend_for, check_backend
+from accel_cli.launch.backends import backend_for
 from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
@@ -230,12 +230,6 @@ def test_a_kind_of_run_that_no_backend_carries():
     with pytest.raises(Missing) as caught:
         backend_for("NOBODYS", "run.yaml:4")
     assert "run.yaml:4" in caught.value.failure
-
-
-def test_backends_by_name():
-    check_backend("ddp", "--backend")
-    with pytest.raises(SettingError, match="Did you mean 'single'"):
-        check_backend("singel", "--backend")
 
 
 def test_a_launch_inside_a_launch_sees_what_the_user_set_and_not_what_the_outer_one_wrote():

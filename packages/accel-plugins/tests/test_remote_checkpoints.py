@@ -346,8 +346,10 @@ def test_readers_never_see_half_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_url_finds_its_store(tmp_path: Path) -> None:
     assert isinstance(open_store(tmp_path.as_uri()), CheckpointStore)
-    with pytest.raises(SettingError, match=r"az://, file://, gs://, s3://"):
+    with pytest.raises(SettingError, match=r"az, file, gs, s3"):
         open_store("ftp://somewhere/run")
+    with pytest.raises(SettingError, match=r"az://, file://, gs://, s3://"):
+        open_store("ftp")
     assert [is_url(place) for place in ("s3://a/b", "a/b", None, Path("a"))] == [True, False, False, False]
 
 

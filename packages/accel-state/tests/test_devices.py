@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from accel_state.choices import ComputeEnvironment
 from accel_state.devices import select
 from accel_state.devices.cpu import CPU
 from accel_state.devices.specs import SPECS
-from accel_state.errors import NotOffered, PluginError, SettingError
+from accel_state.errors import PluginError, SettingError
 from accel_state.labels import DistributedType, PrecisionType
-from accel_state.plugins import Plugin
 from accel_state.settings.run import ProcessSettings
 from accel_testing.fresh import fresh
 
@@ -42,63 +41,62 @@ def test_cpu_family_uses_the_generator_of_torch() -> None:
 
 
 def test_an_unknown_device_family_is_refused() -> None:
-    with pytest.raises(NotOffered, match="no device family 'abacus', only cpu, cuda"):
+    with pytest.raises(SettingError, match=r"(?s)the device abacus:0.*device families: cpu, cuda"):
         select.family_of("abacus:0")
 
 
-def test_a_family_that_cannot_be_loaded_is_recorded_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Plugin("accel.devices", "abacus", "no_such_module:Abacus", "abacus 1.0")
-    monkeypatch.setattr(select, "plugins_of", lambda group: (broken,))
-    select._load.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="abacus"):
-            assert select.best_family().present()
-        with pytest.raises(PluginError, match=r"abacus 1\.0"):
-            select.family_of("abacus")
-    finally:
-        select._load.cache_clear()
+Offer = Callable[..., None]
 
-
-class Own(CPU):
-    """A family of somebody else."""
+OWN = """
+from accel_state.devices.cpu import CPU
+from accel_state.devices.specs import SPECS
+class Family(CPU):
+    spec = SPECS["cpu"]._replace(name={name!r})
+"""
 
 
 @pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plugin]]:
-    """Entry points that other packages seem to have, besides our own."""
-    offers: list[Plugin] = []
-    ours = select.plugins_of("accel.devices")
-    monkeypatch.setattr(select, "plugins_of", lambda group: (*ours, *offers))
+def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
+    """Install a distribution with a device family."""
+
+    def install(name: str, distribution: str, source: str = OWN) -> None:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "entry_points.txt").write_text(f"[accel.devices]\n{name} = {distribution}:Family\n")
+        (folder / f"{distribution}.py").write_text(source.format(name=name))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, distribution, raising=False)
+        select._load.cache_clear()
+
     select._load.cache_clear()
-    yield offers
+    yield install
     select._load.cache_clear()
 
 
-def offer(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> Plugin:
-    module = ModuleType(distribution)
-    module.Family = type(f"Family{distribution}", (Own,), {"name": name})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, distribution, module)
-    return Plugin("accel.devices", name, f"{distribution}:Family", f"{distribution} 1.0")
-
-
-def test_a_family_of_another_package_replaces_a_built_in_one(
-    offered: list[Plugin], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offered.append(offer("npu", "better_npu", monkeypatch))
-    assert isinstance(select.family_of("npu:0"), Own)
-    assert [family.name for family in select.families()].count("npu") == 1
-
-
-def test_two_packages_with_one_family_name_are_both_named(
-    offered: list[Plugin], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offered += [offer("abacus", "first_abacus", monkeypatch), offer("abacus", "second_abacus", monkeypatch)]
-    assert [failed.name for failed in select.failed_families()] == ["abacus"]
-    with pytest.raises(PluginError, match=r"first_abacus 1\.0 and second_abacus 1\.0"):
+def test_a_family_that_cannot_be_loaded_is_recorded_with_its_error(offer: Offer) -> None:
+    offer("abacus", "broken_abacus", "import no_such_module")
+    with pytest.warns(UserWarning, match="'abacus' is ignored.*no_such_module"):
+        assert select.best_family().present()
+    with pytest.raises(PluginError, match=r"broken-abacus 1\.0"):
         select.family_of("abacus")
 
 
-def test_a_family_is_added_at_run_time(offered: list[Plugin]) -> None:
+def test_a_family_of_another_package_replaces_a_built_in_one(offer: Offer) -> None:
+    offer("npu", "better_npu")
+    assert type(select.family_of("npu:0")).__module__ == "better_npu"
+    assert [family.name for family in select.families()].count("npu") == 1
+
+
+def test_two_packages_with_one_family_name_are_both_named(offer: Offer) -> None:
+    offer("abacus", "first_abacus")
+    offer("abacus", "second_abacus")
+    assert {failed.name for failed in select.failed_families()} == {"abacus"}
+    with pytest.raises(PluginError, match=r"second-abacus 1\.0, first-abacus 1\.0"):
+        select.family_of("abacus")
+
+
+def test_a_family_is_added_at_run_time(offer: Offer) -> None:
     class Abacus(CPU):
         spec = SPECS["cpu"]._replace(name="abacus", priority=1000)
 

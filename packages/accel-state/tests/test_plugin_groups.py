@@ -111,7 +111,7 @@ def test_a_broken_plugin_is_listed_with_its_traceback_and_its_use_is_an_error(
 
     assert (broken.value, broken.reason, broken.obstacle) == (None, reason, reason)
     assert broken.failure.startswith("Traceback (most recent call last):")
-    assert broken.warning == f"The toy 'x' of toys-0 1.2 is broken and was ignored: {reason}"
+    assert broken.warning == f"The toy 'x' is ignored. toys_0:TOY of toys-0 1.2 could not be loaded: {reason}"
     for use in (broken.get, broken.usable):
         with pytest.raises(PluginError) as caught:
             use(FAILED)
@@ -152,9 +152,10 @@ def test_handlers_of_the_program_are_called_and_kept() -> None:
 UNFIT = {
     "instance": ({"instance_of": Toy}, "TOY = 3", "is a int, not a SimpleNamespace."),
     "class": ({"subclass_of": Exception}, "TOY = int", "is not a subclass of Exception."),
+    "members": ({"members": ("imag", "run", "help")}, "TOY = 3", "has no run and no help."),
     "nothing": ({}, "TOY = None", "is None."),
     "name": (
-        {"instance_of": Toy},
+        {"named": True},
         f"{TOY}TOY.name = 'y'",
         "has the name 'y', but its entry point has the name 'x'.",
     ),
@@ -179,7 +180,7 @@ def test_what_does_not_fit_the_interface_is_broken(
     unfit = loaded(toys(**interface))
 
     assert unfit.value is None
-    assert unfit.failure == unfit.reason == f"toys_0:TOY of toys-0 1.2 {fault}"
+    assert unfit.failure == unfit.reason == unfit.fault == f"toys_0:TOY of toys-0 1.2 {fault}"
     with pytest.raises(PluginError) as caught:
         unfit.get(FAILED)
     assert str(caught.value) == f"{FAILED}\n  {unfit.failure}\n  Repair, update or remove toys-0."
@@ -199,6 +200,7 @@ def test_a_requirement_is_checked_when_the_plugin_is_used(install: Install) -> N
 
     assert needy.get(FAILED) is needy.value
     assert needy.obstacle == "The package 'no_such' is not installed."
+    assert isinstance(needy.with_settings("no_such:Settings").error(FAILED), Missing)
     with pytest.raises(Missing) as caught:
         needy.usable(FAILED)
     assert str(caught.value) == f"{FAILED}\n  The package 'no_such' is not installed.\n  Run: pip install \"toys[x]\""
@@ -218,15 +220,16 @@ def test_an_unknown_name_gets_the_most_similar_one(install: Install) -> None:
         PluginGroup[Any]("accel.none", "toy box", "toy boxes").find("x", FAILED)
 
 
-def test_a_name_that_two_packages_provide_is_an_error_that_names_both(install: Install) -> None:
+def test_a_name_that_two_packages_provide_is_broken(install: Install) -> None:
     install("x")
     install("x")
 
     with pytest.raises(PluginError) as caught:
-        toys().find("x", FAILED)
+        toys().find("x", FAILED).get(FAILED)
     provided = "Several packages provide this toy: toys-1 1.2, toys-0 1.2."
     assert str(caught.value) == f"{FAILED}\n  {provided}\n  Uninstall all but one of them."
-    assert [plugin.name for plugin in toys().loaded()] == ["x", "x"]
+    assert [(plugin.value, plugin.reason) for plugin in toys().loaded()] == [(None, provided)] * 2
+    assert {"toys_0", "toys_1"}.isdisjoint(sys.modules)
 
 
 @pytest.mark.parametrize(("own", "package"), [("first", "accel-state"), ("last", "toys-0")])
@@ -259,13 +262,18 @@ def test_a_manifest_names_further_objects(install: Install) -> None:
         group.part("other", "no_such_toy.manifest:Toy").get(FAILED)
 
 
-def test_a_manifest_without_its_settings_class_is_broken_but_described(install: Install) -> None:
-    module = install("x", f"{TOY}class Settings: ...")
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("Absent", "has no attribute 'Absent'"), ("Plain", "has no __dataclass_fields__"), ("TOY", "not a type")],
+)
+def test_a_manifest_without_its_settings_class_is_broken_but_described(install: Install, target: str, why: str) -> None:
+    source = "from dataclasses import dataclass\nclass Plain: ...\n@dataclass\nclass Settings: ...\n"
+    module = install("x", f"{TOY}{source}")
     toy = loaded(toys(instance_of=Toy))
 
     assert toy.with_settings("") is toy
-    whole, broken = toy.with_settings(f"{module}:Settings"), toy.with_settings(f"{module}:Absent")
+    whole, broken = toy.with_settings(f"{module}:Settings"), toy.with_settings(f"{module}:{target}")
     assert (whole.value, whole.settings, whole.failure) == (toy.value, sys.modules[module].Settings, "")
     assert (broken.value, broken.settings, broken.with_settings(f"{module}:Settings")) == (toy.value, None, broken)
-    with pytest.raises(PluginError, match="has no attribute 'Absent'"):
+    with pytest.raises(PluginError, match=why):
         broken.get(FAILED)

@@ -374,10 +374,7 @@ def resolve_device(device: Device) -> torch.device:
     resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
     if resolved.type == "meta":
         return resolved
-    try:
-        family = family_of(resolved)
-    except NotOffered as error:
-        raise SettingError(failure, error.obstacle, error.remedy) from error
+    family = family_of(resolved)
     if not family.present() or (resolved.index or 0) >= max(family.count(), 1):
         raise SettingError(
             failure,

@@ -1,25 +1,34 @@
 """The commands of `accel`: their interface, and a list that needs no command to be loaded.
 
-Built-in commands are rows of a table. Other packages add commands through the entry-point group `accel.commands`. Each
-target is an object with the members of `Command`.
+Built-in commands are rows of a table. Other packages add commands through the entry-point group `accel.commands`, whose
+objects have the members of `Command`, and converters of config files through `accel.conversions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import re
+from typing import TYPE_CHECKING, Final, Protocol
 
-from accel_state.errors import PluginError, SettingError
-from accel_state.plugins import Plugin, plugins_of
+from accel_state.plugins import Interface, Plugin, PluginGroup
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("BUILT_IN", "CONVERSIONS", "GROUP", "Command", "described", "find_command", "offers", "spelled")
+    from accel_cli.commands.convert import Converter
 
-GROUP: Final = "accel.commands"
-CONVERSIONS: Final = "accel.conversions"
-"""Entry-point group of converters for config files; each becomes a command."""
+__all__ = (
+    "BUILT_IN",
+    "COMMANDS",
+    "CONVERSIONS",
+    "Command",
+    "described",
+    "find_command",
+    "installed_commands",
+    "spelled",
+)
+
+_PACKAGE: Final = "accel-cli"
+_HELP: Final = re.compile(r"""^ +help(?:: \w+)? = (["'])([^"'\\\n]*)\1$""", re.MULTILINE)
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
@@ -39,7 +48,9 @@ BUILT_IN: Final = (
 class Command(Protocol):
     """One command of `accel`.
 
-    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser.
+    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser. The
+    list of commands loads no command of another package: it shows the text of `help` if the class assigns it in one
+    line, and if the module defines one command.
     """
 
     @property
@@ -63,49 +74,44 @@ def spelled(flag: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((flag, flag.replace("_", "-"))))
 
 
-def offers() -> dict[str, tuple[Plugin, str]]:
-    """Every command by name: its entry point and its line of help; a built-in command is never replaced."""
-    found = {name: (Plugin(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
-    for extension in (*plugins_of(GROUP), *plugins_of(CONVERSIONS)):
-        found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
+COMMANDS: Final[PluginGroup[Command]] = PluginGroup(
+    "accel.commands",
+    "command",
+    interface=Interface(members=("help", "add_arguments", "run")),
+    own="first",
+    built_in=tuple(Plugin("accel.commands", name, target, _PACKAGE) for name, target, _ in BUILT_IN),
+)
+"""All commands but conversions; no package replaces those of this project."""
+
+CONVERSIONS: Final[PluginGroup[Converter]] = PluginGroup(
+    "accel.conversions", "conversion", interface=Interface(members=("help", "result", "convert"))
+)
+"""Converters for config files; each becomes a command."""
+
+
+def installed_commands() -> dict[str, Plugin]:
+    """Every command and conversion by name, the built-in ones first; none is loaded."""
+    found: dict[str, Plugin] = {}
+    for plugin in (*COMMANDS.plugins(), *CONVERSIONS.plugins()):
+        found.setdefault(plugin.name, plugin)
     return found
 
 
-def described(name: str) -> str:
-    """The line for a command in the list of commands: its help and, if it is another package's, the package's name.
-
-    No command is loaded: for a command of another package, the text that its class assigns to `help` is read.
-    """
-    extension, said = offers()[name]
-    return said if extension.origin == "accel-cli" else f"{_help_in_source(extension.target)} {said}".lstrip()
+def described(command: Plugin) -> str:
+    """The line for a command in the list of commands: its help and, if it is another package's, the package's name."""
+    if command.origin == _PACKAGE:
+        return next(line for name, _, line in BUILT_IN if name == command.name)
+    return f"{_help_in_source(command.target.partition(':')[0])} (from {command.origin})".lstrip()
 
 
-def _help_in_source(target: str) -> str:
-    """The text of `help` in the class of "module:object", or an empty text if it is not a literal in the source."""
-    import ast
-
-    module, _, name = target.partition(":")
+def _help_in_source(module: str) -> str:
+    """The text of `help` in the source of a module that defines one command, else an empty text."""
     try:
-        with open(_source_of(module), "rb") as file:
-            body = ast.parse(file.read()).body
-    except (OSError, SyntaxError, ValueError):
+        with open(_source_of(module), encoding="utf-8") as file:
+            texts = _HELP.findall(file.read())
+    except (OSError, ValueError):
         return ""
-    made = {
-        spelled_out.id: node.value.func.id
-        for node in body
-        if isinstance(node, (ast.Assign, ast.AnnAssign))
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        for spelled_out in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(spelled_out, ast.Name)
-    }
-    for node in body:
-        if isinstance(node, ast.ClassDef) and node.name == made.get(name):
-            for line in node.body:
-                if isinstance(line, ast.Assign) and any(getattr(one, "id", "") == "help" for one in line.targets):
-                    text = getattr(line.value, "value", None)
-                    return text if isinstance(text, str) else ""
-    return ""
+    return texts[0][1] if len(texts) == 1 else ""
 
 
 def _source_of(module: str) -> str:
@@ -126,43 +132,11 @@ def find_command(name: str) -> Command:
 
     Raises:
         SettingError: there is no command with that name.
-        PluginError: several distributions provide it, or it could not be loaded.
+        PluginError: several packages provide it, or it cannot be loaded.
     """
-    known = offers()
-    if name not in known:
-        raise _unknown(name, known)
-    extension, _ = known[name]
-    rivals = [] if extension.origin == "accel-cli" else [e for e in plugins_of(extension.group) if e.name == name]
-    if len(rivals) > 1:
-        raise PluginError(
-            f"Cannot load the command `accel {name}`.",
-            f"Several packages provide it: {', '.join(rival.origin for rival in rivals)}.",
-            "Uninstall all but one of them.",
-        )
-    try:
-        loaded: Any = extension.load()
-    except Exception as error:
-        raise PluginError(
-            f"Cannot load the command `accel {name}`.",
-            f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
-            f"Repair or reinstall {extension.origin.split()[0]}.",
-        ) from error
-    command: Command = _as_command(name, loaded) if extension.group == CONVERSIONS else loaded
-    return command
+    failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
+    if name in commands or name not in conversions:
+        return COMMANDS.find(name, failed, conversions).get(failed)
+    from accel_cli.commands.convert import Convert
 
-
-def _as_command(name: str, converter: Any) -> Command:
-    convert = Plugin(GROUP, name, "accel_cli.commands.convert:Convert", "accel-cli").load()
-    made: Command = convert(name, converter)
-    return made
-
-
-def _unknown(name: str, known: Iterable[str]) -> SettingError:
-    from accel_state.settings.schema import closest
-
-    near = closest(name, known)
-    return SettingError(
-        f"Cannot run `accel {name}`.",
-        "There is no such command.",
-        f"Did you mean `accel {near}`?" if near else "`accel --help` lists the commands.",
-    )
+    return Convert(name, CONVERSIONS.find(name, failed).get(failed))

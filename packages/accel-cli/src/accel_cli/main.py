@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from accel_cli.command import Command, described, find_command, offers
+from accel_cli.command import Command, described, find_command, installed_commands
 from accel_state.errors import AccelError, LaunchError
 
 __all__ = ("console", "main")
@@ -135,7 +135,7 @@ def _call(command: Command, prog: str, manual: Callable[[str], str] | None, argu
 def _help(prog: str) -> str:
     from accel_cli.terminal import render
 
-    rows = [(name, described(name)) for name in offers()]
+    rows = [(name, described(command)) for name, command in installed_commands().items()]
     end = f"`{prog} <command> --help` shows the options of a command; `{prog} --version` shows the version."
     about = "Launch PyTorch training on many processes, and inspect settings, runs and checkpoints."
     return render(f"{prog} <command> [arguments]", about, {"commands": rows}, end)

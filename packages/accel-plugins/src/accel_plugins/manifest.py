@@ -254,13 +254,6 @@ class Manifest:
         return self.protocol if isinstance(self.protocol, tuple) else (self.protocol, self.protocol)
 
     @property
-    def common_protocol(self) -> int | None:
-        """The newest version that both the backend and this release support, or None."""
-        oldest, newest = self.protocols
-        common = min(newest, PROTOCOL)
-        return common if common >= max(oldest, OLDEST_PROTOCOL) else None
-
-    @property
     def switched_on(self) -> bool:
         """Whether the launch of this process set the backend's `switch`.
 

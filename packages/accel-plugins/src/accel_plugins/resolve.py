@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_plugins.separate import check_variables
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
 from accel_state.library import stack_level
-from accel_state.plugins import Plugin, contained, plugins_of
+from accel_state.plugins import Interface, PluginGroup, contained
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.run import RunSettings
-from accel_state.settings.schema import closest
-from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
     from accel_plugins.context import Context
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
-    "Found",
-    "available",
+    "BACKENDS",
     "build",
     "choose",
     "config_among",
@@ -41,60 +38,12 @@ __all__ = (
     "strategy_class",
 )
 
-_GROUP: Final = "accel.backends"
-
-
-class Found(NamedTuple):
-    """A backend that an installed distribution provides.
-
-    Args:
-        name: name of its entry point.
-        origin: name and version of the distribution.
-        manifest: its manifest, or None when it could not be loaded.
-        failure: why it cannot be used, as a traceback or a sentence; empty when it can be used.
-    """
-
-    name: str
-    origin: str
-    manifest: Manifest | None = None
-    failure: str = ""
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why it cannot be used, in one line, or None."""
-        if self.failure:
-            return self.failure.strip().splitlines()[-1]
-        unmet = (requirement.obstacle() for requirement in (self.manifest.requires if self.manifest else ()))
-        return next((obstacle for obstacle in unmet if obstacle is not None), None)
-
-
-def available() -> tuple[Found, ...]:
-    """All installed backends, sorted by name; those that cannot be loaded have a `failure`."""
-    return tuple(sorted((_look_at(extension) for extension in plugins_of(_GROUP)), key=lambda found: found.name))
-
-
-def _look_at(extension: Any) -> Found:
-    try:
-        manifest = extension.load()
-    except Exception:
-        import traceback
-
-        return Found(extension.name, extension.origin, failure=printable(traceback.format_exc(), keep="\n\t"))
-    failure = ""
-    if not isinstance(manifest, Manifest):
-        failure = f"{extension.target} is a {type(manifest).__name__}, not an accel_plugins.Manifest."
-    elif manifest.common_protocol is None:
-        failure = (
-            f"It supports {_versions(*manifest.protocols)} of the backend interface; this release supports "
-            f"{_versions(OLDEST_PROTOCOL, PROTOCOL)}."
-        )
-    elif manifest.name != extension.name:
-        failure = f"Its manifest has the name {manifest.name!r}, but its entry point has the name {extension.name!r}."
-    return Found(extension.name, extension.origin, None if failure else manifest, failure)
-
-
-def _versions(oldest: int, newest: int) -> str:
-    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+BACKENDS: Final[PluginGroup[Manifest]] = PluginGroup(
+    "accel.backends",
+    "backend",
+    interface=Interface(instance_of=Manifest, named=True, versions=(OLDEST_PROTOCOL, PROTOCOL)),
+)
+"""The installed backends."""
 
 
 def choose(
@@ -114,7 +63,7 @@ def choose(
     Raises:
         SettingError: no backend has that name, or the processes chose different ones.
         Conflict: several backends have the same priority, or the chosen one does not support the axes.
-        PluginError: the chosen backend cannot be loaded.
+        PluginError: the chosen backend cannot be loaded, or several packages provide it.
         Missing: a package that the backend requires is not installed.
     """
     if process is None:
@@ -142,7 +91,7 @@ def settings(manifest: Manifest, config: Any) -> Any:
     """
     if not manifest.config:
         return None
-    config_class = _imported(manifest, manifest.config)
+    config_class = _part(manifest, manifest.config)
     if config is None:
         found = resolve(config_class, {})
         defaults = {name: value for name, value in manifest.settings.items() if found[name].origin == "default"}
@@ -187,32 +136,20 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
     """
     from accel_plugins.strategy import Strategy
 
-    found = _imported(manifest, manifest.strategy)
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise PluginError(
-            f"Cannot start the backend {manifest.name!r}.",
-            f"{manifest.strategy} is not a subclass of accel_plugins.Strategy.",
-            "Correct `strategy` in its Manifest.",
-        )
-    return found
+    strategy: type[Strategy] = _part(manifest, manifest.strategy, Interface(subclass_of=Strategy))
+    return strategy
 
 
 def memory_plans(manifest: Manifest) -> MemoryPlans:
     """The memory plans of a backend, from the class that the manifest names.
 
     Raises:
-        PluginError: the class cannot be imported, or is not a subclass of `MemoryPlans`.
+        PluginError: the class cannot be imported, or does not create `MemoryPlans`.
     """
     from accel_plugins.memory_plans import MemoryPlans
 
-    found = _imported(manifest, manifest.memory_plans)
-    if not (isinstance(found, type) and issubclass(found, MemoryPlans)):
-        raise PluginError(
-            f"Cannot estimate the memory of the backend {manifest.name!r}.",
-            f"{manifest.memory_plans} is not a subclass of accel_plugins.memory_plans.MemoryPlans.",
-            "Correct `memory_plans` in its Manifest.",
-        )
-    return found()
+    plans: MemoryPlans = _part(manifest, manifest.memory_plans, Interface(instance_of=MemoryPlans, called=True))
+    return plans
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
@@ -237,67 +174,37 @@ def _pick_for_axes(
 def _pick(
     name: str | None, config: object | None, process: Process, parallelism_config: ParallelismConfig | None
 ) -> Manifest:
-    found = available()
     if name is not None:
-        return _named(name, "argument", found)
+        return _named(name, "argument")
     if config is not None:
-        return _of_config(_first_of(config), found)
-    given = resolve(RunSettings, {})["backend"]
-    if given.value is not None:
-        return _named(given.value, given.origin, found)
-    present = _present(process, found)
-    return present if parallelism_config is None else _for_axes(parallelism_config, found, present)
+        return _of_config(_first_of(config))
+    setting = resolve(RunSettings, {})["backend"]
+    if setting.value is not None:
+        return _named(setting.value, setting.origin)
+    present = _present(process)
+    return present if parallelism_config is None else _for_axes(parallelism_config, present)
 
 
-def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
-    asked = f"Cannot use the backend {name!r} ({origin})."
-    bearers = [one for one in found if one.name == name]
-    if not bearers:
-        names = sorted({one.name for one in found})
-        near = closest(name, names)
-        raise SettingError(
-            asked,
-            f"Installed backends: {', '.join(names) or 'none'}.",
-            f"Did you mean {near!r}?" if near else "Install the package that provides it, or choose one of these.",
-        )
-    if len(bearers) > 1:
-        raise Conflict(
-            asked,
-            f"Several packages provide a backend with that name: {', '.join(one.origin for one in bearers)}.",
-            "Uninstall all of them except one.",
-        )
-    return _usable(asked, bearers[0])
+def _named(name: str, origin: str) -> Manifest:
+    failed = f"Cannot use the backend {name!r} ({origin})."
+    return BACKENDS.find(name, failed).usable(failed)
 
 
-def _usable(asked: str, found: Found) -> Manifest:
-    if found.manifest is None:
-        raise PluginError(
-            asked,
-            f"The backend of {found.origin} cannot be used:\n{found.failure}",
-            "Repair, update or remove that package.",
-        )
-    for requirement in found.manifest.requires:
-        requirement.demand(asked)
-    return found.manifest
-
-
-def _of_config(config: object, found: Sequence[Found]) -> Manifest:
-    owners = [one for one in found if one.manifest is not None and _target_is_type_of(one.manifest.config, config)]
-    asked = f"Cannot find a backend for settings of type {type(config).__name__}."
+def _of_config(config: object) -> Manifest:
+    owners = [manifest for manifest in BACKENDS.values() if _target_is_type_of(manifest.config, config)]
+    failed = f"Cannot find a backend for settings of type {type(config).__name__}."
     if len(owners) > 1:
         # Versions of one backend share their settings class; an attribute of the settings selects the version.
         meant = getattr(config, "backend_name", None)
-        owners = [one for one in owners if one.name == meant] or owners
-    if len(owners) == 1:
-        return _usable(asked, owners[0])
-    if owners:
-        _refuse_tie(asked, owners)
-    raise NotOffered(
-        asked,
-        "No installed backend has this settings class. Installed backends: "
-        f"{', '.join(one.name for one in found) or 'none'}.",
-        "Install the package that provides it.",
-    )
+        owners = [manifest for manifest in owners if manifest.name == meant] or owners
+    if not owners:
+        raise NotOffered(
+            failed,
+            "No installed backend has this settings class. Installed backends: "
+            f"{', '.join(BACKENDS.names()) or 'none'}.",
+            "Install the package that provides it.",
+        )
+    return _only(owners, failed)
 
 
 def _first_of(config: Any) -> Any:
@@ -310,85 +217,84 @@ def _target_is_type_of(target: str, config: object) -> bool:
     return any(target == f"{base.__module__}:{base.__qualname__}" for base in type(config).__mro__)
 
 
-def _present(process: Process, found: Sequence[Found]) -> Manifest:
-    for broken in (one for one in found if one.manifest is None):
-        warnings.warn(
-            f"The backend {broken.name!r} of {broken.origin} cannot be used and was ignored: {broken.obstacle} "
-            "(`accel backends` shows the full traceback)",
-            stacklevel=stack_level(),
-        )
-    check_variables({one.manifest.switch.variable for one in found if one.manifest and one.manifest.switch})
-    asked = "Cannot choose a backend for this process."
-    claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
-    if not claims:
+def _present(process: Process) -> Manifest:
+    for backend in BACKENDS.loaded():
+        if backend.failure:
+            warnings.warn(f"{backend.warning} (`accel backends` shows the traceback)", stacklevel=stack_level())
+    manifests = BACKENDS.values()
+    check_variables({manifest.switch.variable for manifest in manifests if manifest.switch})
+    failed = "Cannot choose a backend for this process."
+    present = [manifest for manifest in manifests if _is_present(manifest, process)]
+    if not present:
         raise PluginError(
-            asked, "None of the installed backends fits this process.", "Choose one with --backend or ACCEL_BACKEND."
+            failed, "None of the installed backends fits this process.", "Choose one with --backend or ACCEL_BACKEND."
         )
-    highest = max(priority for priority, _ in claims)
-    best = [one for priority, one in claims if priority == highest]
-    if len(best) > 1:
-        _refuse_tie(asked, best)
-    return _usable(asked, best[0])
+    return _only(_highest(present), failed)
 
 
-def _for_axes(parallelism_config: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
+def _for_axes(parallelism_config: ParallelismConfig, present: Manifest) -> Manifest:
     """The backend that is present, or one of higher priority if the present one does not support the axes."""
     from accel_plugins import mesh
 
     axes = mesh.active_axes(parallelism_config)
     if mesh.takes(present, axes):
         return present
-    claims = [
-        (one.manifest.priority, one)
-        for one in found
-        if one.manifest and one.manifest.priority > present.priority and mesh.takes(one.manifest, axes)
+    higher = [
+        manifest
+        for manifest in BACKENDS.values()
+        if manifest.priority > present.priority and mesh.takes(manifest, axes)
     ]
-    if not claims:
-        return present
-    highest = max(priority for priority, _ in claims)
-    best = [one for priority, one in claims if priority == highest]
-    asked = f"Cannot choose a backend for {mesh.named(axes)}."
-    if len(best) > 1:
-        _refuse_tie(asked, best)
-    return _usable(asked, best[0])
+    return _only(_highest(higher), f"Cannot choose a backend for {mesh.named(axes)}.") if higher else present
 
 
-def _is_present(found: Found, process: Process) -> bool:
-    assert found.manifest is not None
-    if found.manifest.present is None:
+def _is_present(manifest: Manifest, process: Process) -> bool:
+    if manifest.present is None:
         return False
     try:
+        present = _part(manifest, manifest.present)
         with contained():
-            return bool(_imported(found.manifest, found.manifest.present)(process))
+            return bool(present(process))
     except SettingError:
         raise
     except Exception as error:
         warnings.warn(
-            f"The backend {found.name!r} of {found.origin} was ignored, because its function `present` failed: "
-            f"{error!r}",
+            f"The backend {manifest.name!r} is ignored. Its function {manifest.present} failed: {error!r}",
             stacklevel=stack_level(),
         )
         return False
 
 
-def _refuse_tie(asked: str, equal: Sequence[Found]) -> NoReturn:
-    claims = ", ".join(f"{one.name!r} ({one.origin})" for one in equal)
-    raise Conflict(
-        asked,
-        f"Several backends have the same priority: {claims}.",
-        "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...).",
-    )
+def _highest(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The backends with the highest priority."""
+    highest = max(manifest.priority for manifest in manifests)
+    return [manifest for manifest in manifests if manifest.priority == highest]
 
 
-def _imported(manifest: Manifest, target: str) -> Any:
-    try:
-        return Plugin(_GROUP, manifest.name, target, "").load()
-    except Exception as error:
-        raise PluginError(
-            f"Cannot start the backend {manifest.name!r}.",
-            f"Importing {target} failed: {error!r}.",
-            "Repair or update the package that provides it.",
-        ) from error
+def _only(manifests: Sequence[Manifest], failed: str) -> Manifest:
+    """The only backend of several possible ones.
+
+    Raises:
+        Conflict: there are several.
+        Missing: a package that it requires is not installed.
+    """
+    if len(manifests) > 1:
+        claims = [f"{one.name!r} ({one.origin})" for one in BACKENDS.loaded() if one.value in manifests]
+        raise Conflict(
+            failed,
+            f"Several backends have the same priority: {', '.join(claims)}.",
+            "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...).",
+        )
+    return BACKENDS.find(manifests[0].name, failed).usable(failed)
+
+
+def _part(manifest: Manifest, target: str, interface: Interface | None = None) -> Any:
+    """An object that a manifest names.
+
+    Raises:
+        PluginError: it cannot be imported, or does not fit the interface.
+    """
+    part = BACKENDS.part(manifest.name, target, interface or Interface())
+    return part.get(f"Cannot start the backend {manifest.name!r}.")
 
 
 def _same_choice(choices: Sequence[str]) -> str:

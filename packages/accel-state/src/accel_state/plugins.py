@@ -82,6 +82,8 @@ class Interface(NamedTuple):
     Args:
         instance_of: the class of the objects.
         subclass_of: the base class, if the objects are classes.
+        members: names of the attributes and methods of the objects.
+        named: whether the objects have the attribute `name`, which equals the name of the entry point.
         called: whether the plugin names a class or a function without arguments that creates the object.
         versions: the oldest and the newest version of the interface that this release supports; the objects then have
             an attribute `protocols` with the versions that they support.
@@ -89,6 +91,8 @@ class Interface(NamedTuple):
 
     instance_of: type | None = None
     subclass_of: type | None = None
+    members: tuple[str, ...] = ()
+    named: bool = False
     called: bool = False
     versions: tuple[int, int] | None = None
 
@@ -100,6 +104,11 @@ class Interface(NamedTuple):
             return f"{plugin.described} is a {type(value).__name__}, not a {self.instance_of.__name__}."
         if self.subclass_of is not None and not (isinstance(value, type) and issubclass(value, self.subclass_of)):
             return f"{plugin.described} is not a subclass of {self.subclass_of.__name__}."
+        lacking = [member for member in self.members if not hasattr(value, member)]
+        if lacking:
+            return f"{plugin.described} has no {' and no '.join(lacking)}."
+        if self.named and value.name != plugin.name:
+            return f"{plugin.described} has the name {value.name!r}, but its entry point has the name {plugin.name!r}."
         if self.versions is not None:
             oldest, newest = value.protocols
             if newest < self.versions[0] or oldest > self.versions[1]:
@@ -126,6 +135,7 @@ class LoadedPlugin(Generic[T]):
         value: the object that it names; None if it is broken.
         failure: why it is broken: a traceback, or a sentence; empty if it is not.
         cause: the exception of the traceback.
+        remedy: what to do if it is broken; by default to repair the package.
         settings: the settings class of a manifest; see `with_settings`.
     """
 
@@ -136,10 +146,12 @@ class LoadedPlugin(Generic[T]):
         value: T | None = None,
         failure: str = "",
         cause: Exception | None = None,
+        remedy: str = "",
         settings: type | None = None,
     ) -> None:
-        self.plugin, self.noun, self.value = plugin, noun, value
-        self.failure, self.cause, self.settings = failure, cause, settings
+        self.plugin, self.noun, self.value, self.settings = plugin, noun, value, settings
+        self.failure, self.cause = failure, cause
+        self.remedy = remedy or f"Repair, update or remove {plugin.package}."
 
     @property
     def name(self) -> str:
@@ -161,17 +173,25 @@ class LoadedPlugin(Generic[T]):
         return printable(f"{type(self.cause).__name__}: {' '.join(str(self.cause).split())}")
 
     @property
-    def obstacle(self) -> str | None:
-        """Why it cannot be used, in one line: it is broken, or a requirement is not met. None if it can be used."""
-        if self.failure:
-            return self.reason
-        unmet = (requirement.obstacle() for requirement in getattr(self.value, "requires", ()))
-        return next((obstacle for obstacle in unmet if obstacle is not None), None)
+    def unmet(self) -> str:
+        """The first requirement that is not met, in one sentence; empty if all are met."""
+        obstacles = (requirement.obstacle() for requirement in getattr(self.value, "requires", ()))
+        return next((obstacle for obstacle in obstacles if obstacle is not None), "")
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be used, in one line: a requirement is not met, or it is broken. Empty if it can be used."""
+        return self.unmet or self.reason
+
+    @property
+    def fault(self) -> str:
+        """The text about a broken plugin in every error, warning and report; empty if it is not broken."""
+        return self.failure if self.cause is None else f"{self.plugin.described} could not be loaded: {self.reason}"
 
     @property
     def warning(self) -> str:
-        """The sentence about a broken plugin that is not used."""
-        return f"The {self.noun} {self.name!r} of {self.origin} is broken and was ignored: {self.reason}"
+        """The text about a broken plugin that is left out."""
+        return f"The {self.noun} {self.name!r} is ignored. {self.fault}"
 
     def error(self, failed: str) -> AccelError | None:
         """The error for a plugin that cannot be used, or None.
@@ -180,15 +200,13 @@ class LoadedPlugin(Generic[T]):
             failed: what fails without it, as the first part of the error.
 
         Returns:
-            A `PluginError` for a broken plugin; a `Missing` for a requirement that is not met.
+            A `Missing` for a requirement that is not met; a `PluginError` for a broken plugin.
         """
-        if self.failure:
-            return self._broken(failed)
         for requirement in getattr(self.value, "requires", ()):
             missing: Missing | None = requirement.error(failed)
             if missing is not None:
                 return missing
-        return None
+        return self._broken(failed) if self.failure else None
 
     def get(self, failed: str) -> T:
         """The object; its requirements are not checked.
@@ -222,12 +240,12 @@ class LoadedPlugin(Generic[T]):
         """This plugin with the settings class that its manifest names as "module:class"; broken without it."""
         if self.failure or not target:
             return self
-        part: LoadedPlugin[type] = _load(self.plugin._replace(target=target), self.noun, _ANYTHING)
-        return LoadedPlugin(self.plugin, self.noun, self.value, part.failure, part.cause, part.value)
+        interface = Interface(instance_of=type, members=("__dataclass_fields__",))
+        part: LoadedPlugin[type] = _load(self.plugin._replace(target=target), self.noun, interface)
+        return LoadedPlugin(self.plugin, self.noun, self.value, part.failure, part.cause, settings=part.value)
 
     def _broken(self, failed: str) -> PluginError:
-        why = self.reason if self.cause is None else f"{self.plugin.described} could not be loaded: {self.reason}"
-        return PluginError(failed, why, f"Repair, update or remove {self.plugin.package}.")
+        return PluginError(failed, self.fault, self.remedy)
 
 
 class PluginGroup(Generic[T]):
@@ -268,7 +286,7 @@ class PluginGroup(Generic[T]):
         self._loaded: tuple[LoadedPlugin[T], ...] = ()
 
     def plugins(self) -> tuple[Plugin, ...]:
-        """The plugins in the order of `sys.path`, those that others replace left out; imports none of them."""
+        """The plugins in the order of `sys.path`, without those that others replace; imports none of them."""
         plugins = (*self.built_in, *plugins_of(self.group))
         if self.own == "equal":
             return plugins
@@ -292,14 +310,17 @@ class PluginGroup(Generic[T]):
             self._scan = scan
         return self._loaded
 
+    def values(self) -> list[T]:
+        """The objects of the plugins that are not broken, sorted by the names of the plugins."""
+        return [plugin.value for plugin in self.loaded() if plugin.value is not None]
+
     def load(self, plugin: Plugin) -> LoadedPlugin[T]:
-        """One plugin of the group, loaded as far as possible."""
-        loaded: LoadedPlugin[T] = _load(plugin, self.noun, self.interface)
-        name = getattr(loaded.value, "name", plugin.name) if self.interface is not _ANYTHING else plugin.name
-        if isinstance(name, str) and name != plugin.name:
-            fault = f"{plugin.described} has the name {name!r}, but its entry point has the name {plugin.name!r}."
-            return LoadedPlugin(plugin, self.noun, failure=fault)
-        return loaded
+        """One plugin of the group, loaded as far as possible; broken if several packages provide its name."""
+        rivals = [rival.origin for rival in self.plugins() if rival.name == plugin.name]
+        if len(rivals) > 1:
+            failure = f"Several packages provide this {self.noun}: {', '.join(rivals)}."
+            return LoadedPlugin(plugin, self.noun, failure=failure, remedy="Uninstall all but one of them.")
+        return _load(plugin, self.noun, self.interface)
 
     def find(self, name: str, failed: str, others: Iterable[str] = ()) -> LoadedPlugin[T]:
         """The plugin with a name, loaded as far as possible.
@@ -311,18 +332,11 @@ class PluginGroup(Generic[T]):
 
         Raises:
             SettingError: no plugin has the name; the error contains the most similar one.
-            PluginError: several packages provide it.
         """
-        plugins = [plugin for plugin in self.plugins() if plugin.name == name]
-        if not plugins:
-            raise self.unknown(name, failed, (*self.names(), *others))
-        if len(plugins) > 1:
-            raise PluginError(
-                failed,
-                f"Several packages provide this {self.noun}: {', '.join(plugin.origin for plugin in plugins)}.",
-                "Uninstall all but one of them.",
-            )
-        return self.load(plugins[0])
+        for plugin in self.plugins():
+            if plugin.name == name:
+                return self.load(plugin)
+        raise self.unknown(name, failed, (*self.names(), *others))
 
     def part(self, name: str, target: str, interface: Interface = _ANYTHING) -> LoadedPlugin[Any]:
         """Another object of a plugin, which its manifest names, loaded as far as possible.

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_bigmodel.load import load_state_dict
-from accel_plugins import resolve
 from accel_plugins.bundle import Bundle
+from accel_plugins.resolve import BACKENDS, config_among
 from accel_state import current
 from accel_state.choices import DynamoBackend
 from accel_state.kwargs import KwargsHandler
@@ -47,8 +47,7 @@ class AcceleratorTraining(Training):
             handlers = [*handlers, case.config]
         elif case.config is not None:
             # Settings of another backend are given through that backend's argument.
-            manifests = [found.manifest for found in resolve.available() if found.manifest is not None]
-            theirs = (one for one in manifests if resolve.config_among(one, [case.config]) is not None)
+            theirs = (one for one in BACKENDS.values() if config_among(one, [case.config]) is not None)
             given = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
         self.accelerator = Accelerator(
             cpu=current.process().device.type == "cpu",

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.labels import BaseEnum
 from accel_state.library import stack_level
-from accel_state.plugins import Plugin, plugins_of
-from accel_state.settings.schema import closest
+from accel_state.plugins import Interface, PluginGroup
 from accel_tracking.base import GeneralTracker
 
 __all__ = (
+    "TRACKERS",
     "LogWith",
     "LoggerType",
     "filter_trackers",
@@ -47,6 +47,11 @@ class LoggerType(str, BaseEnum):
 
 LogWith: TypeAlias = "str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None"
 """Type of `log_with=`."""
+
+TRACKERS: Final[PluginGroup[type[GeneralTracker]]] = PluginGroup(
+    "accel.trackers", "tracker", interface=Interface(subclass_of=GeneralTracker, named=True)
+)
+"""The trackers of installed packages; a class that a script registers replaces one of these."""
 
 _registered: dict[str, type[GeneralTracker]] = {}
 _unregistered: set[str] = set()
@@ -88,7 +93,7 @@ def unregister_tracker_class(name: str) -> None:
 
 def tracker_names() -> tuple[str, ...]:
     """Names of all trackers, whether or not their library is installed."""
-    known = dict.fromkeys([*_registered, *(found.name for found in plugins_of("accel.trackers"))])
+    known = dict.fromkeys([*_registered, *TRACKERS.names()])
     return tuple(name for name in known if name not in _unregistered)
 
 
@@ -97,32 +102,15 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
 
     Raises:
         SettingError: the name is unknown.
-        PluginError: the entry point of an installed package cannot be loaded, or is not a tracker class.
+        PluginError: several packages provide the tracker, it cannot be loaded, or it is not a tracker class.
     """
     text = str(name)
     if text in _registered:
         return _registered[text]
-    for found in plugins_of("accel.trackers"):
-        if found.name == text and text not in _unregistered:
-            return _load(found)
-    known = tracker_names()
-    suggestion = closest(text, known)
-    raise SettingError(
-        f"Cannot find the tracker {text!r}.",
-        f"Known trackers: {', '.join(sorted(known))}.",
-        f"Did you mean {suggestion!r}?" if suggestion else "Use one of these, or register your own class.",
-    )
-
-
-def _load(found: Plugin) -> type[GeneralTracker]:
-    failed, remedy = f"Cannot load the tracker {found.name!r}.", f"Repair or uninstall {found.origin}."
-    try:
-        loaded = found.load()
-    except Exception as error:
-        raise PluginError(failed, f"{found.target} of {found.origin} raises {error!r}.", remedy) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, GeneralTracker)):
-        raise PluginError(failed, f"{found.target} of {found.origin} is not a subclass of GeneralTracker.", remedy)
-    return loaded
+    failed = f"Cannot use the tracker {text!r}."
+    if text not in tracker_names():
+        raise TRACKERS.unknown(text, failed, tracker_names())
+    return TRACKERS.find(text, failed).get(failed)
 
 
 def get_available_trackers() -> list[str]:
@@ -182,10 +170,7 @@ def _needs_folder(name: str) -> bool:
 def _missing(name: str) -> Missing | None:
     """The error of a tracker whose library is not installed."""
     requirement = tracker_class(name).requirement
-    obstacle = requirement.obstacle() if requirement is not None else None
-    if requirement is None or obstacle is None:
-        return None
-    return Missing(f"Cannot use the tracker {name!r}.", obstacle, requirement.remedy())
+    return None if requirement is None else requirement.error(f"Cannot use the tracker {name!r}.")
 
 
 def _check_folder(name: str, logging_dir: str | os.PathLike[str] | None) -> None:

@@ -10,13 +10,14 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, Final
 
-from accel_state.plugins import plugins_of
-from accel_state.untrusted import printable
+from accel_state.plugins import Interface, PluginGroup
 
-__all__ = ("COMMAND", "EstimateMemory")
+__all__ = ("COMMAND", "ESTIMATORS", "EstimateMemory")
 
-_TRAINING: Final = "accel.memory"
-"""Entry-point group of estimators for training."""
+ESTIMATORS: Final[PluginGroup[Any]] = PluginGroup(
+    "accel.memory", "memory estimator", interface=Interface(members=("add_arguments", "run"))
+)
+"""The estimators for training."""
 _DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
@@ -58,13 +59,12 @@ class EstimateMemory:
             action="store_true",
             help="Estimate one training step on several processes, by plan (needs accel-torch).",
         )
-        for extension in plugins_of(_TRAINING):
-            try:
-                extension.load().add_arguments(parser)
-            except Exception as error:
+        for estimator in ESTIMATORS.loaded():
+            if estimator.value is None:
                 # Other estimates work without it.
-                broken = f"{extension.name} of {extension.origin} could not be loaded: {type(error).__name__}: {error}"
-                print(printable(f"accel estimate-memory: {broken}"), file=sys.stderr)  # noqa: T201 - a command
+                print(f"accel estimate-memory: {estimator.warning}", file=sys.stderr)  # noqa: T201 - a command
+            else:
+                estimator.value.add_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Build the model without weights and print the table.
@@ -96,23 +96,14 @@ class EstimateMemory:
 
 
 def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
-    from accel_state.errors import PluginError, SettingError
+    from accel_state.errors import SettingError
 
-    for extension in plugins_of(_TRAINING):
-        try:
-            estimator = extension.load()
-        except Exception as error:
-            raise PluginError(
-                f"Cannot estimate the memory of training {arguments.model_name!r}.",
-                f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
-                f"Repair or remove {extension.origin.split()[0]}.",
-            ) from error
-        code: int = estimator.run(arguments, options)
+    failed = f"Cannot estimate the memory of training {arguments.model_name!r}."
+    for estimator in ESTIMATORS.loaded():
+        code: int = estimator.get(failed).run(arguments, options)
         return code
     raise SettingError(
-        f"Cannot estimate the memory of training {arguments.model_name!r}.",
-        "The estimate needs the package accel-torch, which is not installed.",
-        "Install accel-torch.",
+        failed, "The estimate needs the package accel-torch, which is not installed.", "Install accel-torch."
     )
 
 

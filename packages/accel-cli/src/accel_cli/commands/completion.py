@@ -11,7 +11,7 @@ import shlex
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_cli.command import find_command, offers
+from accel_cli.command import find_command, installed_commands
 from accel_cli.parser import Parser
 from accel_state.errors import AccelError
 from accel_state.settings.installed import Requirement
@@ -35,7 +35,7 @@ def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
     """A parser with the names of all commands, and the arguments of one of them."""
     parser = Parser(prog)
     commands = parser.add_subparsers()
-    for name in offers():
+    for name in installed_commands():
         known = commands.add_parser(name)
         if name == loaded:
             _add_arguments(name, known)

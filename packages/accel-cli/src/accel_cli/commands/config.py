@@ -67,7 +67,7 @@ def _ask(path: str, arguments: Namespace) -> str:
     from accel_cli.launch.settings import ASKED
 
     del arguments
-    offered = {backend.name: backend.settings for backend in backends() if backend.manifest is not None}
+    offered = {backend.name: backend.settings for backend in backends() if backend.value is not None}
     answers = reviewed(prompter(), ASKED, offered)
     write_config(path, answers)
     return f"Config file written to {path}."

@@ -82,7 +82,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     found: dict[str, Any] = {
         "system": _system(),
         "packages": versions(_packages()),
-        "backends": {extension.name: extension.origin for extension in plugins_of("accel.backends")},
+        "backends": {backend.name: backend.origin for backend in plugins_of("accel.backends")},
     }
     if not light:
         found["devices"] = _devices()
@@ -120,10 +120,9 @@ def _devices() -> dict[str, Any]:
         answer = ask_torch("Cannot list the devices of this machine.", describe=True)
     except AccelError as error:
         return {"unknown": error.obstacle}
-    broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
     silent = {f"{name} devices": f"did not answer: {error}" for name, error in answer["silent"].items()}
     known = {**answer["families"], **answer["described"], **answer["software"]}
-    return {"torch": answer["torch"], **known, **broken, **silent}
+    return {"torch": answer["torch"], **known, **answer["failed"], **silent}
 
 
 def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -143,14 +142,14 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _concerns_us(name: str) -> bool:
-    return name.startswith((*_VARIABLES, *_of_extensions())) or name in _EXACT
+    return name.startswith((*_VARIABLES, *_of_plugins())) or name in _EXACT
 
 
 @lru_cache(maxsize=1)
-def _of_extensions() -> tuple[str, ...]:
+def _of_plugins() -> tuple[str, ...]:
     """Prefixes of the variables of backends and launchers: their names without a version; no setting is loaded."""
-    offered = (*plugins_of("accel.backends"), *plugins_of("accel.launchers"))
-    return tuple({extension.name.rstrip("0123456789").upper() for extension in offered})
+    plugins = (*plugins_of("accel.backends"), *plugins_of("accel.launchers"))
+    return tuple({plugin.name.rstrip("0123456789").upper() for plugin in plugins})
 
 
 def _masked(name: str, value: str) -> str:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
 from accel_state.errors import Missing
+from accel_state.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "GROUP", "Test")
+__all__ = ("COMMAND", "SCRIPTS", "Test")
 
-GROUP: Final = "accel.scripts"
+SCRIPTS: Final[PluginGroup[object]] = PluginGroup("accel.scripts", "script", own="last")
+"""The scripts of `accel test`; only the name of the module of the one named "test" is used."""
 
 
 class Test:
@@ -55,11 +57,9 @@ class Test:
 
 def _script() -> str:
     """Name of the module with the script."""
-    from accel_state.plugins import plugins_of
-
-    for extension in plugins_of(GROUP):
-        if extension.name == "test":
-            return extension.target.partition(":")[0]
+    for script in SCRIPTS.plugins():
+        if script.name == "test":
+            return script.target.partition(":")[0]
     raise Missing(
         "Cannot run `accel test`.",
         "No installed package provides its script.",

@@ -6,9 +6,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import ask_torch
@@ -16,7 +16,7 @@ from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
-from accel_state.plugins import contained, plugins_of
+from accel_state.plugins import LoadedPlugin, PluginGroup, contained
 from accel_state.untrusted import printable
 
 __all__ = ("ERROR", "EXAMINATIONS", "OK", "WARNING", "Finding", "examine", "examine_launch", "lines_of")
@@ -90,8 +90,8 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
         yield Finding("drivers", OK, ", ".join(f"{name} {version}" for name, version in answer["software"].items()))
     for name, reason in answer["silent"].items():
         yield Finding("devices", WARNING, f"The {name} devices did not answer: {reason}", "Check their driver.")
-    for name, reason in answer["failed"].items():
-        yield Finding("devices", WARNING, f"The family {name} could not be loaded: {reason}", "Repair or remove it.")
+    for reason in answer["failed"].values():
+        yield Finding("devices", WARNING, reason, "Repair, update or remove that package.")
 
 
 def _backends(request: Request) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def _backends(request: Request) -> Iterator[Finding]:
     broken = [row for row in rows(answers) if row.failure]
     for row in broken:
         told = f"{row.name} of {row.package} {row.version} could not be loaded: {row.obstacle}"
-        yield Finding("backends", WARNING, told, f"Repair or remove {row.package}.")
+        yield Finding("backends", WARNING, told, f"Repair, update or remove {row.package}.")
     if unanswered:
         yield Finding("backends", WARNING, f"Whether they can be loaded is not known: {unanswered}", "Repair torch.")
     elif not broken:
@@ -118,33 +118,40 @@ _PLUGINS: Final = (
 )
 """Groups of entry points that no other check loads."""
 
+_EXAMINATIONS: Final[PluginGroup[Callable[[Request], Iterable[Finding]]]] = PluginGroup(
+    "accel.examinations", "examination"
+)
+"""The checks that other installed packages provide."""
+
 
 def _plugins(request: Request) -> Iterator[Finding]:
     """The plugins of other packages that cannot be loaded."""
-    for extension in (one for group in _PLUGINS for one in plugins_of(group) if not one.is_own):
-        try:
-            extension.load()
-        except Exception as error:
-            told = f"{extension.name} of {extension.origin} could not be loaded: {type(error).__name__}: {error}"
-            yield Finding(
-                extension.group.removeprefix("accel."),
-                WARNING,
-                told,
-                f"Repair or remove {extension.origin.split()[0]}.",
-            )
+    for name in _PLUGINS:
+        group: PluginGroup[Any] = PluginGroup(name, "plugin")
+        for plugin in group.plugins():
+            if not plugin.is_own:
+                yield from _broken(name.removeprefix("accel."), group.load(plugin))
+
+
+def _broken(subject: str, plugin: LoadedPlugin[Any]) -> Iterator[Finding]:
+    if plugin.failure:
+        yield Finding(subject, WARNING, plugin.fault, plugin.remedy)
 
 
 def _added(request: Request) -> Iterator[Finding]:
     """The checks that other installed packages provide."""
-    for extension in plugins_of("accel.examinations"):
+    for examination in _EXAMINATIONS.loaded():
+        yield from _broken(examination.name, examination)
+        if examination.value is None:
+            continue
         try:
-            check = extension.load()
             with contained():
-                findings = list(check(request))
+                findings = list(examination.value(request))
             yield from findings
         except Exception as error:
-            told = f"The check of {extension.origin} failed: {error!r}"
-            yield Finding(extension.name, WARNING, told, f"Repair or remove {extension.origin.split()[0]}.")
+            yield Finding(
+                examination.name, WARNING, f"The check of {examination.origin} failed: {error!r}", examination.remedy
+            )
 
 
 def examine_launch(request: Request) -> Iterator[Finding]:

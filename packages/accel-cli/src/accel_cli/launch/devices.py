@@ -33,7 +33,6 @@ _DEVICE_FILES: Final = (
 )
 
 _PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
-_OWN_FAMILIES: Final = "accel-state "
 
 # This is enough even if torch is on a network file system.
 _TIMEOUT: Final = 120.0
@@ -105,7 +104,7 @@ def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
 
 
 def _may_have_devices() -> bool:
-    if any(not extension.origin.startswith(_OWN_FAMILIES) for extension in plugins_of("accel.devices")):
+    if any(not family.is_own for family in plugins_of("accel.devices")):
         return True
     if not sys.platform.startswith("linux"):
         return True

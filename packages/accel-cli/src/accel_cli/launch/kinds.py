@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
-from accel_cli.launch.backends import backends, label_of, switches, why_unusable
+from accel_cli.launch.backends import backends, label_of, switches
 from accel_plugins.manifest import Axis
+from accel_plugins.resolve import BACKENDS
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
@@ -215,7 +216,7 @@ def _tables() -> dict[str, str]:
     """For each table of settings, the switch of its backends."""
     found: dict[str, str] = {}
     for backend in backends():
-        switch = getattr(backend.manifest, "switch", None)
+        switch = backend.value.switch if backend.value else None
         if switch is not None and backend.settings is not None:
             known: Callable[[type], Mapping[str, Setting]] = settings_of
             keys = [setting.key for setting in known(backend.settings).values()]
@@ -225,7 +226,7 @@ def _tables() -> dict[str, str]:
 
 def _chosen_by_axes() -> str:
     """The switch of the backend that the sizes of mesh axes imply."""
-    dividing = [one.manifest for one in backends() if Axis.SHARD in getattr(one.manifest, "axes", ())]
+    dividing = [manifest for manifest in BACKENDS.values() if Axis.SHARD in manifest.axes]
     first = max(dividing, key=lambda manifest: manifest.priority, default=None)
     return "" if first is None or first.switch is None else str(first.switch.name)
 
@@ -249,13 +250,13 @@ def check_requirements(settings: ResolvedSettings) -> None:
         chosen = [
             backend
             for backend in backends()
-            if (backend.name in names if names else label_of(backend.manifest) == asked[0].label)
+            if backend.value and (backend.name in names if names else label_of(backend.value) == asked[0].label)
         ]
     else:
         return
-    errors = [error for error in (why_unusable(backend, origin) for backend in chosen) if error is not None]
-    if errors and len(errors) == len(chosen):
-        raise errors[0]
+    errors = [backend.error(f"Cannot start the backend {backend.name!r} ({origin}).") for backend in chosen]
+    if errors and errors[0] is not None and None not in errors:
+        raise errors[0] from chosen[0].cause
 
 
 def check_devices_of_kind(resolved: ResolvedSettings, processes: int) -> None:

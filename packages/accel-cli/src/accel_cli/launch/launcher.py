@@ -23,7 +23,6 @@ from accel_state.settings.environ import ORIGINS, origins_text
 from accel_state.settings.installed import Requirement
 
 __all__ = (
-    "GROUP",
     "RUNNER",
     "CalledFor",
     "LaunchPlan",
@@ -36,8 +35,6 @@ __all__ = (
     "common_environment",
     "one_process",
 )
-
-GROUP: Final = "accel.launchers"
 
 RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
 """The module that starts in every process and runs the script."""

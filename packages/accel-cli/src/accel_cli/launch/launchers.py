@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
-from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, LaunchPlan, Program
+from accel_cli.launch.launcher import Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
-from accel_state.errors import PluginError, SettingError
-from accel_state.plugins import Plugin, contained, plugins_of
+from accel_state.errors import PluginError
+from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.installed import Requirement
-from accel_state.settings.schema import closest, settings_of
+from accel_state.settings.schema import settings_of
 from accel_state.topology import in_batch_script
 
 __all__ = (
+    "LAUNCHERS",
     "LOCAL",
     "MPI",
     "SAGEMAKER",
@@ -33,12 +34,11 @@ __all__ = (
     "idle_settings",
     "launcher_names",
     "launcher_settings",
+    "launchers",
     "load_launcher",
-    "offered_launchers",
 )
 
 _AUTO: Final = "auto"
-_OWN: Final = "accel-cli"
 _PLACES: Final = "accel_cli.launch.settings"
 
 
@@ -112,48 +112,30 @@ SAGEMAKER: Final = LauncherManifest(
 )
 
 
-class Offered(NamedTuple):
-    """One entry point of the group: its manifest, or the error that occurred while loading it."""
-
-    extension: Plugin
-    manifest: LauncherManifest | None = None
-    settings: type | None = None
-    error: Exception | None = None
+LAUNCHERS: Final[PluginGroup[LauncherManifest]] = PluginGroup(
+    "accel.launchers", "launcher", interface=Interface(instance_of=LauncherManifest, named=True), own="first"
+)
+"""The installed launchers; no package replaces those of this project."""
 
 
 @lru_cache(maxsize=1)
-def offered_launchers() -> Mapping[str, tuple[Offered, ...]]:
-    """The entry points of the group by name; those of this package are never replaced."""
-    found: dict[str, tuple[Offered, ...]] = {}
-    for extension in sorted(plugins_of(GROUP), key=lambda one: not _own(one)):
-        known = found.get(extension.name, ())
-        if not any(_own(one.extension) for one in known):
-            found[extension.name] = (*known, _load(extension))
-    return found
+def launchers() -> tuple[LoadedPlugin[LauncherManifest], ...]:
+    """Every installed launcher with its settings class, sorted by name."""
+    return tuple(map(_with_settings, LAUNCHERS.loaded()))
 
 
-def _own(extension: Plugin) -> bool:
-    return extension.origin.split()[0] == _OWN
-
-
-def _load(extension: Plugin) -> Offered:
-    try:
-        manifest: LauncherManifest = extension.load()
-        settings = extension._replace(target=manifest.settings).load() if manifest.settings else None
-    except Exception as error:
-        return Offered(extension, error=error)
-    return Offered(extension, manifest, settings)
+def _with_settings(launcher: LoadedPlugin[LauncherManifest]) -> LoadedPlugin[LauncherManifest]:
+    return launcher.with_settings(launcher.value.settings) if launcher.value else launcher
 
 
 def launcher_settings() -> tuple[type, ...]:
     """Settings classes of the launchers, each once."""
-    found = (one.settings for several in offered_launchers().values() for one in several)
-    return tuple(dict.fromkeys(settings for settings in found if settings is not None))
+    return tuple(dict.fromkeys(launcher.settings for launcher in launchers() if launcher.settings is not None))
 
 
 def launcher_names() -> tuple[str, ...]:
     """The valid values of `--launcher`."""
-    return tuple(sorted((_AUTO, *offered_launchers())))
+    return tuple(sorted((_AUTO, *LAUNCHERS.names())))
 
 
 def find_launcher(name: str, origin: str) -> LauncherManifest:
@@ -167,25 +149,8 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
         SettingError: there is no launcher with that name.
         PluginError: several packages provide it, or it could not be loaded.
     """
-    several = list(offered_launchers().get(name, ()))
-    asked = f"Cannot use the launcher {name!r} ({origin})."
-    if not several:
-        names = launcher_names()
-        near = closest(name, names)
-        raise SettingError(
-            asked,
-            f"Installed launchers: {', '.join(names)}.",
-            f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
-        )
-    offered, *others = several
-    if others:
-        packages = ", ".join(one.extension.origin for one in several)
-        raise PluginError(asked, f"Several packages provide it: {packages}.", "Uninstall all but one of them.")
-    if offered.manifest is None:
-        package = offered.extension.origin
-        remedy = f"Repair, update or remove {package.split()[0]}."
-        raise PluginError(asked, f"The launcher of {package} could not be loaded: {offered.error!r}.", remedy)
-    return offered.manifest
+    failed = f"Cannot use the launcher {name!r} ({origin})."
+    return _with_settings(LAUNCHERS.find(name, failed, others=(_AUTO,))).get(failed)
 
 
 class Choice(NamedTuple):
@@ -210,14 +175,16 @@ def choose_launcher(settings: ResolvedSettings, environ: Mapping[str, str]) -> C
     if named.value != _AUTO:
         return Choice(find_launcher(named.value, named.origin), shown(named))
     called = []
-    for several in offered_launchers().values():
-        manifest = several[0].manifest if len(several) == 1 else None
+    for launcher in launchers():
+        manifest = None if launcher.failure else launcher.value
         reason = manifest.called_for(settings, environ) if manifest is not None and manifest.called_for else None
         if manifest is not None and reason is not None:
             called.append(Choice(manifest, reason))
     if not called:
         raise PluginError(
-            "Cannot select a launcher.", f"No entry point of the group {GROUP} is installed.", f"Reinstall {_OWN}."
+            "Cannot select a launcher.",
+            f"No entry point of the group {LAUNCHERS.group} is installed.",
+            "Reinstall accel-cli.",
         )
     return max(called, key=lambda choice: choice.manifest.priority)
 
@@ -228,32 +195,24 @@ def load_launcher(manifest: LauncherManifest) -> Launcher:
     Raises:
         PluginError: the class could not be loaded.
     """
-    try:
-        launcher: Any = Plugin(GROUP, manifest.name, manifest.launcher, "").load()
-        with contained():
-            made: Launcher = launcher()
-    except Exception as error:
-        raise PluginError(
-            f"Cannot use the launcher {manifest.name!r}.",
-            f"{manifest.launcher} could not be loaded: {type(error).__name__}: {error}",
-            "Repair or reinstall the package that provides it.",
-        ) from error
-    return made
+    interface = Interface(members=("plan", "run", "stop"), called=True)
+    launcher: Launcher = LAUNCHERS.part(manifest.name, manifest.launcher, interface).get(
+        f"Cannot use the launcher {manifest.name!r}."
+    )
+    return launcher
 
 
 def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[tuple[str, ResolvedSetting, str]]:
     """Given settings of launchers that are not in use: name, setting, and the launcher that reads it."""
     idle = []
-    for several in offered_launchers().values():
-        for offered in several:
-            manifest = offered.manifest
-            if manifest is None or offered.settings is None or manifest.name == chosen.name:
-                continue
-            for known in settings_of(offered.settings).values():
-                setting = settings[label(known)]
-                # A setting with a variable is read by the processes, with any launcher.
-                if setting.given and known.variable is None and setting.origin.startswith("--"):
-                    idle.append((label(known), setting, manifest.name))
+    for launcher in launchers():
+        if launcher.settings is None or launcher.name == chosen.name:
+            continue
+        for known in settings_of(launcher.settings).values():
+            setting = settings[label(known)]
+            # A setting with a variable is read by the processes, with any launcher.
+            if setting.given and known.variable is None and setting.origin.startswith("--"):
+                idle.append((label(known), setting, launcher.name))
     return idle
 
 

@@ -78,12 +78,12 @@ def cache_path(environ: Mapping[str, str]) -> str:
 
 def _rows() -> Rows:
     path = cache_path(os.environ)
-    offered = [list(extension) for group in ("accel.backends", "accel.launchers") for extension in plugins_of(group)]
-    folders = _folders({target.partition(":")[0].partition(".")[0] for _, _, target, _ in offered})
+    plugins = [list(plugin) for group in ("accel.backends", "accel.launchers") for plugin in plugins_of(group)]
+    folders = _folders({target.partition(":")[0].partition(".")[0] for _, _, target, _ in plugins})
     try:
         with open(path, encoding="utf-8") as file:
             kept = json.load(file)
-        same = kept["backends"] == offered and kept["folders"] == folders
+        same = kept["backends"] == plugins and kept["folders"] == folders
         if same and kept["modules"] == _states(kept["modules"]):
             rows: Rows = kept["rows"]
             return rows
@@ -91,7 +91,7 @@ def _rows() -> Rows:
         # There is no cache file yet, or it has another format.
         pass
     rows = _made()
-    _keep(path, {"backends": offered, "folders": folders, "modules": _states(_files()), "rows": rows})
+    _keep(path, {"backends": plugins, "folders": folders, "modules": _states(_files()), "rows": rows})
     return rows
 
 

@@ -37,7 +37,7 @@ def probe_devices() -> dict[str, Any]:
             "starter": best.spec.starter,
         },
         "families": {family.name: family.count() for family in present},
-        "failed": {failure.name: repr(failure.error) for failure in failed_families()},
+        "failed": {family.name: family.fault for family in failed_families()},
     }
 
 
@@ -69,27 +69,29 @@ def probe_backends() -> dict[str, Any]:
 
     `present` is None for a backend that is never selected by default; `failed` is a traceback, or empty.
     """
-    from accel_plugins import resolve
+    from accel_plugins.resolve import BACKENDS
     from accel_state import current
 
     process = current.process_or_start()
     # If two packages use the same name, it selects neither.
-    return {found.name: _ask(found.manifest, process) for found in resolve.available() if found.manifest is not None}
+    return {manifest.name: _ask(manifest, process) for manifest in BACKENDS.values()}
 
 
 def _ask(manifest: Any, process: Any) -> dict[str, Any]:
-    from accel_state.plugins import Plugin, contained
+    from accel_plugins.resolve import BACKENDS
+    from accel_state.plugins import contained
 
-    def imported(target: str) -> Any:
-        return Plugin("accel.backends", manifest.name, target, "").load()
-
+    strategy = BACKENDS.part(manifest.name, manifest.strategy)
+    present = BACKENDS.part(manifest.name, manifest.present) if manifest.present else None
+    failure = strategy.failure or (present.failure if present else "")
+    if failure:
+        return {"present": None, "failed": failure}
     try:
-        imported(manifest.strategy)
         with contained():
-            present = None if manifest.present is None else bool(imported(manifest.present)(process))
+            answer = None if present is None else bool(present.get("Cannot probe.")(process))
+        return {"present": answer, "failed": ""}
     except Exception:
         return {"present": None, "failed": traceback.format_exc()}
-    return {"present": present, "failed": ""}
 
 
 def main(what: str) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from accel_cli import launch
-from accel_cli.launch.backends import OfferedBackend, backends
+from accel_cli.launch.backends import backends
 from accel_cli.launch.cluster_environment import PLACE_VARIABLES
+from accel_plugins.manifest import Manifest
+from accel_state.plugins import LoadedPlugin
 
 __all__ = ("Row", "ask", "rows")
 
@@ -48,30 +50,19 @@ class Row(NamedTuple):
 def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
     """Every installed backend, sorted by name; `answers` is the result of `ask`."""
     answered = answers or {}
-    listed = [_row(found, answered.get(found.name, {})) for found in backends()]
+    listed = [_row(backend, answered.get(backend.name, {})) for backend in backends()]
     present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
     best = max((row.priority for row in present), default=None)
     return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
 
 
-def _row(found: OfferedBackend, answer: Mapping[str, Any]) -> Row:
-    package, _, version = found.origin.rpartition(" ")
-    if found.manifest is None:
-        return Row(found.name, package, version, state="unusable", obstacle=found.reason, failure=found.failure)
-    unmet = (requirement.obstacle() for requirement in found.manifest.requires)
-    needed = next((obstacle for obstacle in unmet if obstacle is not None), "")
-    failure = found.failure or answer.get("failed", "")
-    obstacle = needed or _last_line(failure)
-    return Row(
-        found.name,
-        package,
-        version,
-        found.manifest.tier,
-        found.manifest.priority,
-        "unusable" if obstacle else "available" if answer else "unknown",
-        obstacle,
-        "" if needed else failure,
-    )
+def _row(backend: LoadedPlugin[Manifest], answer: Mapping[str, Any]) -> Row:
+    package, _, version = backend.origin.rpartition(" ")
+    failure = "" if backend.unmet else backend.failure or answer.get("failed", "")
+    obstacle = backend.obstacle or _last_line(failure)
+    state = "unusable" if obstacle else "available" if answer else "unknown"
+    row = Row(backend.name, package, version, state=state, obstacle=obstacle, failure=failure)
+    return row if backend.value is None else row._replace(tier=backend.value.tier, priority=backend.value.priority)
 
 
 def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:

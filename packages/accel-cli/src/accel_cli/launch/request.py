@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import ResolvedSettings, resolve_settings
-from accel_cli.launch.backends import backend_for, check_backend, failures
+from accel_cli.launch.backends import backend_for, backends
 from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment, without_outer
 from accel_cli.launch.kinds import idle, kind_of, named_by
 from accel_cli.launch.launcher import Script
 from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
+from accel_plugins.resolve import BACKENDS
 from accel_plugins.separate import package_of
 from accel_state.errors import Conflict, SettingError
 
@@ -211,7 +212,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     settings = resolve_settings(classes, flags, own, config.values if config else {}, cluster.values)
     backend, asked = settings["backend"], kind_of(settings)
     if backend.value is not None:
-        check_backend(backend.value, backend.origin)
+        BACKENDS.find(backend.value, f"Cannot use the backend {backend.value!r} ({backend.origin}).")
     wanted = asked is not None and not asked[0].by_device and backend.value is None
     implied = backend_for(asked[0].label, asked[1].origin, named_by(*asked)) if asked is not None and wanted else None
     # In an allocation, the drop-in behaves like the original: it starts processes on this machine.
@@ -270,5 +271,4 @@ def notes(request: Request) -> Iterator[str]:
         package = package_of(entry.key)
         reader = "no installed package reads it" if package is None else f"{package}, which reads it, is not installed"
         yield f"{entry.key}={entry.value} ({where}) has no effect: {reader}."
-    for failure in failures():
-        yield f"the backend {failure.name!r} ({failure.origin}) is broken: {failure.reason}."
+    yield from (installed.warning for installed in backends() if installed.failure)

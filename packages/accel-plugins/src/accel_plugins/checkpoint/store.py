@@ -21,13 +21,16 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from accel_plugins.checkpoint.files import fsync_path, walk
-from accel_state.errors import AccelError, CheckpointError, PluginError, SettingError
-from accel_state.plugins import plugins_of
+from accel_state.errors import AccelError, CheckpointError, SettingError
+from accel_state.plugins import PluginGroup
 from accel_state.untrusted import path_inside
 
-__all__ = ("CheckpointStore", "FileStore", "StoredFile", "is_url", "open_store", "store_errors")
+__all__ = ("STORES", "CheckpointStore", "FileStore", "StoredFile", "is_url", "open_store", "store_errors")
 
-GROUP: Final = "accel.checkpoint_stores"
+STORES: Final[PluginGroup[Callable[[str, float], CheckpointStore]]] = PluginGroup(
+    "accel.checkpoint_stores", "checkpoint store"
+)
+"""The stores by URL scheme; each is called with the URL and the deadline."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
     Raises:
         SettingError: no installed package has a store for this scheme.
         Missing: the store's library is not installed.
-        PluginError: the entry point of the store cannot be loaded.
+        PluginError: several packages provide the store, or it cannot be loaded.
         CheckpointError: the store cannot be used.
 
     Example:
@@ -191,25 +194,12 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
         >>> sorted(file.name for file in store.files())
         []
     """
-    scheme = url.partition("://")[0]
-    known = {found.name: found for found in plugins_of(GROUP)}
-    if "://" not in url or scheme not in known:
-        raise SettingError(
-            f"Cannot open the store {url!r} for checkpoints.",
-            f"No installed package has a store for {scheme!r}." if "://" in url else "The value is not a URL.",
-            f"Use a URL that begins with {', '.join(f'{name}://' for name in sorted(known))}.",
-        )
-    try:
-        make: Callable[[str, float], CheckpointStore] = known[scheme].load()
-    except AccelError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"Cannot open the store {url!r} for checkpoints.",
-            f"{known[scheme].target} of {known[scheme].origin} could not be loaded: {error!r}",
-            f"Repair or reinstall {known[scheme].origin.split()[0]}.",
-        ) from error
-    with store_errors(f"Cannot open the store {url!r} for checkpoints."):
+    failed = f"Cannot open the store {url!r} for checkpoints."
+    if not is_url(url):
+        schemes = ", ".join(f"{name}://" for name in STORES.names())
+        raise SettingError(failed, "The value is not a URL.", f"Use a URL that begins with {schemes}.")
+    make = STORES.find(url.partition("://")[0], failed).get(failed)
+    with store_errors(failed):
         return make(url, deadline)
 
 

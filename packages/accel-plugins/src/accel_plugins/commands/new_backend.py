@@ -260,7 +260,7 @@ COMMAND: Final = NewBackend()
 
 
 def _check(name: str, folder: Path) -> None:
-    taken = {found.name: found.origin for found in plugins_of("accel.backends")}
+    taken = {backend.name: backend.origin for backend in plugins_of("accel.backends")}
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
         raise SettingError(
             f"Cannot name a backend {name!r}.",

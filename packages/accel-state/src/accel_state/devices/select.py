@@ -1,30 +1,26 @@
 """The registry of device families, and the choice of the family that a process uses.
 
-Families of other packages are registered in the entry-point group `accel.devices`, like the built-in ones, and replace
-a built-in family of the same name. A family that cannot be loaded never breaks an import. The registry records its
-error, and warns when a run may use another device because of it.
+Families are registered in the entry-point group `accel.devices`; those of other packages replace a built-in family of
+the same name. A family that cannot be loaded never breaks an import. The registry records its error, and warns when a
+run may use another device because of it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.devices.cpu import CPU
-from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
-from accel_state.devices.xla import XLA
-from accel_state.errors import NotOffered, PluginError
+from accel_state.devices.torch_family import unlisted_family
 from accel_state.library import stack_level
-from accel_state.plugins import Plugin, contained, plugins_of
+from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.run import ProcessSettings
 
 __all__ = (
-    "FailedFamily",
+    "FAMILIES",
     "best_family",
     "failed_families",
     "families",
@@ -33,65 +29,21 @@ __all__ = (
     "wanted_family",
 )
 
-_BUILT_IN: Final[tuple[Callable[[], DeviceFamily], ...]] = (
-    CPU,
-    CUDA,
-    MPS,
-    XLA,
-    XPU,
-    NPU,
-    MLU,
-    MUSA,
-    SDAA,
-    HPU,
-    NEURON,
+FAMILIES: Final[PluginGroup[DeviceFamily]] = PluginGroup(
+    "accel.devices",
+    "device family",
+    "device families",
+    Interface(instance_of=DeviceFamily, called=True, named=True),
+    own="last",
 )
-"""Listed here as well, for a source tree without package metadata."""
-
-_GROUP: Final = "accel.devices"
-_OURS: Final = "accel_state."
-
-
-class FailedFamily(NamedTuple):
-    """A family whose entry point could not be loaded, and the error."""
-
-    name: str
-    origin: str
-    error: BaseException
+"""The families of installed packages; `register_family` adds more at run time."""
 
 
 @lru_cache(maxsize=1)
-def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
-    found = {family.name: family for family in (make() for make in _BUILT_IN)}
-    failed = []
-    for offers in _of_other_packages():
-        name, origin = offers[0].name, " and ".join(offer.origin for offer in offers)
-        try:
-            make = _only(offers).load()
-            with contained():
-                found[name] = make()
-        except Exception as error:
-            failed.append(FailedFamily(name, origin, error))
-    return found, tuple(failed)
-
-
-def _of_other_packages() -> Iterator[Sequence[Plugin]]:
-    """Entry points of other packages, grouped by name."""
-    by_name: dict[str, list[Plugin]] = {}
-    for extension in plugins_of(_GROUP):
-        if not extension.target.startswith(_OURS):
-            by_name.setdefault(extension.name, []).append(extension)
-    yield from by_name.values()
-
-
-def _only(offers: Sequence[Plugin]) -> Plugin:
-    if len(offers) == 1:
-        return offers[0]
-    raise PluginError(
-        f"Cannot load the device family {offers[0].name!r}.",
-        f"Several packages provide it: {', '.join(offer.origin for offer in offers)}.",
-        "Uninstall all but one of them.",
-    )
+def _load() -> tuple[dict[str, DeviceFamily], tuple[LoadedPlugin[DeviceFamily], ...]]:
+    families = FAMILIES.loaded()
+    loaded = {family.name: family.value for family in families if family.value is not None}
+    return loaded, tuple(family for family in families if family.failure)
 
 
 def _registered() -> str | None:
@@ -109,7 +61,7 @@ def families() -> tuple[DeviceFamily, ...]:
     return tuple(sorted(found.values(), key=lambda family: -family.spec.priority))
 
 
-def failed_families() -> tuple[FailedFamily, ...]:
+def failed_families() -> tuple[LoadedPlugin[DeviceFamily], ...]:
     """Families that could not be loaded."""
     return _load()[1]
 
@@ -124,37 +76,26 @@ def family_of(device: torch.device | str) -> DeviceFamily:
 
     Raises:
         PluginError: the family could not be loaded.
-        NotOffered: no family has this name.
+        SettingError: no family has this name.
     """
     name = device.type if isinstance(device, torch.device) else device.partition(":")[0]
-    found, failed = _load()
-    for failure in failed:
-        if failure.name == name:
-            raise PluginError(
-                f"Cannot use the device {device}.",
-                f"The device family {name!r} of {failure.origin} could not be loaded: {failure.error!r}.",
-                "Repair or remove that package.",
-            ) from failure.error
-    if name in found:
-        return found[name]
+    loaded, broken = _load()
+    if name in loaded:
+        return loaded[name]
+    failed = f"Cannot use the device {device}."
+    for family in broken:
+        if family.name == name:
+            return family.get(failed)
     if name == _registered():
         return unlisted_family(name)
-    raise NotOffered(
-        f"Cannot use the device {device}.",
-        f"There is no device family {name!r}, only {', '.join(sorted(found))}.",
-        "Install a package that provides it through the entry-point group 'accel.devices'.",
-    )
+    raise FAMILIES.unknown(name, failed, loaded)
 
 
 def best_family() -> DeviceFamily:
     """The present family with the highest priority; warns about families that could not be loaded."""
-    for failure in failed_families():
-        warnings.warn(
-            f"The device family {failure.name!r} of {failure.origin} could not be loaded ({failure.error!r}). This run "
-            "ignores its devices.",
-            stacklevel=stack_level(),
-        )
-    return next(family for family in families() if family.present())
+    for family in failed_families():
+        warnings.warn(family.warning, stacklevel=stack_level())
+    return next((family for family in families() if family.present()), None) or family_of("cpu")
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:
@@ -162,7 +103,7 @@ def wanted_family(settings: ProcessSettings) -> DeviceFamily:
 
     Raises:
         PluginError: the family could not be loaded.
-        NotOffered: there is no such family.
+        SettingError: there is no such family.
     """
     if settings.cpu:
         return family_of("cpu")

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from accel_plugins.manifest import Manifest
+from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_plugins.resolve import memory_plans, strategy_class
 from accel_plugins.strategy import Strategy
 from accel_state.errors import AccelError, PluginError
@@ -143,7 +143,9 @@ class BackendSuite:
 
     def test_the_manifest_fits_this_version_of_the_interface(self) -> None:
         assert isinstance(self.manifest, Manifest)
-        assert self.manifest.common_protocol is not None
+        oldest, newest = self.manifest.protocols
+        assert oldest <= PROTOCOL
+        assert newest >= OLDEST_PROTOCOL
         assert self.manifest.label is None or self.manifest.label in DistributedType
 
     def test_the_strategy_is_one_and_keeps_the_signatures(self) -> None:

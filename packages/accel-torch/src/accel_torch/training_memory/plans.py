@@ -50,7 +50,7 @@ def planned_backends() -> Mapping[str, PlannedBackend]:
 
     A backend whose plans cannot be imported is omitted with a warning.
     """
-    manifests = [found.manifest for found in resolve.available() if found.manifest is not None and not found.obstacle]
+    manifests = [backend.value for backend in resolve.BACKENDS.loaded() if backend.value and not backend.obstacle]
     planned = {}
     for manifest in sorted(manifests, key=lambda one: (one.priority, one.name)):
         if manifest.memory_plans:

@@ -105,7 +105,7 @@ def get_user_input() -> BaseConfig:
 
 def get_cluster_input() -> ClusterConfig:
     """Ask the questions about a run on the user's machines."""
-    offered = {one.name: one.settings for one in backends() if one.manifest is not None}
+    offered = {one.name: one.settings for one in backends() if one.value is not None}
     answers = nested(questions(prompter(), ASKED, offered))
     known = {name: answers[name] for name in ClusterConfig.__dataclass_fields__ if name in answers}
     values = {"distributed_type": "NO", "mixed_precision": "no", **known}
