@@ -76,7 +76,7 @@ def test_the_built_in_backends_come_in_like_everybody_elses() -> None:
     found = {one.name: one for one in BACKENDS.loaded()}
 
     assert found["single"].value is SINGLE
-    assert found["ddp"].obstacle is None
+    assert found["ddp"].obstacle == ""
     assert found["single"].plugin.package == "accel-plugins"
 
 
