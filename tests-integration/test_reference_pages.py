@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import write_reference
-from accel_cli.command import offers
+from accel_cli.command import installed_commands
 from accel_cli.launch.options import launch_classes
 from accel_state.settings.schema import settings_of
 from accelerate.names import NAMES, owners
@@ -263,7 +263,7 @@ def test_variables_are_not_taken_for_defaults(
 
 def test_every_command_is_on_the_page_with_its_options() -> None:
     page = commands_page()
-    assert re.findall(r"^## accel (\S+)$", page, re.MULTILINE) == list(offers())
+    assert re.findall(r"^## accel (\S+)$", page, re.MULTILINE) == list(installed_commands())
     for line in (
         "| `--num_processes N` | Total number of processes; by default one for each device. |",
         "| `--config_file PATH` | Config file; by default the one that `accel config` writes. |",
@@ -316,7 +316,7 @@ def test_every_class_of_errors_is_in_the_catalogue(modules: Modules, links: Link
         assert f"| [{name}]({name}.md) |" in pages["errors/index.md"]
     assert {name for name in published if "## Messages" not in pages[f"errors/{name}.md"]} == set()
     assert "ProcessesFailed" in pages["errors/index.md"].partition("## Outside of this tree")[2]
-    row = "| `accel_cli.command` `_unknown` | Cannot run `accel ‹name›`. | There is no such command. |"
+    row = "| `accel_state.plugins` `PluginGroup.unknown` | ‹failed› | Installed ‹self.plural›: ‹', '.join(valid)"
     assert row in pages["errors/SettingError.md"]
 
 

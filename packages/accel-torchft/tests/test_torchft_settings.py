@@ -12,7 +12,7 @@ from accel_state.settings.installed import Requirement
 from accel_testing.launchers import prepare_launch
 from accel_torchft import TorchFTConfig
 from accel_torchft.launcher import ReplicaGroups
-from accel_torchft.manifest import BACKENDS, TORCHFT
+from accel_torchft.manifest import MANIFESTS, TORCHFT
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_settings_as_an_object_say_their_backend(mode: str, backend: str) -> Non
 
 def test_torchft_that_is_missing_is_refused_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_state.settings.installed.importable", lambda module: False)
-    for backend in BACKENDS.values():
+    for backend in MANIFESTS.values():
         (needed,) = backend.requires
         assert isinstance(needed, Requirement)
         with pytest.raises(Missing, match="pip install"):

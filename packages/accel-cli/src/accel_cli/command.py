@@ -7,14 +7,13 @@ objects have the members of `Command`, and converters of config files through `a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from accel_state.plugins import Interface, Plugin, PluginGroup
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-
-    from accel_cli.commands.convert import Converter
 
 __all__ = (
     "BUILT_IN",
@@ -28,6 +27,8 @@ __all__ = (
 )
 
 _PACKAGE: Final = "accel-cli"
+_CONVERT: Final = "accel_cli.commands.convert:Convert"
+"""The command for a converter; this module must not import the module of a command."""
 _HELP: Final = re.compile(r"""^ +help(?:: \w+)? = (["'])([^"'\\\n]*)\1$""", re.MULTILINE)
 
 BUILT_IN: Final = (
@@ -83,7 +84,7 @@ COMMANDS: Final[PluginGroup[Command]] = PluginGroup(
 )
 """All commands but conversions; no package replaces those of this project."""
 
-CONVERSIONS: Final[PluginGroup[Converter]] = PluginGroup(
+CONVERSIONS: Final[PluginGroup[Any]] = PluginGroup(
     "accel.conversions", "conversion", interface=Interface(members=("help", "result", "convert"))
 )
 """Converters for config files; each becomes a command."""
@@ -137,6 +138,5 @@ def find_command(name: str) -> Command:
     failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
     if name in commands or name not in conversions:
         return COMMANDS.find(name, failed, conversions).get(failed)
-    from accel_cli.commands.convert import Convert
-
-    return Convert(name, CONVERSIONS.find(name, failed).get(failed))
+    convert: Callable[[str, Any], Command] = Plugin(COMMANDS.group, name, _CONVERT, _PACKAGE).load()
+    return convert(name, CONVERSIONS.find(name, failed).get(failed))

@@ -38,7 +38,7 @@ from accel_torchft.config import (
     RESTARTED_VARIABLE,
     TorchFTConfig,
 )
-from accel_torchft.manifest import BACKENDS
+from accel_torchft.manifest import MANIFESTS
 
 __all__ = ("ReplicaGroups",)
 
@@ -79,7 +79,7 @@ class ReplicaGroups:
         options = [word for word in request.options if word.partition("=")[0] not in left_out]
         script = request.script
         argv = (request.machine.python, RUNNER, "module", "accel_cli.main", "launch", "--launcher=local", *options)
-        backend = BACKENDS.get(settings["backend"].value or "")
+        backend = MANIFESTS.get(settings["backend"].value or "")
         local_steps = backend is not None and not backend.capabilities.equal_replicas
         join_timeout = replicas.join_timeout * (replicas.sync_every if local_steps else 1)
         devices = _devices_of_replicas(request, replicas)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.launcher import LauncherManifest
-from accel_torchft.manifest import BACKENDS, NEEDED
+from accel_torchft.manifest import MANIFESTS, NEEDED
 
 if TYPE_CHECKING:
     from accel_cli.config.resolved import ResolvedSettings
@@ -20,7 +20,7 @@ __all__ = ("LAUNCHER", "called_for")
 def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
     """The setting that selects this launcher: a backend of this package, or None."""
     backend = settings["backend"]
-    return f"backend={backend.value} ({backend.origin})" if backend.value in BACKENDS else None
+    return f"backend={backend.value} ({backend.origin})" if backend.value in MANIFESTS else None
 
 
 LAUNCHER: Final = LauncherManifest(

@@ -12,7 +12,7 @@ from accel_plugins.manifest import Axis, Capabilities, Manifest, ObjectKind
 from accel_state.settings.installed import Requirement
 
 __all__ = (
-    "BACKENDS",
+    "MANIFESTS",
     "NEEDED",
     "TORCHFT",
     "TORCHFT_DILOCO",
@@ -86,7 +86,7 @@ TORCHFT_FSDP2_DILOCO: Final = _sharded(
 )
 """Replicas of several processes, with an outer optimizer."""
 
-BACKENDS: Final = {
+MANIFESTS: Final = {
     manifest.name: manifest
     for manifest in (
         TORCHFT,
