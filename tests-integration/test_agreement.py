@@ -29,8 +29,8 @@ def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def patient_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand ranks share the processor, so that a request of one waits for those of all others."""
-    monkeypatch.setattr(agreement, "_ANSWER", PATIENT)
-    monkeypatch.setattr(agreement, "_FAREWELL", PATIENT)
+    monkeypatch.setattr(agreement, "_REPLY_TIMEOUT_S", PATIENT)
+    monkeypatch.setattr(agreement, "_MAX_FAREWELL_S", PATIENT)
 
 
 def barrier(rank: Any, topic: str = "save", deadline: float = PATIENT) -> StoreBarrier:
@@ -245,7 +245,7 @@ def test_a_failure_takes_the_rank_that_fails_as_many_requests_as_there_are_ranks
 
 
 def test_a_failure_is_raised_while_another_rank_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_FAREWELL", 0.2)
+    monkeypatch.setattr(agreement, "_MAX_FAREWELL_S", 0.2)
     ranks = simulated_ranks(3)
     reported = threading.Event()
 

@@ -20,8 +20,8 @@ WORLDS = (2, 64, 1024)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand threads on a busy machine answer late; requests are counted here, and no time is measured."""
-    monkeypatch.setattr(agreement, "_ANSWER", 600.0)
-    monkeypatch.setattr(agreement, "_FAREWELL", 600.0)
+    monkeypatch.setattr(agreement, "_REPLY_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(agreement, "_MAX_FAREWELL_S", 600.0)
 
 
 def save(rank: Any, target: Path, begun: bool) -> Committed | None:

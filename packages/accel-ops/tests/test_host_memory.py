@@ -151,7 +151,7 @@ def test_the_call_after_one_with_different_shapes_works(two: Processes) -> None:
 
 def beyond_a_slot() -> list[str]:
     state = PartialState(cpu=True)
-    data = torch.full((host_memory._CAPACITY // 4 + 1,), float(state.process_index))
+    data = torch.full((host_memory._SLOT_BYTES // 4 + 1,), float(state.process_index))
     with recording() as records:
         found = broadcast(data, src=1)
     assert found.unique().tolist() == [1.0]

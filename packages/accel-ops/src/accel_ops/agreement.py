@@ -41,22 +41,22 @@ __all__ = ("StoreBarrier", "all_agree", "first", "raise_on_any_rank")
 
 T = TypeVar("T")
 
-_ANSWER: Final = 10.0
+_REPLY_TIMEOUT_S: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
-_LATER: Final = 5.0
+_EXTRA_WAIT_OF_OTHERS_S: Final = 5.0
 """Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline."""
 
-_FAREWELL: Final = 10.0
+_MAX_FAREWELL_S: Final = 10.0
 """Seconds that rank 0 stays after an operation: its process often hosts the store that the other ranks read."""
 
-_MOST_NAMED: Final = 16
-_PAUSE: Final = 0.2
+_MAX_NAMED_RANKS: Final = 16
+_RETRY_PAUSE_S: Final = 0.2
 """Seconds before a request is retried if its connection broke or its answer has no valid signature of a rank."""
-_MOST_BREAKS: Final = 3
+_MAX_BROKEN_CONNECTIONS: Final = 3
 
-_WELL: Final = b"+"
-_BADLY: Final = b"-"
+_SUCCESS: Final = b"+"
+_FAILURE: Final = b"-"
 """First byte of a rank's entry and of the result; it shows whether a value or a failure follows."""
 
 
@@ -101,7 +101,7 @@ class StoreBarrier:
     Args:
         process: the `Process` of this rank.
         topic: name of the operation, equal on all ranks. Operations of one topic run one after another.
-        asked: first part of the errors, for example "Cannot save the checkpoint step-100."
+        failed: first part of the errors, for example "Cannot save the checkpoint step-100."
         deadline: seconds to wait for the other ranks in each phase.
         error: class of the errors that the barrier itself raises.
         remedy: last part of the errors when another rank failed.
@@ -116,7 +116,7 @@ class StoreBarrier:
         self,
         process: Process,
         topic: str,
-        asked: str,
+        failed: str,
         deadline: float = 600.0,
         error: type[AccelError] = CollectiveError,
         remedy: str = "See the error of that process.",
@@ -126,9 +126,9 @@ class StoreBarrier:
         self.rank, self._world_size = self._ranks.index(process.rank), len(self._ranks)
         if group is not None:
             topic = f"{topic}/of ranks {','.join(map(str, self._ranks))}"
-        self._topic, self._asked, self._deadline = topic, asked, deadline
+        self._topic, self._failed, self._deadline = topic, failed, deadline
         self._error, self._remedy = error, remedy
-        self._later = min(_LATER, deadline / 2)
+        self._later = min(_EXTRA_WAIT_OF_OTHERS_S, deadline / 2)
         self._process = process
         self._connection = _connection_of(process) if self._world_size > 1 else None
         self._taken: ControlStore | None = None
@@ -143,9 +143,9 @@ class StoreBarrier:
         """Whether a phase has completed, so that every rank is known to take part."""
         return self._index > 0
 
-    def describe(self, asked: str, remedy: str) -> None:
+    def describe(self, failed: str, remedy: str) -> None:
         """Replace the first and the last part of the errors, once all ranks know more about the operation."""
-        self._asked, self._remedy = asked, remedy
+        self._failed, self._remedy = failed, remedy
 
     def wait(
         self,
@@ -195,10 +195,10 @@ class StoreBarrier:
         try:
             self._take_number()
             failure = {**_failure(error), "rank": self.rank}
-            told = None
-            while told is None:
-                told = self._tell(control, failure)
-            self._leave(told)
+            result = None
+            while result is None:
+                result = self._tell(control, failure)
+            self._leave(result)
         except AccelError:
             # The process that hosts the store has ended; the other ranks notice that themselves.
             self._end()
@@ -234,7 +234,7 @@ class StoreBarrier:
             result = self._result(control)
         except StoreUnreachable:
             return
-        if result is not None and result.startswith(_BADLY):
+        if result is not None and result.startswith(_FAILURE):
             self._heed(result)
 
     # ------------------------------------------------------------------ one phase
@@ -254,7 +254,7 @@ class StoreBarrier:
                 result = self._collect(control, value, combine, until, phase, ranks)
             else:
                 result = self._contribute(control, value, until, phase, ranks)
-            if result.startswith(_WELL):
+            if result.startswith(_SUCCESS):
                 self._index, self._collects = self._index + 1, False
                 return result[1:].decode()
             self._heed(result)
@@ -269,54 +269,57 @@ class StoreBarrier:
         ranks: Sequence[int],
     ) -> bytes:
         """Combine the values of all ranks on rank 0, and publish the result or the first failure."""
-        known = self._result(control)
-        if known is not None:
-            return known
+        result = self._result(control)
+        if result is not None:
+            return result
         self._collects = True
         posts = [self._post(rank) for rank in ranks]
         self._posted += posts
-        found = self._receive(control, posts, until) if posts else {}
-        if len(found) < len(posts):
+        entries = self._receive(control, posts, until) if posts else {}
+        if len(entries) < len(posts):
             absent = self._absent(control, ranks)
             if absent:
                 return self._missed(control, absent, phase)
             # A key may have an entry without a valid signature.
-            found = control.get_many(posts, _ANSWER)
-            missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in found]
+            entries = control.get_many(posts, _REPLY_TIMEOUT_S)
+            missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in entries]
             if missing:
                 return self._missed(control, missing, phase)
-        if not all(post.startswith(_WELL) for post in found.values()):
+        if not all(post.startswith(_SUCCESS) for post in entries.values()):
             # A failed rank has filled the missing entries with marks.
             return self._receive(control, [self._key()], until)[self._key()]
         try:
-            answer = combine([value, *(found[post][1:].decode() for post in posts)])
+            answer = combine([value, *(entries[post][1:].decode() for post in posts)])
         except AccelError as error:
             failure = {**_failure(error), "rank": None}
-            control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
+            control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
             self._leave(failure)
             raise
-        return control.compare_set(self._key(), _WELL + answer.encode(), _ANSWER)
+        return control.compare_set(self._key(), _SUCCESS + answer.encode(), _REPLY_TIMEOUT_S)
 
     def _contribute(self, control: ControlStore, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
         """Write the value of this rank if it is one of `ranks`, and wait for the result."""
         if self.rank in ranks:
-            control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
-        found = self._receive(control, [self._key()], until)
+            control.set(self._post(self.rank), _SUCCESS + value.encode(), _REPLY_TIMEOUT_S)
+        results = self._receive(control, [self._key()], until)
         # Without an answer, rank 0 is missing too.
-        return found.get(self._key()) or self._missed(control, [0, *self._absent(control, ranks)], phase)
+        return results.get(self._key()) or self._missed(control, [0, *self._absent(control, ranks)], phase)
 
     def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
         """Publish the missing ranks, and return the valid result, which another rank may have published before."""
-        named = missing[:_MOST_NAMED]
+        named = missing[:_MAX_NAMED_RANKS]
         failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
-        return control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
+        return control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
 
     def _absent(self, control: ControlStore, ranks: Sequence[int]) -> list[int]:
         """The first few of `ranks` that have written no entry in this phase."""
         from accel_state.transport.control import find_absent
 
         posts = [self._post(rank) for rank in ranks]
-        return [ranks[index] for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]
+        return [
+            ranks[index]
+            for index in find_absent(lambda keys: control.check(keys, _REPLY_TIMEOUT_S), posts, _MAX_NAMED_RANKS)
+        ]
 
     def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
         """The values of the keys as soon as all exist; at the deadline, those that exist."""
@@ -324,21 +327,21 @@ class StoreBarrier:
         while True:
             left = until - time.monotonic()
             try:
-                found = control.receive(keys, max(left, 0.0))
-                if len(found) == len(keys) or left <= 0:
-                    return found
+                values = control.receive(keys, max(left, 0.0))
+                if len(values) == len(keys) or left <= 0:
+                    return values
                 breaks = 0
             except StoreUnreachable as error:
                 # A broken connection means that the host is gone; a silent one may recover.
                 breaks += error.__cause__ is not None
-                if left <= 0 or breaks == _MOST_BREAKS:
+                if left <= 0 or breaks == _MAX_BROKEN_CONNECTIONS:
                     raise
-            time.sleep(max(min(_PAUSE, until - time.monotonic()), 0.0))
+            time.sleep(max(min(_RETRY_PAUSE_S, until - time.monotonic()), 0.0))
 
     def _result(self, control: ControlStore) -> bytes | None:
         """The result of the current phase; None if there is none yet."""
         key = self._key()
-        return control.get_many([key], _ANSWER).get(key)
+        return control.get_many([key], _REPLY_TIMEOUT_S).get(key)
 
     def _take_number(self) -> None:
         assert self._connection is not None
@@ -368,17 +371,17 @@ class StoreBarrier:
 
     def _tell(self, control: ControlStore, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Publish a failure, and return the first failure that was published; None if the caller must try again."""
-        mine = _BADLY + json.dumps(failure).encode()
-        told = control.compare_set(self._key(), mine, _ANSWER)
-        if told.startswith(_WELL):
+        own = _FAILURE + json.dumps(failure).encode()
+        stored = control.compare_set(self._key(), own, _REPLY_TIMEOUT_S)
+        if stored.startswith(_SUCCESS):
             # This phase has already succeeded; the next one reports the failure.
             self._index += 1
             return None
-        if told == mine and (self.rank or self._collects):
+        if stored == own and (self.rank or self._collects):
             # Rank 0 waits for all entries, so fill the missing ones.
             for post in self._posts():
-                control.compare_set(post, _BADLY, _ANSWER)
-        counts: Mapping[str, Any] = json.loads(told[1:])
+                control.compare_set(post, _FAILURE, _REPLY_TIMEOUT_S)
+        counts: Mapping[str, Any] = json.loads(stored[1:])
         return None if self._is_skipped(counts) else counts
 
     @property
@@ -425,11 +428,11 @@ class StoreBarrier:
         count, all_heard = f"{self._operation}/heard", f"{self._operation}/all heard"
         try:
             if self.rank == 0:
-                heard = not hearers or bool(control.receive([all_heard], _FAREWELL))
+                heard = not hearers or bool(control.receive([all_heard], _MAX_FAREWELL_S))
                 self._clean(control, [count, all_heard], heard and failure is None)
                 return
-            if self.rank not in gone and control.add(count, _ANSWER) == hearers:
-                control.set(all_heard, b"", _ANSWER)
+            if self.rank not in gone and control.add(count, _REPLY_TIMEOUT_S) == hearers:
+                control.set(all_heard, b"", _REPLY_TIMEOUT_S)
         except StoreUnreachable:
             # The agreement remains valid; a process has ended before it confirmed.
             return
@@ -445,7 +448,7 @@ class StoreBarrier:
         later = self._connection.failed[self._topic]
         later += [*(self._posted if well else marked), *phases, *marks]
         if well:
-            control.delete(later, _FAREWELL)
+            control.delete(later, _MAX_FAREWELL_S)
             later.clear()
 
     def _described(self, failure: Mapping[str, Any]) -> AccelError:
@@ -453,7 +456,7 @@ class StoreBarrier:
             absent = [self._ranks[rank] for rank in failure["missing"]]
             missing = ", ".join(map(str, absent)) + (" and others" if failure.get("more") else "")
             late = self._error(
-                f"{self._asked} ({failure['phase']})",
+                f"{self._failed} ({failure['phase']})",
                 f"Process {missing} did not arrive within {failure['seconds']:g} s. {self._everyone()}",
                 "Check what that process does. Call this on every process, or set a longer deadline.",
             )
@@ -462,10 +465,10 @@ class StoreBarrier:
         who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
-            asked, obstacle, remedy = failure["parts"]
-            error = kind(asked, f"{who}{obstacle}", remedy)
+            failed, obstacle, remedy = failure["parts"]
+            error = kind(failed, f"{who}{obstacle}", remedy)
         else:
-            error = self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
+            error = self._error(self._failed, f"{who}{failure['type']}: {failure['text']}", self._remedy)
         return error if failure["rank"] is None else _following(error, [self._ranks[failure["rank"]]])
 
     def _everyone(self) -> str:
@@ -484,7 +487,7 @@ class StoreBarrier:
         except StoreUnreachable as error:
             self._end()
             raise self._error(
-                self._asked,
+                self._failed,
                 f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle} "
                 f"{self._everyone()}",
                 "Check the output of the other processes, and restart the run.",
@@ -503,7 +506,7 @@ def raise_on_any_rank(
     process: Process,
     topic: str,
     work: Callable[[], T],
-    asked: str,
+    failed: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
     *,
@@ -515,7 +518,7 @@ def raise_on_any_rank(
         process: the `Process` of this rank.
         topic: name of the work, equal on all ranks.
         work: function that runs on each rank; a rank on which it raises gets its own exception.
-        asked: first part of the error when a rank failed or is missing.
+        failed: first part of the error when a rank failed or is missing.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or a mesh axis; only its processes take part, see `gather`.
@@ -531,7 +534,7 @@ def raise_on_any_rank(
         >>> raise_on_any_rank(current.process_or_start(), "check", lambda: 3, "Cannot check the files.")
         3
     """
-    barrier = StoreBarrier(process, topic, asked, deadline, error, group=group)
+    barrier = StoreBarrier(process, topic, failed, deadline, error, group=group)
     with barrier.reporting():
         result = work()
     barrier.wait("done", last=True)
@@ -542,7 +545,7 @@ def all_agree(
     process: Process,
     topic: str,
     value: str,
-    asked: str,
+    failed: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
     *,
@@ -554,7 +557,7 @@ def all_agree(
         process: the `Process` of this rank.
         topic: name of the value, equal on all ranks.
         value: the value of this rank.
-        asked: first part of the error.
+        failed: first part of the error.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or a mesh axis; only its processes take part, see `gather`.
@@ -572,14 +575,16 @@ def all_agree(
 
     def same(values: Sequence[str]) -> str:
         owners: dict[str, list[int]] = {}
-        for rank, given in zip(members, values, strict=True):
-            owners.setdefault(given, []).append(rank)
+        for rank, value in zip(members, values, strict=True):
+            owners.setdefault(value, []).append(rank)
         if len(owners) > 1:
-            shown = "; ".join(f"{given!r} on {format_ranks(who)}" for given, who in owners.items())
-            raise error(asked, f"The values of the processes differ: {shown}.", "Pass the same value on every process.")
+            shown = "; ".join(f"{value!r} on {format_ranks(who)}" for value, who in owners.items())
+            raise error(
+                failed, f"The values of the processes differ: {shown}.", "Pass the same value on every process."
+            )
         return values[0]
 
-    return StoreBarrier(process, topic, asked, deadline, error, group=group).wait("value", value, same, last=True)
+    return StoreBarrier(process, topic, failed, deadline, error, group=group).wait("value", value, same, last=True)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ("all_fit", "find_executable_batch_size")
 
-_SHRINK: Final = 0.9
+_SHRINK_FACTOR: Final = 0.9
 """Factor by which the batch size is reduced after a batch that did not fit."""
 
 
@@ -128,7 +128,7 @@ class _Retrying:
         )
 
     def _shrink(self) -> int:
-        return int(self.size * _SHRINK)
+        return int(self.size * _SHRINK_FACTOR)
 
     def _smaller(self) -> int:
         size = self.reduce()
@@ -145,8 +145,8 @@ class _Retrying:
             self.signature.bind(self.size, *args, **kwargs)
         except TypeError as error:
             name = self.function.__name__
-            known = list(self.signature.parameters)[1:]
-            shorter = ", ".join(f"{parameter}={value}" for parameter, value in zip(known, args[1:], strict=False))
+            names = list(self.signature.parameters)[1:]
+            shorter = ", ".join(f"{parameter}={value}" for parameter, value in zip(names, args[1:], strict=False))
             failed = f"Cannot call {name}() with a batch size of find_executable_batch_size."
             if len(args) >= len(self.signature.parameters):
                 failed = (

@@ -57,14 +57,14 @@ __all__ = (
 LARGE: Final = 256 * 1024
 """Bytes above which a leaf is sent separately, directly into its final tensor; below, packing leaves is faster."""
 
-_HOST: Final = torch.device("cpu")
-_PLANS_KEPT: Final = 1024
-_MOST_NAMED: Final = 16
+_HOST_DEVICE: Final = torch.device("cpu")
+_MAX_CACHED_PLANS: Final = 1024
+_MAX_NAMED_RANKS: Final = 16
 
-_NEGOTIATES: Final = 4
+_NEGOTIATION_FLAG: Final = 4
 """Flag of the headers with which processes find out whether they can share memory."""
 
-_LONGEST_READ: Final = 2.0
+_STORE_READ_TIMEOUT_S: Final = 2.0
 """Timeout of a request to the store, in seconds."""
 
 
@@ -164,7 +164,7 @@ def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
             if transport.group
             else f"There are {transport.world_size} processes, with ranks from 0.",
             f"Pass one of {', '.join(map(str, ranks))}; these are ranks of the run."
-            if transport.group and len(ranks) <= _MOST_NAMED
+            if transport.group and len(ranks) <= _MAX_NAMED_RANKS
             else f"Pass a rank from {min(ranks)} to {max(ranks)}.",
         )
     return ranks.index(rank)
@@ -330,11 +330,11 @@ def plan_for(
         world_size: number of processes.
         check: raises when a leaf, given with path and operation, cannot take part.
     """
-    told = []
+    described = []
     for path, leaf, shape in zip(paths, leaves, shapes, strict=True):
         check(path, leaf, operation)
-        told.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
-    return Plan(CallDescription(operation, arguments, sorted(told)), paths, leaves, device, world_size)
+        described.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
+    return Plan(CallDescription(operation, arguments, sorted(described)), paths, leaves, device, world_size)
 
 
 class CheckedCall(HeaderCall):
@@ -398,7 +398,7 @@ class CheckedCall(HeaderCall):
     def fits(self, plan: Plan) -> bool:
         """Whether the small leaves, if there are any, fit into the eager header, a CPU tensor."""
         nbytes = plan.layout.nbytes
-        return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST)
+        return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST_DEVICE)
 
     def agree(
         self,
@@ -461,7 +461,7 @@ class CheckedCall(HeaderCall):
         """The memory through which the processes share the large tensors of this plan, or None."""
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
-            return self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATES, more=True)
+            return self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATION_FLAG, more=True)
 
         if not is_negotiated(self._state, self._transport):
             negotiate(self._state, self._transport, all_gather_bytes)
@@ -539,7 +539,7 @@ class CheckedCall(HeaderCall):
         if last is not None and last[0] == signature:
             return last[1]  # type: ignore[no-any-return]
         plan = self._known_plan(data, leaves, signature, check)
-        if len(sites) >= _PLANS_KEPT:
+        if len(sites) >= _MAX_CACHED_PLANS:
             sites.clear()
         sites[site] = (signature, plan)
         return plan
@@ -557,7 +557,7 @@ class CheckedCall(HeaderCall):
         plans = self._state.plans
         plan = plans.get(key)
         if plan is None:
-            if len(plans) >= _PLANS_KEPT:
+            if len(plans) >= _MAX_CACHED_PLANS:
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
             device, world_size = self._transport.device, self._transport.world_size
@@ -586,9 +586,13 @@ def where_is_everyone() -> str:
 
     transport = current.process_or_start().transport
     monitor = protocol_state(transport).monitor
-    asked = monitor.request_stacks()
+    requested_at = monitor.request_stacks()
     snapshot = monitor.snapshot()
-    while not monitor.always_reads and snapshot.taken < asked and time.monotonic() < asked + _LONGEST_READ:
+    while (
+        not monitor.always_reads
+        and snapshot.taken < requested_at
+        and time.monotonic() < requested_at + _STORE_READ_TIMEOUT_S
+    ):
         time.sleep(0.02)
         snapshot = monitor.snapshot()
     return describe_ranks(snapshot.statuses, transport.world_size, snapshot.ages)

@@ -150,8 +150,8 @@ def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) 
             skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
             announcement = dumps(skeleton)
         skeleton = loads(call.broadcast_bytes(announcement, origin, moves=True))
-        found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
-        layout = PackedLayout((info.shape, info.dtype) for info in found)
+        leaves = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
+        layout = PackedLayout((info.shape, info.dtype) for info in leaves)
         output = torch.empty(layout.nbytes, dtype=torch.uint8, device=transport.device)
         if layout.nbytes:
             call.wait([transport.scatter(output, inputs, origin)])
@@ -194,13 +194,13 @@ def all_to_all(tensor: Any, *, group: Group = None) -> Any:
         plan, leaves = call.plan(tensor, check=check)
         rows = [_rows(leaves[position], count) for position in plan.order]
         layout = PackedLayout(((row.shape[1:], row.dtype) for row in rows), count)
-        given = torch.empty(count, layout.nbytes, dtype=torch.uint8, device=transport.device)
-        for rank, buffer in enumerate(given):
+        sent = torch.empty(count, layout.nbytes, dtype=torch.uint8, device=transport.device)
+        for rank, buffer in enumerate(sent):
             layout.write([row[rank] for row in rows], layout.parts(buffer))
-        received = torch.empty_like(given)
+        received = torch.empty_like(sent)
         call.agree(plan, moves=bool(layout.nbytes))
         if layout.nbytes:
-            call.wait([transport.all_to_all(received, given)])
+            call.wait([transport.all_to_all(received, sent)])
         results: list[Any] = [None] * len(leaves)
         for position, joined in zip(plan.order, layout.join(layout.parts(received)), strict=True):
             results[position] = joined.to(plan.devices[position]) if plan.devices else joined
@@ -257,7 +257,7 @@ def _gather(
     if rows is not None:
         parts = plan.layout.parts(rows)
     if not call.shares_memory:
-        call.wait([_collect(transport, into, given, dst) for into, given in zip(targets, inputs, strict=True)])
+        call.wait([_collect(transport, into, tensor, dst) for into, tensor in zip(targets, inputs, strict=True)])
     elif wanted:
         for rank in range(transport.world_size):
             for into, value in zip(targets, call.read(rank), strict=True):
@@ -278,12 +278,12 @@ def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.empty(gathered_shape(leaf.shape, world_size), dtype=leaf.dtype, device=leaf.device)
 
 
-def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tensor, dst: int | None) -> Work:
-    """Start to gather `given` of every process into its row, on all processes or on one."""
+def _collect(transport: Transport, rows: torch.Tensor | None, tensor: torch.Tensor, dst: int | None) -> Work:
+    """Start to gather `tensor` of every process into its row, on all processes or on one."""
     if dst is None:
         assert rows is not None
-        return transport.all_gather(rows.view(-1), given)
-    return transport.gather(None if rows is None else list(rows), given, dst)
+        return transport.all_gather(rows.view(-1), tensor)
+    return transport.gather(None if rows is None else list(rows), tensor, dst)
 
 
 def _broadcast(

@@ -26,7 +26,7 @@ __all__ = ("Group", "Members", "members_of")
 
 Group: TypeAlias = Union["ProcessGroup", "DeviceMesh", str, None]
 
-_MOST_NAMED: Final = 16
+_MAX_NAMED_RANKS: Final = 16
 
 
 class Members(NamedTuple):
@@ -81,8 +81,8 @@ def _along_axis(axis: str, operation: str, process: Process) -> Members:
     names = () if mesh is None else mesh.mesh_dim_names
     if mesh is not None and axis in names:
         return _of_process_group(mesh.get_group(axis), axis, operation, process)
-    known = axis in AXES or axis in FLATTENED
-    if run is not None and known:
+    named_axis = axis in AXES or axis in FLATTENED
+    if run is not None and named_axis:
         config = run.parallelism_config
         flattened = None if config is None or mesh is None else config.submesh(axis)
         if flattened is not None:
@@ -122,5 +122,5 @@ def _of_process_group(group: Any, name: str, operation: str, process: Process) -
 def _label(name: str, ranks: tuple[int, ...]) -> str:
     if not ranks:
         return "a group of other ranks"
-    text = format_ranks(list(ranks)) if len(ranks) <= _MOST_NAMED else f"{len(ranks)} ranks from {min(ranks)}"
+    text = format_ranks(list(ranks)) if len(ranks) <= _MAX_NAMED_RANKS else f"{len(ranks)} ranks from {min(ranks)}"
     return f"the group {name!r} of {text}" if name else f"the group of {text}"

@@ -35,15 +35,15 @@ __all__ = ("NO_SLOT", "HostMemory", "host_memory", "is_negotiated", "negotiate")
 NO_SLOT: Final = 2
 """Slot of a process that has no memory for its tensors."""
 
-_CAPACITY: Final = 64 * 1024 * 1024
+_SLOT_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a slot. Memory is allocated when it is first written to."""
 
-_MOST_PROCESSES: Final = 16
+_MAX_PROCESSES: Final = 16
 """Maximum number of processes that share memory, because each reads from all others."""
 
-_ALIGNMENT: Final = 64
+_ALIGNMENT_BYTES: Final = 64
 _SLOTS: Final = 2
-_FILE_BYTES: Final = _SLOTS * _CAPACITY
+_FILE_BYTES: Final = _SLOTS * _SLOT_BYTES
 _TOKEN_BYTES: Final = 16
 
 
@@ -99,7 +99,7 @@ class HostMemory:
         taken = self._taken[slot]
         if nbytes > taken:
             try:
-                os.posix_fallocate(self._file, slot * _CAPACITY + taken, nbytes - taken)
+                os.posix_fallocate(self._file, slot * _SLOT_BYTES + taken, nbytes - taken)
             except OSError:
                 return False
             self._taken[slot] = nbytes
@@ -107,16 +107,16 @@ class HostMemory:
 
     def read(self, rank: int, slot: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a process wrote to a slot, as bytes; `like` are tensors of the same sizes."""
-        at, found = slot * _CAPACITY, []
+        at, views = slot * _SLOT_BYTES, []
         for tensor in like:
-            found.append(self._memories[rank].narrow(0, at, tensor.nbytes))
+            views.append(self._memories[rank].narrow(0, at, tensor.nbytes))
             at += _aligned(tensor.nbytes)
-        return found
+        return views
 
     @staticmethod
     def fits(tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a slot has room for tensors."""
-        return sum(_aligned(tensor.nbytes) for tensor in tensors) <= _CAPACITY
+        return sum(_aligned(tensor.nbytes) for tensor in tensors) <= _SLOT_BYTES
 
 
 _negotiated: weakref.WeakKeyDictionary[ProtocolState, HostMemory | None] = weakref.WeakKeyDictionary()
@@ -129,7 +129,7 @@ def host_memory(state: ProtocolState) -> HostMemory | None:
 
 def is_negotiated(state: ProtocolState, transport: Transport) -> bool:
     """Whether the processes have found out if they can share memory; equal on all of them."""
-    return state in _negotiated or transport.world_size > _MOST_PROCESSES or transport.device.type != "cpu"
+    return state in _negotiated or transport.world_size > _MAX_PROCESSES or transport.device.type != "cpu"
 
 
 def negotiate(state: ProtocolState, transport: Transport, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
@@ -180,9 +180,9 @@ def _opened(offer: _Offer, host: str) -> int:
     if offer.host != host:
         return -1
     with suppress(OSError):
-        found = os.stat(offer.path)
+        status = os.stat(offer.path)
         # Opening something other than a file, such as a device, may have side effects.
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _FILE_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size != _FILE_BYTES:
             return -1
         file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         with suppress(OSError):
@@ -194,4 +194,4 @@ def _opened(offer: _Offer, host: str) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

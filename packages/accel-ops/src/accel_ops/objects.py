@@ -104,25 +104,25 @@ def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Gr
     return object_list
 
 
-def _check_list(given: Any) -> None:
-    if not isinstance(given, MutableSequence):
+def _check_list(value: Any) -> None:
+    if not isinstance(value, MutableSequence):
         raise UnknownKind(
-            f"Cannot use an object of type {type(given).__name__} in broadcast_object_list().",
+            f"Cannot use an object of type {type(value).__name__} in broadcast_object_list().",
             "Its items cannot be overwritten in place.",
             "Pass a list, for example [object].",
         )
 
 
-def is_list_of_items(given: Any) -> bool:
+def is_list_of_items(value: Any) -> bool:
     """Whether `gather_object` accepts an object: a list, or another iterable of items."""
-    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
-def _items(given: Any) -> list[Any]:
-    if is_list_of_items(given):
-        return list(given)
+def _items(value: Any) -> list[Any]:
+    if is_list_of_items(value):
+        return list(value)
     raise UnknownKind(
-        f"Cannot use an object of type {type(given).__name__} in gather_object().",
+        f"Cannot use an object of type {type(value).__name__} in gather_object().",
         "The function joins lists, and this is not a list.",
         "Pass a list, for example [object].",
     )

@@ -115,8 +115,8 @@ class PackedLayout:
             by_dtype.setdefault(dtype, []).append((position, tuple(shape)))
             self.count += 1
         segments, start = [], 0
-        for dtype, found in by_dtype.items():
-            members, shapes = zip(*found, strict=True)
+        for dtype, leaves in by_dtype.items():
+            members, shapes = zip(*leaves, strict=True)
             segments.append(Segment(dtype, members, shapes, start, rows))
             start = -(-segments[-1].stop // ALIGNMENT) * ALIGNMENT
         self.segments = tuple(segments)
@@ -144,11 +144,11 @@ class PackedLayout:
         """The tensors in the parts of a buffer of shape (rows, nbytes), each joined over the rows along dimension 0."""
         return self._in_order(segment.join(values) for segment, values in zip(self.segments, parts, strict=True))
 
-    def _in_order(self, found: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _in_order(self, tensors_by_segment: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
         if len(self.segments) == 1:
-            return next(found)
+            return next(tensors_by_segment)
         tensors: list[Any] = [None] * self.count
-        for segment, parts in zip(self.segments, found, strict=True):
+        for segment, parts in zip(self.segments, tensors_by_segment, strict=True):
             for position, part in zip(segment.members, parts, strict=True):
                 tensors[position] = part
         return tensors

@@ -20,7 +20,7 @@ __all__ = ("reduce", "reduce_scatter")
 
 _REDUCTIONS: Final = ("mean", "sum", "product", "max", "min", "none")
 
-_SENT: Final[dict[str, Reduction]] = {
+_REDUCTION_SENT: Final[dict[str, Reduction]] = {
     "mean": "sum",
     "sum": "sum",
     "product": "product",
@@ -28,20 +28,20 @@ _SENT: Final[dict[str, Reduction]] = {
     "min": "min",
 }
 
-_COMBINE: Final[dict[Reduction, Callable[..., torch.Tensor]]] = {
+_COMBINING_FUNCTIONS: Final[dict[Reduction, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }
 
-_MOST_GATHERED: Final = 64 * 1024 * 1024
+_MAX_GATHERED_BYTES: Final = 64 * 1024 * 1024
 """Bytes of all processes together up to which each process itself adds up small tensors of several dtypes."""
 
-_WIDER: Final = {torch.int16: torch.int32}
+_WIDER_DTYPES: Final = {torch.int16: torch.int32}
 """Sums of these dtypes are computed in a wider dtype that backends can add; the result wraps around as usual."""
 
-_SUMMABLE: Final = frozenset(
+_SUMMABLE_DTYPES: Final = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -97,7 +97,9 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
     with CheckedCall(transport, "reduce", op=op, scale=scale) as call:
         plan, leaves = call.plan(tensor, check=check)
         divisor = transport.world_size if op == "mean" else 1
-        return rebuild(tensor, plan.on_devices(_reduce(call, transport, plan, leaves, _SENT[op], divisor, scale)))
+        return rebuild(
+            tensor, plan.on_devices(_reduce(call, transport, plan, leaves, _REDUCTION_SENT[op], divisor, scale))
+        )
 
 
 def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
@@ -120,11 +122,11 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
     Example:
         >>> mine = reduce_scatter(torch.ones(8), "sum")
     """
-    if op not in _SENT:
+    if op not in _REDUCTION_SENT:
         raise SettingError(
             f"Cannot reduce and scatter with op={op!r}.",
             "There is no such reduction.",
-            f"Pass one of {', '.join(map(repr, _SENT))}.",
+            f"Pass one of {', '.join(map(repr, _REDUCTION_SENT))}.",
         )
     transport = transport_of(group, "reduce_scatter")
     count, check = transport.world_size, _check_of(op, 1.0)
@@ -139,7 +141,7 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
     with CheckedCall(transport, "reduce_scatter", op=op) as call:
         plan, leaves = call.plan(tensor, check=check_both)
         divisor = count if op == "mean" else 1
-        totals = _reduce(call, transport, plan, leaves, _SENT[op], divisor, 1.0)
+        totals = _reduce(call, transport, plan, leaves, _REDUCTION_SENT[op], divisor, 1.0)
         sizes = [total.shape[0] // count for total in totals]
         parts = [total.narrow(0, transport.rank * n, n).clone() for total, n in zip(totals, sizes, strict=True)]
         return rebuild(tensor, plan.on_devices(parts))
@@ -164,9 +166,11 @@ def _reduce(
         values = [call.read(rank) for rank in range(transport.world_size)]
         if packed is not None:
             rows = [plan.layout.parts(value.pop()) for value in values]
-            sums = [_combined_in_order([_summand(part) for part in given], op) for given in zip(*rows, strict=True)]
-        for total, *given in zip(totals, *values, strict=True):
-            _combined_in_order([value.view(total.dtype).view(total.shape) for value in given], op, total)
+            sums = [
+                _combined_in_order([_summand(part) for part in summands], op) for summands in zip(*rows, strict=True)
+            ]
+        for total, *summands in zip(totals, *values, strict=True):
+            _combined_in_order([value.view(total.dtype).view(total.shape) for value in summands], op, total)
     else:
         parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
         adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
@@ -176,8 +180,8 @@ def _reduce(
         sums = [_combined(rows, op) for rows in parts]
     results: list[Any] = [None] * len(leaves)
     for segment, total in zip(plan.layout.segments, sums, strict=True):
-        found = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
-        for member, tensor in zip(segment.members, found, strict=True):
+        tensors = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
+        for member, tensor in zip(segment.members, tensors, strict=True):
             results[plan.small[member]] = tensor
     for position, work, total in zip(plan.large, adding, totals, strict=True):
         call.wait((work,))
@@ -211,11 +215,11 @@ def _is_gathered(plan: Plan, transport: Transport) -> bool:
 
     A backend can sum only numbers of one dtype in a collective, so several dtypes would need several collectives.
     """
-    return len(plan.layout.segments) > 1 and plan.layout.nbytes * transport.world_size <= _MOST_GATHERED
+    return len(plan.layout.segments) > 1 and plan.layout.nbytes * transport.world_size <= _MAX_GATHERED_BYTES
 
 
 def _summand(values: torch.Tensor) -> torch.Tensor:
-    return values.to(_WIDER.get(values.dtype, values.dtype))
+    return values.to(_WIDER_DTYPES.get(values.dtype, values.dtype))
 
 
 def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
@@ -226,7 +230,7 @@ def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
 
 def _combined_in_order(values: Sequence[torch.Tensor], op: Reduction, into: torch.Tensor | None = None) -> torch.Tensor:
     """Combine tensors in the order of the ranks, so that the results are bitwise equal on all processes."""
-    combine = _COMBINE[op]
+    combine = _COMBINING_FUNCTIONS[op]
     total = combine(values[0], values[1], out=into)
     for value in values[2:]:
         combine(total, value, out=total)
@@ -309,7 +313,7 @@ def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
 
 def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
     check_leaf(path, leaf, operation)
-    if leaf.dtype not in _SUMMABLE:
+    if leaf.dtype not in _SUMMABLE_DTYPES:
         raise _not_summable(path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first.")
 
 

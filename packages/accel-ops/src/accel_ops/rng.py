@@ -40,23 +40,23 @@ def _numpy_state() -> Any:
 
 def _set_numpy_state(state: Any) -> None:
     """Check and set an untrusted state: numpy reads beyond the key when the position is too large."""
-    if isinstance(state, Mapping) and state.get("bit_generator") == _TWISTER:
+    if isinstance(state, Mapping) and state.get("bit_generator") == _NUMPY_GENERATOR:
         inner = state["state"]
-        state = _TWISTER, inner["key"], inner["pos"], state.get("has_gauss", 0), state.get("gauss", 0.0)
+        state = _NUMPY_GENERATOR, inner["key"], inner["pos"], state.get("has_gauss", 0), state.get("gauss", 0.0)
     if not isinstance(state, Mapping):
         name, key, position, has_gauss, gauss = state
         words = np.asarray(key)
-        fits = words.shape == (_TWISTER_WORDS,) and words.dtype.kind in "iu" and (words >= 0).all()
-        if name != _TWISTER or not fits or not (words < 2**32).all():
-            raise ValueError(f"it is not a key of {_TWISTER_WORDS} words of {_TWISTER}")
-        if not 0 <= int(position) <= _TWISTER_WORDS or int(has_gauss) not in (0, 1):
+        fits = words.shape == (_NUMPY_GENERATOR_WORDS,) and words.dtype.kind in "iu" and (words >= 0).all()
+        if name != _NUMPY_GENERATOR or not fits or not (words < 2**32).all():
+            raise ValueError(f"it is not a key of {_NUMPY_GENERATOR_WORDS} words of {_NUMPY_GENERATOR}")
+        if not 0 <= int(position) <= _NUMPY_GENERATOR_WORDS or int(has_gauss) not in (0, 1):
             raise ValueError(f"its position {position} is outside of its key")
         state = name, words.astype(np.uint32), int(position), int(has_gauss), float(gauss)
     np.random.set_state(state)
 
 
-_TWISTER: Final = "MT19937"
-_TWISTER_WORDS: Final = 624
+_NUMPY_GENERATOR: Final = "MT19937"
+_NUMPY_GENERATOR_WORDS: Final = 624
 
 _PYTHON = _Source(random.getstate, random.setstate)
 # The functions above import numpy's generators at the first use, because the import takes milliseconds.

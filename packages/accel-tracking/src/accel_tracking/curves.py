@@ -20,10 +20,10 @@ __all__ = ("MATPLOTLIB", "describe_run", "plot_run", "sparkline")
 
 MATPLOTLIB = Requirement("matplotlib")
 
-_BARS = "▁▂▃▄▅▆▇█"
-_GAP = " "
+_BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
+_MISSING_CHARACTER = " "
 _IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
-_COLUMNS = 3
+_PLOT_COLUMNS = 3
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -38,9 +38,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     groups = min(width, len(values))
     edges = [round(i * len(values) / groups) for i in range(groups + 1)] if groups else [0]
     means = [_mean([v for v in values[a:b] if math.isfinite(v)]) for a, b in itertools.pairwise(edges)]
-    known = [mean for mean in means if mean is not None]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    return "".join(_GAP if mean is None else _BARS[_height(mean, low, high)] for mean in means)
+    present = [mean for mean in means if mean is not None]
+    low, high = (min(present), max(present)) if present else (0.0, 0.0)
+    return "".join(_MISSING_CHARACTER if mean is None else _BAR_CHARACTERS[_height(mean, low, high)] for mean in means)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -50,7 +50,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def _height(value: float, low: float, high: float) -> int:
     # Halves first, because the difference of two large numbers may overflow.
     span = high / 2 - low / 2
-    return round((value / 2 - low / 2) / span * (len(_BARS) - 1)) if span > 0 else 0
+    return round((value / 2 - low / 2) / span * (len(_BAR_CHARACTERS) - 1)) if span > 0 else 0
 
 
 def describe_run(run: RunRecord, width: int = 40) -> str:
@@ -109,7 +109,7 @@ def _figure(run: RunRecord) -> Any:
     from matplotlib.figure import Figure
 
     curves = run.curves()
-    columns = min(_COLUMNS, len(curves))
+    columns = min(_PLOT_COLUMNS, len(curves))
     rows = math.ceil(len(curves) / columns)
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
     for number, (name, points) in enumerate(curves.items(), 1):

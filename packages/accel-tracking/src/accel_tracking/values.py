@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 __all__ = ("as_number", "flatten_keys", "is_number", "plain", "scalars_as_numbers")
 
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def plain(value: Any) -> Any:
@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
         >>> plain({"path": os.path, 3: (1, True)})["3"]
         [1, True]
     """
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, Mapping):
         return {str(plain(key)): plain(inner) for key, inner in value.items()}
@@ -48,7 +48,7 @@ def scalars_as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, Mapping):
         return scalars_as_numbers(value)

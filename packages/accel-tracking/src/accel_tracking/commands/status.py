@@ -68,8 +68,8 @@ def _chosen(run: str | None) -> Sequence[LaunchedRun]:
     return runs
 
 
-def _print(clear: str, found: Sequence[RunStatus], show: Callable[[RunStatus], str]) -> None:
-    text = "\n".join(show(one) for one in found)
+def _print(clear: str, runs: Sequence[RunStatus], show: Callable[[RunStatus], str]) -> None:
+    text = "\n".join(show(one) for one in runs)
     encoding = sys.stdout.encoding or "ascii"
     print(clear + text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
 

@@ -32,12 +32,12 @@ def list_runs(folder: str, as_json: bool = False) -> str:
         raise SettingError(
             f"Cannot list the runs of {folder!r}.", "It is not a folder.", "Name a logging folder, or leave it out."
         )
-    found = sorted((*_running(), *_stored(root)), key=lambda run: -run["started"])
+    runs = sorted((*_running(), *_stored(root)), key=lambda run: -run["started"])
     if as_json:
-        return "\n".join(json.dumps(run) for run in found)
-    if not found:
+        return "\n".join(json.dumps(run) for run in runs)
+    if not runs:
         return f"No run of this user is running here, and {folder} contains none."
-    rows = [_HEADS, *(tuple(printable(_text(run[head])) for head in _HEADS) for run in found)]
+    rows = [_HEADS, *(tuple(printable(_text(run[head])) for head in _HEADS) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

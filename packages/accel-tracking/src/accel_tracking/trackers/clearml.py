@@ -15,7 +15,7 @@ from accel_tracking.values import as_number, flatten_keys, plain, scalars_as_num
 
 __all__ = ("ClearMLSettings", "ClearMLTracker")
 
-_SPLITS = ("eval", "test", "train")
+_SPLIT_NAMES = ("eval", "test", "train")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _title_and_series(name: str) -> tuple[str, str]:
         >>> _title_and_series("eval_loss"), _title_and_series("loss")
         (('loss', 'eval'), ('loss', 'train'))
     """
-    for split in _SPLITS:
+    for split in _SPLIT_NAMES:
         for separator in ("_", "/"):
             if name.startswith(split + separator):
                 return name[len(split) + 1 :], split

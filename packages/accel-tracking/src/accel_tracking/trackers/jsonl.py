@@ -34,7 +34,7 @@ from accel_tracking.values import as_number, flatten_keys, is_number, plain
 __all__ = ("FORMAT", "JSONLinesTracker", "LogEntry", "RunFile", "RunRecord", "encode", "read_run")
 
 FORMAT = 1
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _strict = json.JSONEncoder(allow_nan=False, default=plain).encode
 
 
@@ -259,7 +259,7 @@ class RunRecord:
         for record in self.records:
             position = position + 1 if record.step is None else record.step
             for name, value in flatten_keys(record.values).items():
-                number = as_number(_SPECIAL.get(value, value) if isinstance(value, str) else value)
+                number = as_number(_NOT_FINITE.get(value, value) if isinstance(value, str) else value)
                 if number is not None:
                     curves.setdefault(name, []).append((position, number))
         return curves
