@@ -68,17 +68,17 @@ class Ascending:
         return self._length
 
     def rows(self, first: int, width: int, stride: int, count: int) -> Iterator[list[int]]:
-        """See `Order`."""
+        """Ranges of consecutive integers."""
         begins = range(first, first + count * stride, stride)
         ends = range(first + width, first + width + count * stride, stride)
         return map(list, map(range, begins, ends))
 
     def at(self, positions: Sequence[int]) -> list[int]:
-        """See `Order`."""
+        """The positions themselves."""
         return list(positions)
 
     def exhausted(self) -> None:
-        """See `Order`."""
+        """Do nothing: the order is the same in every epoch."""
 
 
 class Permuted:
@@ -97,7 +97,7 @@ class Permuted:
         return self._indices.numel()
 
     def rows(self, first: int, width: int, stride: int, count: int) -> Iterator[list[int]]:
-        """See `Order`."""
+        """Slices of the tensor; the first few are converted in a small chunk, so that the first batch comes early."""
         done, chunk = 0, _FIRST_CHUNK
         while done < count:
             size = min(chunk, count - done)
@@ -106,12 +106,12 @@ class Permuted:
             done, chunk = done + size, _CHUNK
 
     def at(self, positions: Sequence[int]) -> list[int]:
-        """See `Order`."""
+        """The elements of the tensor at the positions."""
         chosen: list[int] = self._indices[torch.tensor(positions, dtype=torch.int64)].tolist()
         return chosen
 
     def exhausted(self) -> None:
-        """See `Order`."""
+        """Call `when_exhausted`."""
         if self._when_exhausted is not None:
             self._when_exhausted()
 

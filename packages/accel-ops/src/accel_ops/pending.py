@@ -131,23 +131,23 @@ class _ScatteredStream:
         self._pending: tuple[PendingCall, Work] | None = None
 
     def buffers(self, nbytes: int) -> Sequence[Any]:
-        """See `ScatterStream`."""
+        """Host tensors for the next messages, one for each of the other processes."""
         self._turn(nbytes, torch.device("cpu"), self._transport.world_size)
         return self._wrapped[0][1:]
 
     def send(self) -> None:
-        """See `ScatterStream`."""
+        """Start to scatter the written messages, and the header that shows who takes part."""
         own, *messages = (message.to(self._transport.device) for message in self._sets[0])
         messages.insert(self._src, own)
         self._start(own, messages)
 
     def expect(self, nbytes: int) -> None:
-        """See `ScatterStream`."""
+        """Start to receive a message into a tensor on the device of the transport."""
         self._turn(nbytes, self._transport.device, 1)
         self._start(self._sets[0][0], None)
 
     def wait(self) -> Any:
-        """See `ScatterStream`."""
+        """Complete the scatter and return the received message; after a failure the transport opens no other stream."""
         assert self._pending is not None
         (header, work), self._pending = self._pending, None
         try:

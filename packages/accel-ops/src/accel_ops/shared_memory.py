@@ -222,7 +222,7 @@ class SharedMemoryStream:
         self._left = False
 
     def buffers(self, nbytes: int) -> Sequence[Any]:
-        """See `ScatterStream`."""
+        """Views of the next slot of the ring, which is enlarged if a message does not fit."""
         if nbytes > self._size:
             self._enlarge(nbytes)
             os.ftruncate(self._file, self._end)
@@ -230,7 +230,7 @@ class SharedMemoryStream:
         return self._buffers[(self._next - self._first) % _PLACES]
 
     def send(self) -> None:
-        """See `ScatterStream`."""
+        """Publish the written slot: one byte to each of the other processes."""
         self._next += 1
         for peer in self._peers.values():
             try:
@@ -240,12 +240,12 @@ class SharedMemoryStream:
                 self._left = True
 
     def expect(self, nbytes: int) -> None:
-        """See `ScatterStream`."""
+        """Note that the next message needs a larger ring, which the source makes."""
         if nbytes > self._size:
             self._enlarge(nbytes)
 
     def wait(self) -> Any:
-        """See `ScatterStream`."""
+        """Wait for the byte of every other process, and return the view of the message; None on the source."""
         if not self._left and self._is_ready(0):
             self._call.count()
         else:
@@ -260,12 +260,12 @@ class SharedMemoryStream:
         return self._buffers[place][0]
 
     def release(self) -> None:
-        """See `ScatterStream`."""
+        """Send the source the byte that frees the slot."""
         with suppress(OSError):
             self._peers[self._src].send(_BYTE)
 
     def close(self) -> None:
-        """See `ScatterStream`."""
+        """Unmap the ring and close the connections; a forked child leaves those of its parent open."""
         if os.getpid() != self._pid:
             # A forked child must not end the connections of its parent.
             return
