@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, Machine, Script
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.launchers import launcher_settings
 from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.request import read_request

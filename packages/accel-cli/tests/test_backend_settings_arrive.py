@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.launch.backends import backend_settings
-from accel_cli.launch.launcher import LaunchRequest, Machine, Script
+from accel_cli.launch.interface import LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes
 from accel_cli.launch.request import request_of
 from accel_state.settings.schema import BOOLEAN, SWITCH, plain_value, settings_of

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.launch.interface import LaunchRequest, Machine, Script
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
-from accel_cli.launch.launcher import LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError

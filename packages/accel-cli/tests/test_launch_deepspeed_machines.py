@@ -6,7 +6,7 @@ import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.deepspeed import DEEPSPEED_LAUNCHERS
-from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.interface import RUNNER, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import Given

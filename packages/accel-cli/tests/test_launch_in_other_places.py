@@ -10,7 +10,7 @@ import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch import tpu_runner
-from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.interface import RUNNER, LaunchRequest, Machine, Script
 from accel_cli.launch.local import environment_lines
 from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
 from accel_cli.launch.options import carried_classes, launch_classes

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from accel_cli.launch.launcher import LauncherManifest
+from accel_cli.launch.interface import LauncherManifest
 from accel_state.errors import PluginError
 from accel_state.proc import state_of
 from accel_testing.launchers import LauncherSuite
@@ -143,7 +143,7 @@ def test_processes_that_outlive_the_program_which_started_them_are_ended(tmp_pat
 
 RECORDER = """
     from dataclasses import dataclass, replace
-    from accel_cli.launch.launcher import LauncherManifest, LaunchPlan
+    from accel_cli.launch.interface import LauncherManifest, LaunchPlan
     from accel_state.settings.schema import setting
 
     @dataclass

@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from accel_cli.launch.launcher import RUNNER
+from accel_cli.launch.interface import RUNNER
 
 FACTS = """
 import json, os, pickle, sys

@@ -391,7 +391,7 @@ def test_a_launch_inside_a_launch(accel, script):
 
 
 def test_an_interpreter_that_cannot_be_started_is_a_typed_error(tmp_path):
-    from accel_cli.launch.launcher import LaunchPlan
+    from accel_cli.launch.interface import LaunchPlan
     from accel_cli.launch.local import Local
     from accel_state.errors import LaunchError
 

@@ -6,7 +6,6 @@ objects have the members of `Command`, and converters of config files through `a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -29,7 +28,7 @@ __all__ = (
 _PACKAGE: Final = "accel-cli"
 _CONVERT: Final = "accel_cli.commands.convert:Convert"
 """The command for a converter; this module must not import the module of a command."""
-_HELP: Final = re.compile(r"""^ +help(?:: \w+)? = (["'])([^"'\\\n]*)\1$""", re.MULTILINE)
+_HELP: Final = r"""(?m)^ +help(?:: \w+)? = (["'])([^"'\\\n]*)\1$"""
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
@@ -107,9 +106,11 @@ def described(command: Plugin) -> str:
 
 def _help_in_source(module: str) -> str:
     """The text of `help` in the source of a module that defines one command, else an empty text."""
+    import re
+
     try:
         with open(_source_of(module), encoding="utf-8") as file:
-            texts = _HELP.findall(file.read())
+            texts = re.findall(_HELP, file.read())
     except (OSError, ValueError):
         return ""
     return texts[0][1] if len(texts) == 1 else ""

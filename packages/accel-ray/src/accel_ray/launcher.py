@@ -7,7 +7,7 @@ import sys
 from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.local import Inbox
 from accel_cli.launch.settings import fewest_machines
 from accel_ray.attempt import Attempt, AttemptStart
@@ -42,7 +42,7 @@ class RayRun(NamedTuple):
 
 
 class Ray:
-    """Starts processes on the nodes of a Ray cluster; see `accel_cli.launch.launcher.Launcher`."""
+    """Starts processes on the nodes of a Ray cluster; see `accel_cli.launch.interface.Launcher`."""
 
     def __init__(self) -> None:
         self._inbox: Inbox | None = None

@@ -9,7 +9,7 @@ from typing import Final
 
 from accel_cli.config.resolved import REPEATED, ResolvedSettings
 from accel_cli.launch.check import shown
-from accel_cli.launch.launcher import LauncherManifest
+from accel_cli.launch.interface import LauncherManifest
 from accel_cli.launch.settings import SECONDS
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import int_at_least, setting

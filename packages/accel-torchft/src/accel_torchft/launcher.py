@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from accel_cli.launch.devices import visible
-from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine
+from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine
 from accel_cli.launch.local import ENDING, Inbox, Relay
 from accel_cli.launch.report import ending, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE
@@ -64,7 +64,7 @@ class _Details(NamedTuple):
 
 
 class ReplicaGroups:
-    """Starts the replicas of a run on this machine; see `accel_cli.launch.launcher.Launcher`."""
+    """Starts the replicas of a run on this machine; see `accel_cli.launch.interface.Launcher`."""
 
     def __init__(self) -> None:
         self._inbox: Inbox | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.launcher import LauncherManifest
+from accel_cli.launch.interface import LauncherManifest
 from accel_torchft.manifest import MANIFESTS, NEEDED
 
 if TYPE_CHECKING:

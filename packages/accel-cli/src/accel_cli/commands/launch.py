@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.launch.launcher import Launcher, LaunchPlan, LaunchRequest, Machine, Script
+    from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest, Machine, Script
     from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Launch", "launch_request", "this_machine")
@@ -80,7 +80,7 @@ class Launch:
 
 def launch_request(request: Request, script: Script) -> LaunchRequest:
     """The input of the launcher's `plan`."""
-    from accel_cli.launch.launcher import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
     from accel_cli.launch.options import carried_classes, launch_options
 
     return LaunchRequest(
@@ -98,7 +98,7 @@ def launch_request(request: Request, script: Script) -> LaunchRequest:
 def this_machine(environ: Mapping[str, str]) -> Machine:
     """The facts about this machine that a plan needs."""
     from accel_cli.launch.devices import count_devices
-    from accel_cli.launch.launcher import Machine
+    from accel_cli.launch.interface import Machine
 
     usable = getattr(os, "sched_getaffinity", None)
     processors = len(usable(0)) if usable is not None else os.cpu_count() or 1

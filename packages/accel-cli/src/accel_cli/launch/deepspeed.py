@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.check import shown
+from accel_cli.launch.interface import LauncherManifest, LaunchPlan, LaunchRequest, Program, one_process
 from accel_cli.launch.kinds import kind_of
-from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, Program, one_process
-from accel_cli.launch.launchers import Supervised
+from accel_cli.launch.launchers import PlanningLauncher
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
@@ -88,7 +88,7 @@ _BY_MPI: Final = ("openmpi", "mvapich", "mpich")
 """Ways in which DeepSpeed always uses every slot of the hostfile."""
 
 
-class DeepSpeed(Supervised):
+class DeepSpeed(PlanningLauncher):
     """Starts processes on several machines through DeepSpeed's own launcher; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
-from accel_cli.launch.launcher import Launcher, LauncherManifest, LaunchPlan, Program
+from accel_cli.launch.interface import Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
 from accel_state.errors import PluginError
 from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
@@ -28,7 +28,7 @@ __all__ = (
     "SLURM",
     "TORCHRUN",
     "Choice",
-    "Supervised",
+    "PlanningLauncher",
     "choose_launcher",
     "find_launcher",
     "idle_settings",
@@ -216,7 +216,7 @@ def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[
     return idle
 
 
-class Supervised:
+class PlanningLauncher:
     """The base class of launchers for this machine: a subclass plans, and the local launcher executes the plan.
 
     The local launcher's modules are imported only by `run`, so that planning is fast.

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from accel_cli.launch.check import check_own_launcher
 from accel_cli.launch.group_signals import GroupWitness
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE

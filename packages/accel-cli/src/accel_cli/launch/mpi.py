@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, one_process
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest, one_process
 from accel_cli.launch.local import Supervisor
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, NotFound, SettingError

@@ -11,8 +11,8 @@ from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import ResolvedSettings, resolve_settings
 from accel_cli.launch.backends import backend_for, backends
 from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment, without_outer
+from accel_cli.launch.interface import Script
 from accel_cli.launch.kinds import idle, kind_of, named_by
-from accel_cli.launch.launcher import Script
 from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
 from accel_plugins.resolve import BACKENDS

@@ -25,7 +25,7 @@ from accel_state.proc import CGROUP, numbers_of, oom_kills
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
-    from accel_cli.launch.launcher import LaunchPlan
+    from accel_cli.launch.interface import LaunchPlan
     from accel_state.errors import AccelError
 
 __all__ = (

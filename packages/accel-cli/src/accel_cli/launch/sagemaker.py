@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, common_environment
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest, common_environment
 from accel_cli.launch.settings import SageMakerSettings
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import LaunchError, NotOffered, SettingError

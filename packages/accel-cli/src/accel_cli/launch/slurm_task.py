@@ -13,7 +13,7 @@ __all__ = ("main",)
 
 def main() -> None:
     """Set the variables that torchrun would set, and replace this process by the runner."""
-    from accel_cli.launch.launcher import RUNNER
+    from accel_cli.launch.interface import RUNNER
     from accel_state.topology import read_topology
 
     os.environ.update(read_topology().variables())

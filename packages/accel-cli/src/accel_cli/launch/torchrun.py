@@ -9,7 +9,7 @@ from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.check import check_own_launcher
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, one_process
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest, one_process
 from accel_cli.launch.local import Supervisor, local_processes
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings, TorchrunSettings
 from accel_state.network import DEFAULT_PORT, loopback_variables

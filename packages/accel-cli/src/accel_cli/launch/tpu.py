@@ -10,9 +10,9 @@ from typing import Final
 
 from accel_cli.config.resolved import REPEATED, ResolvedSettings
 from accel_cli.launch.check import shown
+from accel_cli.launch.interface import LauncherManifest, LaunchPlan, LaunchRequest, one_process
 from accel_cli.launch.kinds import kind_of
-from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, one_process
-from accel_cli.launch.launchers import Supervised
+from accel_cli.launch.launchers import PlanningLauncher
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_of
@@ -86,7 +86,7 @@ _OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_pytho
 """Options of `accel launch` on the machines of a pod, by the value of `Script.how`."""
 
 
-class Tpu(Supervised):
+class Tpu(PlanningLauncher):
     """Starts the processes of a TPU or of a pod through torch_xla; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
 from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_launcher
-from accel_cli.launch.launcher import LaunchRequest, Script, common_environment
+from accel_cli.launch.interface import LaunchRequest, Script, common_environment
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import carried_classes, flag_values
 from accel_cli.launch.request import how_to_run, read_request
