@@ -43,6 +43,19 @@ def test_several_processes_know_their_place(notebook):
     ], done.stderr
 
 
+def test_numbers_of_numpy_and_torch_reach_the_processes_as_integers(notebook):
+    done = notebook(
+        """
+        import os
+        import torch
+        def work():
+            print(os.environ["WORLD_SIZE"], flush=True)
+        notebook_launcher(work, num_processes=torch.tensor(2))
+        """
+    )
+    assert done.stdout.split() == ["2", "2"], done.stderr
+
+
 def test_processes_of_a_notebook_exchange_tensors(notebook, tmp_path):
     done = notebook(
         """

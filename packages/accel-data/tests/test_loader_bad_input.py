@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from itertools import product
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -393,3 +394,18 @@ def dummies() -> list[int]:
 
 def test_only_the_main_process_needs_the_data_when_it_reads_for_all(two: Processes) -> None:
     assert two.run(dummies) == [[0], [1]]
+
+
+class Remote(Samples):
+    """Reads each sample over a connection whose other end is closed, as a proxy of a manager that has ended."""
+
+    def __getitem__(self, index: int) -> int:
+        here, there = Pipe()
+        there.close()
+        here.send_bytes(bytes(1))
+        return index
+
+
+def test_a_broken_connection_of_the_data_set_is_not_taken_for_a_worker() -> None:
+    with fresh(), pytest.raises(BrokenPipeError):
+        list(prepare_data_loader(DataLoader(Remote(4), batch_size=2)))

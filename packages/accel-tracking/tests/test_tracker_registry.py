@@ -9,6 +9,7 @@ import pytest
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.plugins import forget_plugins
 from accel_state.settings.installed import Requirement
+from accel_testing.fresh import fresh
 from accel_tracking import (
     GeneralTracker,
     JSONLinesTracker,
@@ -162,6 +163,15 @@ def test_of_several_trackers_one_without_its_library_is_omitted_with_a_warning()
         filter_trackers(["absent"])
     with pytest.raises(SettingError, match="Cannot use the tracker 'heer'"):
         filter_trackers(["here", "heer"])
+
+
+def test_only_the_main_process_is_told_of_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    made("absent", needs="no_such_library")
+    made("here")
+    with fresh():
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert filter_trackers(["absent", "here"]) == ["here"]
 
 
 def test_a_tracker_without_its_folder_is_an_error_by_name_and_skipped_by_all() -> None:

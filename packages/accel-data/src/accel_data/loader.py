@@ -300,7 +300,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
-        if is_of_a_worker(error):
+        if self.base_dataloader.num_workers and is_of_a_worker(error):
             return self.error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",

@@ -79,11 +79,10 @@ class _Weighted:
     def _checked(self, weights: Weights | None, schedule: Schedule) -> list[tuple[int, list[int]]]:
         """The schedule from sample 0 on, in integer weights."""
         given = [(0, weights)] if weights is not None else []
-        starts = [start for start, _ in schedule]
-        wrong = next((start for start in starts if (number := as_int(start)) is None or number < 0), None)
-        if wrong is not None or any(later <= start for start, later in pairwise(starts)):
+        starts = [start for entry, _ in schedule if (start := as_int(entry)) is not None and start >= 0]
+        if len(starts) < len(schedule) or any(later <= start for start, later in pairwise(starts)):
             raise SettingError(
-                f"Cannot use a schedule that begins at the samples {', '.join(map(str, starts))}.",
+                f"Cannot use a schedule that begins at the samples {', '.join(str(entry) for entry, _ in schedule)}.",
                 "Each entry must begin at a later sample than the previous one; samples are integers of at least 0.",
                 "Sort the entries by their first sample, with one entry for each.",
             )
@@ -93,7 +92,8 @@ class _Weighted:
                 "No weights are given for sample 0.",
                 "Give weights={...}, or let the schedule begin at sample 0.",
             )
-        return [(start, self._integers(each)) for start, each in (*given, *schedule)]
+        changes = [(start, each) for start, (_, each) in zip(starts, schedule, strict=True)]
+        return [(start, self._integers(each)) for start, each in (*given, *changes)]
 
     def _integers(self, weights: Weights) -> list[int]:
         """Weights in the order of the sources, as integers without a common divisor; a source without one has 0."""

@@ -64,10 +64,10 @@ class TrackerGroup:
         options = dict(init_kwargs or {})
         names = [choice if isinstance(choice, str) else choice.name for choice in chosen]
         # Scripts pass arguments for every tracker that they support; only a name that none has is a mistake.
-        for name in sorted(set(options).difference(names, tracker_names())):
-            _log.warning("init_kwargs names the tracker %r, which does not exist. Its arguments are ignored.", name)
         if not is_main_process():
             return cls(strict=strict)
+        for name in sorted(set(options).difference(names, tracker_names())):
+            _log.warning("init_kwargs names the tracker %r, which does not exist. Its arguments are ignored.", name)
         return cls((_construct(choice, project_name, logging_dir, options) for choice in chosen), strict)
 
     def __iter__(self) -> Iterator[GeneralTracker]:

@@ -14,7 +14,7 @@ from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.labels import BaseEnum
 from accel_state.library import stack_level
 from accel_state.plugins import Interface, PluginGroup
-from accel_tracking.base import GeneralTracker
+from accel_tracking.base import GeneralTracker, is_main_process
 
 __all__ = (
     "TRACKERS",
@@ -154,7 +154,7 @@ def filter_trackers(log_with: LogWith, logging_dir: str | os.PathLike[str] | Non
             chosen.append(str(choice))
     if missing and not chosen:
         raise missing[0]
-    for error in missing:
+    for error in missing if is_main_process() else ():
         warnings.warn(
             f"{error.failure} {error.obstacle} The run uses its other trackers. {error.remedy}",
             UserWarning,

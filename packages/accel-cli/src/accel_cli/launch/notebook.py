@@ -91,7 +91,7 @@ def notebook_launcher(
             import_object(starter)(_called, args=(function, tuple(args)), start_method="fork")
         return
     processes = count_devices() if num_processes is None else num_processes
-    _check_numbers(processes, node_rank, num_nodes)
+    processes, node_rank, num_nodes = _numbers(processes, node_rank, num_nodes)
     if num_nodes > 1 or max_restarts > 0:
         _check_untouched()
         secret = {SECRET_VARIABLE: new_secret()} if num_nodes == 1 else {}
@@ -136,7 +136,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Example:
         >>> debug_launcher(print, args=("hello",), num_processes=2)  # doctest: +SKIP
     """
-    _check_numbers(num_processes, 0, 1)
+    num_processes, _, _ = _numbers(num_processes, 0, 1)
     _check_untouched()
     environment = {str(_CPU.variable): "true"}
     if num_processes == 1:
@@ -173,21 +173,23 @@ def _places(processes: int, address: str, port: int, environment: Mapping[str, s
         }
 
 
-def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
-    for name, value, least in (
-        ("num_processes", processes, 1),
-        ("num_nodes", num_nodes, 1),
-        ("node_rank", node_rank, 0),
-    ):
-        number = as_int(value)
-        if number is None or number < least:
-            raise SettingError(
-                _ASKED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number."
-            )
+def _numbers(processes: Any, node_rank: Any, num_nodes: Any) -> tuple[int, int, int]:
+    """The three numbers as integers of Python."""
+    processes = _at_least(1, "num_processes", processes)
+    num_nodes = _at_least(1, "num_nodes", num_nodes)
+    node_rank = _at_least(0, "node_rank", node_rank)
     if node_rank >= num_nodes:
         raise SettingError(
             _ASKED, f"node_rank={node_rank} is not less than num_nodes={num_nodes}.", "Number the nodes from 0."
         )
+    return processes, node_rank, num_nodes
+
+
+def _at_least(least: int, name: str, value: Any) -> int:
+    number = as_int(value)
+    if number is None or number < least:
+        raise SettingError(_ASKED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number.")
+    return number
 
 
 def _check_untouched() -> None:

@@ -15,7 +15,8 @@ def as_int(value: Any) -> int | None:
         >>> as_int(3), as_int(True), as_int(3.0)
         (3, None, None)
     """
-    if isinstance(value, bool):
+    # operator.index takes bools, and tensors of bools.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
         return operator.index(value)
