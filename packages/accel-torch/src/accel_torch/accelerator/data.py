@@ -94,7 +94,7 @@ class DataMixin(Facade):
         """
         from accel_torch.metrics import gather_for_metrics
 
-        return gather_for_metrics(self.gradient_state, input_data, use_gather_object, self.state.device_mesh)
+        return gather_for_metrics(self.session.gradient, input_data, use_gather_object, self.state.device_mesh)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all processes element by element; every process receives the result.

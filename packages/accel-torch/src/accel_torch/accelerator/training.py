@@ -464,22 +464,22 @@ class TrainingMixin(Facade):
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch is the last of its window: gradients are synchronised and the optimizer steps."""
-        return self.gradient_state.sync_gradients
+        return self.session.gradient.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
+        self.session.gradient.sync_gradients = value
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
+        return self.session.gradient.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         import dataclasses
 
-        self.gradient_state.plugin = dataclasses.replace(self.gradient_state.plugin, num_steps=steps)
+        self.session.gradient.plugin = dataclasses.replace(self.session.gradient.plugin, num_steps=steps)
 
     @property
     def step(self) -> int:
