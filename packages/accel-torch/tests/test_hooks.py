@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_testing.profiling import profile
 from accel_torch import Accelerator
-from accel_torch.hooks import PROCESS_HOOKS, Hook
+from accel_torch.hooks import PROCESS_HOOKS, Hook, Hooks
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -99,6 +100,11 @@ def test_the_events_of_two_micro_batches() -> None:
 
     micro_batch = ["micro-batch", "before backward", "after backward"]
     assert recorder.events == [*micro_batch, *micro_batch, "before clip", "after clip 1", "before SGD", "stepped True"]
+
+
+def test_a_session_calls_every_method_of_a_hook() -> None:
+    methods = {name for name in vars(Hook) if not name.startswith("_")}
+    assert methods == {"configure", "start_process", "start", *StepHooks.__annotations__, *Hooks.__annotations__}
 
 
 def test_a_hook_may_leave_while_it_is_called() -> None:

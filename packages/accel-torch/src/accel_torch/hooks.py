@@ -125,18 +125,12 @@ class Hook:
         """Called between two batches, after what the session does there."""
 
 
-_EVENTS: Final = tuple(name for name in vars(Hook) if not name.startswith("_"))
-
-
 class Hooks(StepHooks):
     """The hooks of a session, by event: the methods to call, in the order in which the hooks were entered.
 
     A tuple is replaced and never changed, so that a hook may leave while it is called.
     """
 
-    configure: tuple[Callable[[Options], Options], ...] = ()
-    start_process: tuple[Callable[[], None], ...] = ()
-    start: tuple[Callable[[Any], None], ...] = ()
     before_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
     after_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
     loader_prepared: tuple[Callable[[Any, Any], None], ...] = ()
@@ -164,6 +158,9 @@ class Hooks(StepHooks):
             kept = tuple(method for method in getattr(self, event) if method != getattr(hook, event))
             setattr(self, event, kept)
 
+
+_EVENTS: Final = (*StepHooks.__annotations__, *Hooks.__annotations__)
+"""The events of a session after its start, which calls the first three methods of each hook itself."""
 
 PROCESS_HOOKS: Final[list[Hook]] = []
 """Hooks that every later session of this process enters: those of the commands that run unchanged scripts."""
