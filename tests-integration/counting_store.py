@@ -121,12 +121,13 @@ class _Transport(LocalTransport):
     def __init__(self, rank: int, world_size: int, store: CountingStore) -> None:
         super().__init__(torch.device("cpu"))
         self.rank, self.world_size, self._store = rank, world_size, store
+        self._messages = ControlStore(store, rank, secret="s")
 
     def store(self) -> Any:
         return self._store
 
     def control(self) -> ControlStore:  # type: ignore[override]
-        return ControlStore(self._store, self.rank, secret="s")
+        return self._messages
 
 
 class SimulatedRank:

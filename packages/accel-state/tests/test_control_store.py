@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -214,6 +215,21 @@ def test_a_host_that_is_gone_is_reported_by_a_typed_error() -> None:
     host.process.communicate()
     with pytest.raises(StoreUnreachable):
         store.receive(["before"], PATIENT)
+
+
+def test_a_request_that_waits_delays_no_other(host: Host) -> None:
+    before = connections()
+    store = ControlStore(host.connect(), 0, secret="s")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.receive, ["vote of another thread"], PATIENT)
+        while connections() == before:
+            time.sleep(0.01)
+        store.set("vote of another thread", b"yes", PATIENT)
+        assert waiting.result() == {"vote of another thread": b"yes"}
+    opened = connections()
+    for number in range(3):
+        store.set(f"later/{number}", b"", PATIENT)
+    assert connections() == opened <= before + 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

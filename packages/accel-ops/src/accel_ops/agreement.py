@@ -35,7 +35,6 @@ from accel_state.protocol.state import protocol_state
 
 if TYPE_CHECKING:
     from accel_state.current import Process
-    from accel_state.transport.control import ControlStore
 
 __all__ = ("StoreBarrier", "all_agree", "first", "raise_on_any_rank")
 
@@ -65,31 +64,21 @@ def first(values: Sequence[str]) -> str:
     return values[0]
 
 
-class _Connection:
-    """The state of one process for its operations over one store.
+class _Operations:
+    """The operations of one process over one store.
 
     Attributes:
-        free: idle connections; an operation that waits for other ranks occupies its own.
-        operations: number of operations of each topic.
+        counts: number of operations of each topic.
         failed: keys of failed operations by topic; they remain because late ranks read them.
     """
 
     def __init__(self) -> None:
-        self.free: list[ControlStore] = []
-        self.operations: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.failed: defaultdict[str, list[str]] = defaultdict(list)
         self.lock = threading.Lock()
 
 
-_connections: Final[WeakKeyDictionary[Any, _Connection]] = WeakKeyDictionary()
-
-
-def _connection_of(process: Process) -> _Connection | None:
-    """The connection to the other ranks; None if there are no other ranks, or only simulated ones."""
-    store: Any = process.transport.store()
-    if store is None:
-        return None
-    return _connections.setdefault(store, _Connection())
+_operations: Final[WeakKeyDictionary[Any, _Operations]] = WeakKeyDictionary()
 
 
 class StoreBarrier:
@@ -130,8 +119,12 @@ class StoreBarrier:
         self._error, self._remedy = error, remedy
         self._later = min(_EXTRA_WAIT_OF_OTHERS_S, deadline / 2)
         self._process = process
-        self._connection = _connection_of(process) if self._world_size > 1 else None
-        self._taken: ControlStore | None = None
+        # None without other ranks, or if they are only simulated.
+        control = process.transport.control() if self._world_size > 1 else None
+        self._is_alone = control is None
+        if control is not None:
+            self._control = control
+            self._operations = _operations.setdefault(process.transport.store(), _Operations())
         self._number: int | None = None
         self._index = 0
         self._posted: list[str] = []
@@ -170,12 +163,12 @@ class StoreBarrier:
             AccelError: a rank failed (`error`, or the class raised there if it is one of `accel_state.errors`), or did
                 not call this before the deadline (`error`).
         """
-        if self._connection is None:
+        if self._is_alone:
             return combine([value] * (self._world_size if only is None else len(only)))
         ranks = [rank for rank in (range(self._world_size) if only is None else only) if rank]
         try:
             with self._store_named():
-                answer = self._wait(self._control, phase, value, combine, ranks)
+                answer = self._wait(phase, value, combine, ranks)
                 if last:
                     self.leave()
                 return answer
@@ -189,26 +182,25 @@ class StoreBarrier:
 
         Returns when the other ranks have received it, or after ten seconds.
         """
-        if self._connection is None or self._over:
+        if self._is_alone or self._over:
             return
-        control = self._control
         try:
             self._take_number()
             failure = {**_failure(error), "rank": self.rank}
             result = None
             while result is None:
-                result = self._tell(control, failure)
+                result = self._tell(failure)
             self._leave(result)
         except AccelError:
             # The process that hosts the store has ended; the other ranks notice that themselves.
-            self._end()
+            self._over = True
 
     def leave(self) -> None:
         """End an operation after all its phases have succeeded; call it on every rank, or pass `last=True` to `wait`.
 
         The process that hosts the store waits until the other ranks have the last result; rank 0 removes the keys.
         """
-        if self._connection is not None and not self._over:
+        if not self._is_alone and not self._over:
             self._leave()
 
     @contextmanager
@@ -226,12 +218,11 @@ class StoreBarrier:
         Raises:
             AccelError: another rank has failed.
         """
-        if self._connection is None or self._over:
+        if self._is_alone or self._over:
             return
-        control = self._control
         try:
             self._take_number()
-            result = self._result(control)
+            result = self._result()
         except StoreUnreachable:
             return
         if result is not None and result.startswith(_FAILURE):
@@ -241,7 +232,6 @@ class StoreBarrier:
 
     def _wait(
         self,
-        control: ControlStore,
         phase: str,
         value: str,
         combine: Callable[[Sequence[str]], str],
@@ -251,9 +241,9 @@ class StoreBarrier:
         self._take_number()
         while True:
             if self.rank == 0:
-                result = self._collect(control, value, combine, until, phase, ranks)
+                result = self._collect(value, combine, until, phase, ranks)
             else:
-                result = self._contribute(control, value, until, phase, ranks)
+                result = self._contribute(value, until, phase, ranks)
             if result.startswith(_SUCCESS):
                 self._index, self._collects = self._index + 1, False
                 return result[1:].decode()
@@ -261,7 +251,6 @@ class StoreBarrier:
 
     def _collect(
         self,
-        control: ControlStore,
         value: str,
         combine: Callable[[Sequence[str]], str],
         until: float,
@@ -269,65 +258,63 @@ class StoreBarrier:
         ranks: Sequence[int],
     ) -> bytes:
         """Combine the values of all ranks on rank 0, and publish the result or the first failure."""
-        result = self._result(control)
+        result = self._result()
         if result is not None:
             return result
         self._collects = True
         posts = [self._post(rank) for rank in ranks]
         self._posted += posts
-        entries = self._receive(control, posts, until) if posts else {}
+        entries = self._receive(posts, until) if posts else {}
         if len(entries) < len(posts):
-            absent = self._absent(control, ranks)
+            absent = self._absent(ranks)
             if absent:
-                return self._missed(control, absent, phase)
+                return self._missed(absent, phase)
             # A key may have an entry without a valid signature.
-            entries = control.get_many(posts, _REPLY_TIMEOUT_S)
+            entries = self._control.get_many(posts, _REPLY_TIMEOUT_S)
             missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in entries]
             if missing:
-                return self._missed(control, missing, phase)
+                return self._missed(missing, phase)
         if not all(post.startswith(_SUCCESS) for post in entries.values()):
             # A failed rank has filled the missing entries with marks.
-            return self._receive(control, [self._key()], until)[self._key()]
+            return self._receive([self._key()], until)[self._key()]
         try:
             answer = combine([value, *(entries[post][1:].decode() for post in posts)])
         except AccelError as error:
             failure = {**_failure(error), "rank": None}
-            control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
+            self._control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
             self._leave(failure)
             raise
-        return control.compare_set(self._key(), _SUCCESS + answer.encode(), _REPLY_TIMEOUT_S)
+        return self._control.compare_set(self._key(), _SUCCESS + answer.encode(), _REPLY_TIMEOUT_S)
 
-    def _contribute(self, control: ControlStore, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
+    def _contribute(self, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
         """Write the value of this rank if it is one of `ranks`, and wait for the result."""
         if self.rank in ranks:
-            control.set(self._post(self.rank), _SUCCESS + value.encode(), _REPLY_TIMEOUT_S)
-        results = self._receive(control, [self._key()], until)
+            self._control.set(self._post(self.rank), _SUCCESS + value.encode(), _REPLY_TIMEOUT_S)
+        results = self._receive([self._key()], until)
         # Without an answer, rank 0 is missing too.
-        return results.get(self._key()) or self._missed(control, [0, *self._absent(control, ranks)], phase)
+        return results.get(self._key()) or self._missed([0, *self._absent(ranks)], phase)
 
-    def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
+    def _missed(self, missing: list[int], phase: str) -> bytes:
         """Publish the missing ranks, and return the valid result, which another rank may have published before."""
         named = missing[:_MAX_NAMED_RANKS]
         failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
-        return control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
+        return self._control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
 
-    def _absent(self, control: ControlStore, ranks: Sequence[int]) -> list[int]:
+    def _absent(self, ranks: Sequence[int]) -> list[int]:
         """The first few of `ranks` that have written no entry in this phase."""
         from accel_state.transport.control import find_absent
 
         posts = [self._post(rank) for rank in ranks]
-        return [
-            ranks[index]
-            for index in find_absent(lambda keys: control.check(keys, _REPLY_TIMEOUT_S), posts, _MAX_NAMED_RANKS)
-        ]
+        absent = find_absent(lambda keys: self._control.check(keys, _REPLY_TIMEOUT_S), posts, _MAX_NAMED_RANKS)
+        return [ranks[index] for index in absent]
 
-    def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
+    def _receive(self, keys: list[str], until: float) -> dict[str, bytes]:
         """The values of the keys as soon as all exist; at the deadline, those that exist."""
         breaks = 0
         while True:
             left = until - time.monotonic()
             try:
-                values = control.receive(keys, max(left, 0.0))
+                values = self._control.receive(keys, max(left, 0.0))
                 if len(values) == len(keys) or left <= 0:
                     return values
                 breaks = 0
@@ -338,17 +325,16 @@ class StoreBarrier:
                     raise
             time.sleep(max(min(_RETRY_PAUSE_S, until - time.monotonic()), 0.0))
 
-    def _result(self, control: ControlStore) -> bytes | None:
+    def _result(self) -> bytes | None:
         """The result of the current phase; None if there is none yet."""
         key = self._key()
-        return control.get_many([key], _REPLY_TIMEOUT_S).get(key)
+        return self._control.get_many([key], _REPLY_TIMEOUT_S).get(key)
 
     def _take_number(self) -> None:
-        assert self._connection is not None
-        with self._connection.lock:
+        with self._operations.lock:
             if self._number is None:
-                self._number = self._connection.operations[self._topic]
-                self._connection.operations[self._topic] += 1
+                self._number = self._operations.counts[self._topic]
+                self._operations.counts[self._topic] += 1
 
     def _heed(self, result: bytes) -> None:
         """Raise a failure. If the other ranks ended that operation without this rank, use the next number instead."""
@@ -363,16 +349,15 @@ class StoreBarrier:
         if self._index or self._collects or self.rank not in failure.get("missing", ()):
             return False
         if self.rank == 0:
-            assert self._connection is not None
-            self._connection.failed[self._topic] += [*self._posts(), self._key()]
+            self._operations.failed[self._topic] += [*self._posts(), self._key()]
         self._number = None
         self._take_number()
         return True
 
-    def _tell(self, control: ControlStore, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _tell(self, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Publish a failure, and return the first failure that was published; None if the caller must try again."""
         own = _FAILURE + json.dumps(failure).encode()
-        stored = control.compare_set(self._key(), own, _REPLY_TIMEOUT_S)
+        stored = self._control.compare_set(self._key(), own, _REPLY_TIMEOUT_S)
         if stored.startswith(_SUCCESS):
             # This phase has already succeeded; the next one reports the failure.
             self._index += 1
@@ -380,27 +365,9 @@ class StoreBarrier:
         if stored == own and (self.rank or self._collects):
             # Rank 0 waits for all entries, so fill the missing ones.
             for post in self._posts():
-                control.compare_set(post, _FAILURE, _REPLY_TIMEOUT_S)
+                self._control.compare_set(post, _FAILURE, _REPLY_TIMEOUT_S)
         counts: Mapping[str, Any] = json.loads(stored[1:])
         return None if self._is_skipped(counts) else counts
-
-    @property
-    def _control(self) -> ControlStore:
-        """The connection of this operation."""
-        if self._taken is None:
-            assert self._connection is not None
-            with self._connection.lock:
-                free = self._connection.free
-                self._taken = free.pop() if free else self._process.transport.control()
-        assert self._taken is not None
-        return self._taken
-
-    def _end(self) -> None:
-        """Return the connection for the next operation."""
-        self._over = True
-        if self._connection is not None and self._taken is not None:
-            self._connection.free.append(self._taken)
-            self._taken = None
 
     @property
     def _operation(self) -> str:
@@ -422,33 +389,29 @@ class StoreBarrier:
     def _leave(self, failure: Mapping[str, Any] | None = None) -> None:
         """Confirm that this rank has the final result; rank 0 waits for all confirmations and removes the keys."""
         self._over = True
-        control = self._control
         gone = set(failure.get("missing", ())) if failure else set()
         hearers = sum(rank not in gone for rank in range(1, self._world_size))
         count, all_heard = f"{self._operation}/heard", f"{self._operation}/all heard"
         try:
             if self.rank == 0:
-                heard = not hearers or bool(control.receive([all_heard], _MAX_FAREWELL_S))
-                self._clean(control, [count, all_heard], heard and failure is None)
+                heard = not hearers or bool(self._control.receive([all_heard], _MAX_FAREWELL_S))
+                self._clean([count, all_heard], heard and failure is None)
                 return
-            if self.rank not in gone and control.add(count, _REPLY_TIMEOUT_S) == hearers:
-                control.set(all_heard, b"", _REPLY_TIMEOUT_S)
+            if self.rank not in gone and self._control.add(count, _REPLY_TIMEOUT_S) == hearers:
+                self._control.set(all_heard, b"", _REPLY_TIMEOUT_S)
         except StoreUnreachable:
             # The agreement remains valid; a process has ended before it confirmed.
             return
-        finally:
-            self._end()
 
-    def _clean(self, control: ControlStore, marks: list[str], well: bool) -> None:
+    def _clean(self, marks: list[str], well: bool) -> None:
         """Remove the keys of this operation; a later operation removes those of a failed one."""
-        assert self._connection is not None
         phases = [f"{self._operation}/{index}" for index in range(self._index + (not well))]
         # A rank that fails marks the entries of all ranks.
         marked = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
-        later = self._connection.failed[self._topic]
+        later = self._operations.failed[self._topic]
         later += [*(self._posted if well else marked), *phases, *marks]
         if well:
-            control.delete(later, _MAX_FAREWELL_S)
+            self._control.delete(later, _MAX_FAREWELL_S)
             later.clear()
 
     def _described(self, failure: Mapping[str, Any]) -> AccelError:
@@ -485,7 +448,7 @@ class StoreBarrier:
         try:
             yield
         except StoreUnreachable as error:
-            self._end()
+            self._over = True
             raise self._error(
                 self._failed,
                 f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle} "

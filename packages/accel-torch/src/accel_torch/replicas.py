@@ -340,8 +340,6 @@ def _compare(control: ControlStore, keys: Sequence[str], rank: int, message: byt
     except StoreUnreachable:
         # The run has ended, or its store is unreachable; other code reports both.
         return
-    finally:
-        control.close()
 
 
 def _everyones(control: ControlStore, keys: Sequence[str], ended: threading.Event) -> dict[str, bytes] | None:

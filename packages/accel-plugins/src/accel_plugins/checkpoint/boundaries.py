@@ -165,7 +165,6 @@ class Preemption:
                 if self._signalled and now >= silent_since + _PATIENCE:
                     self._error = CheckpointError(_REQUEST, error.obstacle, _REMEDY)
                     break
-        control.close()
 
     def _agree(self) -> None:
         barrier = StoreBarrier(self._process, "preemption", _REQUEST, self._deadline, CheckpointError, _REMEDY)
@@ -318,7 +317,6 @@ class ContinuousSaver:
             while not self._left.is_set() and not self._taken.wait(_LOOK):
                 pass
             self._taken.clear()
-        control.close()
 
     def _agreed(self) -> bool:
         barrier = StoreBarrier(self._process, "continuous", _FAILED, self._deadline, CheckpointError, _REMEDY)

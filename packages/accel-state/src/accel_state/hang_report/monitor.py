@@ -74,7 +74,7 @@ class HangMonitor:
 
     Args:
         log: the call log of this process.
-        control: a connection to the store of the run, for this monitor only; None turns the monitor off.
+        control: the control messages of the run; None turns the monitor off.
         rank: index of this process.
         world_size: number of processes.
 
@@ -131,7 +131,6 @@ class HangMonitor:
             self._file.write(last)
         if self._control is not None and self._failed is None and not self._thread.is_alive():
             self._publish(last)
-            self._control.close()
 
     def request_stacks(self) -> float:
         """Request that all ranks capture their stacks, and return the time; the answers arrive within two ticks.

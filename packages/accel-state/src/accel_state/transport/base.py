@@ -61,6 +61,7 @@ class Transport(ABC):
         timeout: how long a collective may take.
         group: name of these processes in messages, such as "the group 'tp'"; empty for all processes of the run.
         ranks: their ranks in the run.
+        scope: prefix that `store` adds to keys.
     """
 
     rank: int
@@ -69,6 +70,8 @@ class Transport(ABC):
     timeout: timedelta
     group: str = ""
     ranks: Sequence[int] = ()
+    scope: str = ""
+    _control: ControlStore | None = None
 
     @property
     def connected(self) -> Transport:
@@ -151,12 +154,14 @@ class Transport(ABC):
         """The key-value store that the processes share; None with a single process or with simulated ones."""
 
     def control(self) -> ControlStore | None:
-        """A new connection for control messages between the processes, or None when there is no store."""
-        # Imports torch.distributed, which a single process does not need.
-        from accel_state.transport.control import ControlStore
-
+        """The control messages between the processes, one object for this process; None when there is no store."""
         store = self.store()
-        return None if store is None else ControlStore(store, self.rank)
+        if self._control is None and store is not None:
+            # Imports torch.distributed, which a single process does not need.
+            from accel_state.transport.control import ControlStore
+
+            self._control = ControlStore(store, self.rank, self.scope)
+        return self._control
 
     def in_child(self) -> Transport:
         """The transport for a process that was just forked from this one."""

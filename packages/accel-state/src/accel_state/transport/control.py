@@ -1,8 +1,8 @@
 """Short signed messages between the processes of a run, through its store; every call respects its deadline.
 
 A call of torch's store cannot be interrupted, and it blocks as long as the process that hosts the store is stopped or
-unreachable. Therefore each `ControlStore` has its own connection and a thread that uses it. If the deadline of a caller
-passes, it abandons the thread; the next call opens another connection.
+unreachable. Therefore a thread of this module makes it, on a connection of its own. A request takes a free connection,
+or opens another one. If the deadline of the caller passes, it abandons the connection with its thread.
 
 Any process that reaches the store's port can write to it. Messages are therefore signed, see
 `accel_state.transport.signature`. A reader ignores a message that is not signed with the secret of the run, or is older
@@ -50,9 +50,7 @@ abort the process (before Python 3.14)."""
 
 
 class ControlStore:
-    """A connection to the store of a run for control messages; safe to use from several threads.
-
-    Each caller that may wait for long should have its own `ControlStore`, because requests on one are served in turn.
+    """The control messages of one process; several threads may send, read and wait at the same time.
 
     Args:
         store: the store of torch that the processes share, with the prefixes of the attempt; this only clones it.
@@ -66,7 +64,6 @@ class ControlStore:
         >>> control.set("greeting", b"hello", timeout=5)
         >>> control.get_many(["greeting", "absent"], timeout=5)
         {'greeting': b'hello'}
-        >>> control.close()
     """
 
     def __init__(self, store: Any, rank: int, scope: str = "", secret: str | None = None) -> None:
@@ -75,7 +72,7 @@ class ControlStore:
         self._signer = Signer(scope, secret)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._connection: _Connection | None = None
+        self._free: list[_Connection] = []
         self._abandoned: list[_Connection] = []
         self._reported = False
 
@@ -95,12 +92,12 @@ class ControlStore:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
         signed = self._signer.sign(key, self._rank, value)
-        there = self._signer.read(key, self._request(lambda store: bytes(store.compare_set(key, "", signed)), timeout))
-        if there is None:
+        raw = self._request(lambda store: bytes(store.compare_set(key, "", signed)), timeout)
+        there = self._authentic({key: raw})
+        if not there:
             # A program that does not belong to the run has written it.
-            self._report(key)
             self._request(lambda store: store.set(key, signed), timeout)
-        return value if there is None else there
+        return there.get(key, value)
 
     def add(self, key: str, timeout: float) -> int:
         """Increment the counter of a key, and return it; not authenticated.
@@ -144,7 +141,8 @@ class ControlStore:
     def _authentic(self, raw: Mapping[str, bytes]) -> dict[str, bytes]:
         messages = {}
         for key, text in raw.items():
-            message = self._signer.read(key, text)
+            with self._lock:
+                message = self._signer.read(key, text)
             if message is None:
                 self._report(key)
             else:
@@ -158,18 +156,14 @@ class ControlStore:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
         gone = list(keys)
-        self._signer.forget(gone)
+        with self._lock:
+            self._signer.forget(gone)
 
         def remove(store: Any) -> None:
             for key in gone:
                 store.delete_key(key)
 
         self._request(remove, timeout)
-
-    def close(self) -> None:
-        """Release the connection without waiting for an open request. The next call would open another one."""
-        if os.getpid() == self._pid:
-            self._drop()
 
     def _request(self, action: Callable[[Any], T], timeout: float) -> T:
         if os.getpid() != self._pid:
@@ -178,34 +172,35 @@ class ControlStore:
                 "The connection to the store of the run belongs to the parent process.",
                 "Send messages only from the processes that the launcher started.",
             )
-        until = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=max(timeout, 0.0)):
-            raise _unreachable(f"An earlier request was not answered within {timeout:g} s.")
+        connection = self._take()
+        request: Future[T] = Future()
+        connection.requests.put((request, action))
         try:
-            self._connection = connection = self._connection or self._open()
-            request: Future[T] = Future()
-            connection.requests.put((request, action))
-            try:
-                answered = bool(wait([request], max(until - time.monotonic(), 0.0)).done)
-            finally:
-                if not request.done():
-                    # Also after an interrupt: it is unknown when this connection will be free again.
-                    self._abandoned.append(connection)
-                    self._drop()
-            if not answered:
-                raise _unreachable(f"It did not answer within {timeout:g} s.")
-            try:
-                return request.result()
-            except RuntimeError as error:
-                self._drop()
-                raise _unreachable(str(error).splitlines()[0]) from error
+            answered = bool(wait([request], max(timeout, 0.0)).done)
         finally:
-            self._lock.release()
+            if not request.done():
+                # Also after an interrupt: it is unknown when this connection will be free again.
+                self._abandoned.append(connection)
+                connection.end()
+        if not answered:
+            raise _unreachable(f"It did not answer within {timeout:g} s.")
+        error = request.exception()
+        if isinstance(error, RuntimeError):
+            connection.end()
+            raise _unreachable(str(error).splitlines()[0]) from error
+        # Connecting takes as long as the timeout of the cloned store: the next connection is cloned from this one.
+        self._store = connection.store
+        self._free.append(connection)
+        return request.result()
 
-    def _open(self) -> _Connection:
-        self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
-        if len(self._abandoned) >= _MOST_ABANDONED:
-            raise _unreachable(f"It has not answered {len(self._abandoned)} requests yet.")
+    def _take(self) -> _Connection:
+        """A connection without a request."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
+            if len(self._abandoned) >= _MOST_ABANDONED:
+                raise _unreachable(f"It has not answered {len(self._abandoned)} requests yet.")
         try:
             connection = _Connection(self._store)
         except RuntimeError as error:
@@ -213,13 +208,6 @@ class ControlStore:
             raise _unreachable(str(error)) from error
         finalize(self, connection.end).atexit = False
         return connection
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            # Connecting takes as long as the timeout of the cloned store: the next connection is cloned from this one.
-            self._store = connection.store
-            connection.end()
 
     def _report(self, key: str) -> None:
         if not self._reported:

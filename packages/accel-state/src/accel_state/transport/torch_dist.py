@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from accel_state.transport.base import DONE, ForkedTransport, Reduction, Transport, Work
-from accel_state.transport.control import ControlStore
 from accel_state.transport.gloo import (
     ALL_TO_ALL_LIMIT,
     AllGatherByAllToAll,
@@ -65,13 +64,13 @@ class TorchDistTransport(Transport):
         over_header = "cpu" in backends or device.type not in backends
         self._data = self._header if over_header else dist.new_group(timeout=timeout)
         # Each transport has its own keys, so that a new state never reads messages of an earlier one.
-        self._scope = f"transport{self._data.group_name}"
+        self.scope = f"transport{self._data.group_name}"
         self._store = None
         # torch 2.9 has `Backend.FAKE` only after the fake backend was registered.
         if host != "fake":
             # A fake group has no other processes, and its store may be empty.
             shared = self._host_store() if store is None else store
-            self._store = dist.distributed_c10d.PrefixStore(self._scope, shared)
+            self._store = dist.distributed_c10d.PrefixStore(self.scope, shared)
         self._small = AllGatherByAllToAll(self._header) if host == dist.Backend.GLOO else None
         self._owner = owner
         self._groups: dict[str, Transport] = {}
@@ -131,9 +130,6 @@ class TorchDistTransport(Transport):
     def store(self) -> Any | None:
         return self._store
 
-    def control(self) -> ControlStore | None:
-        return None if self._store is None else ControlStore(self._store, self.rank, self._scope)
-
     def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
         name = str(group.group_name)
         if name not in self._groups:
@@ -187,7 +183,7 @@ class _GroupTransport(TorchDistTransport):
         self.rank, self.world_size = group.rank(), group.size()
         self.group = label
         self.device, self.timeout = world.device, world.timeout
-        self._store, self._scope, self._owner = world._store, world._scope, False
+        self._store, self.scope, self._owner = world._store, world.scope, False
         self._groups = {}
         over_gloo = world._small is not None
         self._header = _gloo_group(group, world._store, world.timeout) if over_gloo else group
