@@ -190,6 +190,14 @@ def test_a_hook_can_be_removed_from_compiled_regions() -> None:
     check_copy(copied, model, shares=True)
 
 
+def test_a_function_with_forward_in_its_name_does_not_end_regional_compilation() -> None:
+    model = Model()
+    model.feed_forward_activation = torch.relu  # type: ignore[assignment]
+    copied = compile_regions(model, backend="eager")
+    assert not is_compiled_module(copied)
+    assert has_compiled_regions(copied)
+
+
 def test_a_model_whose_forward_is_a_function_is_compiled_as_a_whole() -> None:
     compiler, model = Counting(), Model()
     model.forward = convert_outputs_to_fp32(model.forward)

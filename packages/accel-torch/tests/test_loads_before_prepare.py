@@ -68,6 +68,19 @@ def test_the_newest_checkpoint_is_not_loaded_into_nothing_either(tmp_path: Path)
         Accelerator(cpu=True, project_config=project).load_state(missing_ok=True)
 
 
+@pytest.mark.parametrize("name", ["model_args.json", "model_card.md", "model.pt", "optimizer_settings.yaml"])
+def test_files_of_the_script_do_not_count_as_states(tmp_path: Path, name: str) -> None:
+    counter = Counter()
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(counter)
+    counter.count = 3
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    (tmp_path / "checkpoint" / name).write_text("{}")
+    counter.count = 0
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert counter.count == 3
+
+
 def test_objects_that_are_no_models_can_be_loaded_alone(tmp_path: Path) -> None:
     counter = Counter()
     accelerator = Accelerator(cpu=True)

@@ -77,6 +77,27 @@ def test_free_memory_of_two_processes(two: Processes, tmp_path: Path, version: i
     assert two.run(freed, version, str(tmp_path)) == [NOTHING] * 2
 
 
+def test_a_function_that_accumulates_keeps_nothing_that_it_freed() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = nn.Linear(4, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    watched = [weakref.ref(model)]
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for _ in range(4):
+        inputs = torch.ones(2, 4)
+        watched.append(weakref.ref(inputs))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    del inputs
+    model, optimizer, scheduler = accelerator.free_memory(model, optimizer, scheduler)
+    gc.collect()
+    assert [one() for one in watched] == [None] * 5
+
+
 def test_a_checkpoint_that_is_being_saved_is_not_lost(tmp_path: Path) -> None:
     assert freed(0, str(tmp_path), True) == NOTHING
     assert (tmp_path / "first").is_dir()

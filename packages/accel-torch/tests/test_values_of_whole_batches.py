@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -50,6 +51,22 @@ def check(group: Processes, count: int) -> None:
             assert result["objects"] == [f"sample {number}" for number in samples]
             assert len(result["uneven"]) == sum(rank + BATCH + 1 for rank in range(count))
             assert [int(rank) for rank in result["pickled"]] == ranks
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_one_process_gets_its_objects_in_their_own_type() -> None:
+    accelerator = Accelerator(cpu=True)
+    for batch in accelerator.prepare(DataLoader(torch.arange(BATCH + 2), batch_size=BATCH)):
+        count = len(batch)
+        tensor = accelerator.gather_for_metrics(batch, use_gather_object=True)
+        assert isinstance(tensor, torch.Tensor)
+        assert tensor.tolist() == batch.tolist()
+        array = accelerator.gather_for_metrics(batch.numpy())
+        assert isinstance(array, np.ndarray)
+        assert array.tolist() == batch.tolist()
+        assert accelerator.gather_for_metrics(("word",) * count) == ("word",) * count
+        # One for each place of a full batch: those beyond the samples are dropped.
+        assert accelerator.gather_for_metrics(list(range(BATCH))) == list(range(count))
 
 
 def test_on_two(two: Processes) -> None:

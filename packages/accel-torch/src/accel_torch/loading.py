@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.files import gradients_name
+from accel_plugins.checkpoint.files import gradients_name, is_ours
 from accel_plugins.checkpoint.manifest import damage_in, read_manifest, verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
@@ -103,7 +103,7 @@ def _demand_prepared(session: Session, folder: Path) -> None:
         return
     others = prepared.optimizers or prepared.schedulers or prepared.loaders or prepared.custom
     searched = _WEIGHTS if others else _STATES
-    unread = [path.name for path in folder.iterdir() if path.name.startswith(searched)]
+    unread = [path.name for path in folder.iterdir() if is_ours(path.name) and path.name.startswith(searched)]
     if unread:
         unread.sort(key=lambda name: (not name.startswith(_WEIGHTS), name))
         raise CheckpointError(

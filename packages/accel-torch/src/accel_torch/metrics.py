@@ -46,17 +46,27 @@ def gather_for_metrics(
 
 def _gathered_objects(gradient: GradientState, objects: Any, mesh: DeviceMesh | None) -> Any:
     """The objects of all processes, without those of added samples."""
-    if current.process().world_size == 1 or not is_list_of_items(objects):
-        # With one process, the object itself; or an error.
-        gathered = gather_object(objects)
-        padding, _ = _padding(gradient, mesh)
-        return _real_objects([gathered], padding) if padding else gathered
+    if current.process().world_size == 1:
+        return _without_added(gather_object(objects), _padding(gradient, mesh)[0])
+    if not is_list_of_items(objects):
+        # Raises the error.
+        return gather_object(objects)
     # In a list for each process, because lengths may differ.
     by_process = gather_object([list(objects)])
     if mesh is not None:
         by_process = [by_process[process] for process in _one_of_each(mesh)[0]]
     padding, _ = _padding(gradient, mesh)
     return _real_objects(by_process, padding)
+
+
+def _without_added(objects: Any, padding: Padding | None) -> Any:
+    """The objects of the only process: sliced if they are one for each sample of a padded batch, else unchanged."""
+    count = None if padding is None else padding.of(0)
+    # A tensor or an array has dimensions.
+    is_sequence = isinstance(objects, (list, tuple)) or getattr(objects, "ndim", 0) > 0
+    if padding is None or count is None or not is_sequence or len(objects) != padding.batch_size:
+        return objects
+    return objects[:count]
 
 
 def _padding(gradient: GradientState, mesh: DeviceMesh | None) -> tuple[Padding | None, int | None]:

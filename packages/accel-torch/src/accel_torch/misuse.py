@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import CO_OPTIMIZED
 from itertools import chain, islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -49,7 +50,7 @@ _MOST_STEPS: Final = 100
 _LEVELS: Final = 4
 _MOST_ITEMS: Final = 100
 _MOST_OBJECTS: Final = 20_000
-"""Limits of a search for schedulers: its depth, the items of one list or dict, and all objects."""
+"""Limits of a search for schedulers and wrapped models: its depth, the items of one list or dict, and all objects."""
 
 
 class MisuseWarning(UserWarning):
@@ -501,7 +502,11 @@ def _variables() -> Iterator[object]:
         frame = frame.f_back
         if is_library(frame.f_globals.get("__name__", "")):
             continue
-        yield from list(frame.f_locals.values())
+        variables = frame.f_locals
+        yield from list(variables.values())
+        if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(variables, dict):
+            # Up to Python 3.12 the frame of a function keeps this copy, with all objects in it, until it returns.
+            variables.clear()
         if id(frame.f_globals) not in modules:
             modules.add(id(frame.f_globals))
             yield from list(frame.f_globals.values())

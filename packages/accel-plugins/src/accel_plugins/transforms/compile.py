@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import ReferenceType, ref
 
 import torch
@@ -14,10 +14,12 @@ from torch.nn import Module, ModuleList, Parameter
 from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
 from accel_plugins.layers import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
 from accel_plugins.manifest import Manifest
+from accel_plugins.precision.native import ORIGINAL_FORWARD
 from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.choices import DynamoBackend
 from accel_state.errors import NotOffered
+from accel_state.labels import OLD_FORWARD
 from accel_state.settings.schema import given_value
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ __all__ = (
     "compile_regions_in_place",
     "has_compiled_regions",
 )
+
+_FORWARDS: Final = ("forward", ORIGINAL_FORWARD, OLD_FORWARD)
+"""Attributes of a module whose forward was replaced by the script, by autocast or by a hook."""
 
 
 class Compile(Transform):
@@ -166,7 +171,7 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         return _compiled(module, compile_kwargs)
     shell = type(module).__new__(type(module))
     attributes = {name: _bound_to(shell, module, value) for name, value in vars(module).items()}
-    if any("forward" in name and callable(value) and value is vars(module)[name] for name, value in attributes.items()):
+    if any(callable(attributes.get(name)) and attributes[name] is vars(module)[name] for name in _FORWARDS):
         return _compiled(module, compile_kwargs)
     vars(shell).update(attributes)
     # The function of `module.compile()` calls that module.

@@ -1,4 +1,4 @@
-"""The script that `accel_testing.accelerator.check_parity` runs: it calls a test's function with the test's batches.
+"""The script that `accel_testing.parity.check_parity` runs: it calls a test's function with the test's batches.
 
 train_function.py BATCHES FILE FUNCTION
 """
