@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.manifest import (
     CheckpointManifest,
     FileRecord,
     damage_in,
-    hash_of,
+    hash_of_range,
     place_of,
     range_ends,
     record_of,
@@ -70,19 +70,19 @@ def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.Monkey
     assert record.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
     for begin, end in pairwise([0, *(record.ranges or ())]):
         expected = xxhash.xxh3_64(content[begin:end]).hexdigest()
-        assert (record.ranges or {})[end] == hash_of(weights, begin, end) == expected
+        assert (record.ranges or {})[end] == hash_of_range(weights, begin, end) == expected
 
 
 def test_pages_that_cannot_be_mapped_are_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(weights)
     begin, end = next(iter(pairwise(record.ranges or ())))
     monkeypatch.setattr(manifests, "_advise", lambda: lambda *_: -1)
-    assert hash_of(weights, begin, end) == (record.ranges or {})[end]
+    assert hash_of_range(weights, begin, end) == (record.ranges or {})[end]
     # Shorter than it was: the end of a mapping would end the process.
     with open(weights, "rb+") as file:
         file.truncate(begin + 10)
     monkeypatch.undo()
-    assert hash_of(weights, begin, end) == xxhash.xxh3_64(weights.read_bytes()[begin:]).hexdigest()
+    assert hash_of_range(weights, begin, end) == xxhash.xxh3_64(weights.read_bytes()[begin:]).hexdigest()
 
 
 def test_the_place_of_damage_has_the_names_of_tensors(weights: Path) -> None:

@@ -103,7 +103,7 @@ def test_automatic_naming_goes_back_to_an_older_one(tmp_path: Path, caplog: pyte
 
 
 def test_sizes_alone_are_compared_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "hash_of", lambda *_: pytest.fail("A file was hashed."))
+    monkeypatch.setattr(manifests, "hash_of_range", lambda *_: pytest.fail("A file was hashed."))
     with fresh():
         session = Session(tmp_path, verify="sizes")
         folder = session.accelerator.save_state()
@@ -175,9 +175,9 @@ def load_on_two(project: str, sharded: bool, damage: str | None) -> tuple[str, b
     accelerator.wait_for_everyone()
     session.step()
     hashed: list[str] = []
-    real = manifests.hash_of
+    real = manifests.hash_of_range
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifests, "hash_of", lambda *given: hashed.append(given[0].name) or real(*given))
+        patch.setattr(manifests, "hash_of_range", lambda *given: hashed.append(given[0].name) or real(*given))
         loaded = accelerator.load_state()
     accelerator.wait_for_everyone()
     return Path(str(loaded)).name, equal(session.state, saved), len(hashed)

@@ -1,8 +1,8 @@
 """Test kits for packages that extend accel, and what their tests start: real processes, ranks as threads, devices.
 
-`backends`, `accelerator`, `launchers`, `trackers` and `devices` contain a suite each: a class whose subclass is the
-conformance test of one backend, launcher, tracker or device family. `processes`, `threads`, `simulated_device` and
-`fresh` are for any test of several processes, and `plugin` offers them to pytest as fixtures.
+`backends`, `accelerator`, `launchers`, `trackers`, `stores` and `devices` contain a suite each: a class whose subclass
+is the conformance test of one backend, launcher, tracker, checkpoint store or device family. `processes`, `threads`,
+`simulated_device` and `fresh` are for any test of several processes, and `plugin` offers them to pytest as fixtures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 __version__ = "0.1.0"
 
-SUITES = ("accelerator", "backends.suite", "devices", "launchers", "trackers")
+SUITES = ("accelerator", "backends.suite", "devices", "launchers", "stores", "trackers")
 
 if "pytest" in sys.modules:
     # Called before a suite is imported, so that pytest shows the values of failed assertions.

@@ -42,15 +42,15 @@ from accel_torchft.manifest import MANIFESTS
 
 __all__ = ("ReplicaGroups",)
 
-_TICK: Final = 0.2
-_LIGHTHOUSE_PATIENCE: Final = 120.0
+_TICK_S: Final = 0.2
+_LIGHTHOUSE_TIMEOUT_S: Final = 120.0
 """Timeout in seconds for the lighthouse to print its address; importing torch takes most of it."""
-_OUTPUT_PATIENCE: Final = 2.0
-_AFTER_A_RESTART: Final = (
+_OUTPUT_TIMEOUT_S: Final = 2.0
+_RESTARTED_EXPLANATION: Final = (
     "This replica had been restarted: its loader yields no batches in epochs that the others have finished, and the "
     "script must allow for that."
 )
-_FRUITLESS: Final = 3
+_MAX_FRUITLESS_DEATHS: Final = 3
 """The run ends when a replica dies this many times in a row without making a step."""
 
 
@@ -155,14 +155,14 @@ def _devices_of_replicas(request: LaunchRequest, config: TorchFTConfig) -> dict[
     return {number: visible(",".join(ids[place * each : (place + 1) * each])) for place, number in enumerate(here)}
 
 
-def _device_ids(given: str | None, machine: Machine) -> list[str]:
-    """Ids of the devices that the run may use: the `given` ones, else those visible to the launcher, else all."""
-    if given in (None, "all"):
+def _device_ids(ids: str | None, machine: Machine) -> list[str]:
+    """Ids of the devices that the run may use: `ids`, else those visible to the launcher, else all."""
+    if ids in (None, "all"):
         seen = (machine.environ.get(spec.visible_variable or "") for spec in SPECS.values())
-        given = next((text for text in seen if text), None)
-    if given is None:
+        ids = next((text for text in seen if text), None)
+    if ids is None:
         return [str(number) for number in range(machine.devices())]
-    return [part.strip() for part in given.split(",") if part.strip()]
+    return [part.strip() for part in ids.split(",") if part.strip()]
 
 
 @dataclass
@@ -236,7 +236,7 @@ class _Run:
             self._kill()
         for replica in self._replicas:
             if replica.relay is not None:
-                replica.relay.finish(_OUTPUT_PATIENCE)
+                replica.relay.finish(_OUTPUT_TIMEOUT_S)
         if self._error is not None:
             raise self._error
         if self._signalled is not None and self._code is None:
@@ -254,7 +254,7 @@ class _Run:
         output = self._lighthouse.stdout
         reader = threading.Thread(target=lambda: lines.append(output.readline() if output else ""), daemon=True)
         reader.start()
-        deadline = time.monotonic() + _LIGHTHOUSE_PATIENCE
+        deadline = time.monotonic() + _LIGHTHOUSE_TIMEOUT_S
         while not lines and time.monotonic() < deadline and self._signalled is None:
             self._forward(inbox)
         address = lines[0].strip() if lines else ""
@@ -262,7 +262,7 @@ class _Run:
             code = self._lighthouse.poll()
             raise LaunchError(
                 "Cannot start the lighthouse of torchft.",
-                f"It {ending(code)} within {_LIGHTHOUSE_PATIENCE:g} s and printed no address; see the output above.",
+                f"It {ending(code)} within {_LIGHTHOUSE_TIMEOUT_S:g} s and printed no address; see the output above.",
                 "Run `python -m accel_torchft.lighthouse 5 60 1` to test it separately.",
             )
         return address
@@ -284,9 +284,9 @@ class _Run:
                 start_new_session=True,
             )
         except OSError as error:
-            asked = f"Cannot start replica {number}: {' '.join(self._plan.argv[:4])}."
+            failure = f"Cannot start replica {number}: {' '.join(self._plan.argv[:4])}."
             raise LaunchError(
-                asked, f"The system refused: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
+                failure, f"The system refused: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
             ) from None
         return popen, joined, Relay(popen, f"[replica {number}] ") if self._prefixed else None
 
@@ -308,7 +308,7 @@ class _Run:
         return going and any(replica.popen.poll() != 0 and not replica.told_to_end for replica in self._replicas)
 
     def _forward(self, inbox: Inbox) -> None:
-        for number in inbox.wait(_TICK):
+        for number in inbox.wait(_TICK_S):
             if number not in ENDING:
                 self._signal_all(number)
             elif self._signalled is not None:
@@ -362,19 +362,19 @@ class _Run:
         died = ending(128 - code if code > 128 else code)
         if code != RESUME and code <= 128:
             why = f"Replica {number} {died}. The run ends, because all replicas would raise the script's error."
-            self._end(code, f"{why} {_AFTER_A_RESTART if replica.restarted else ''}".rstrip())
+            self._end(code, f"{why} {_RESTARTED_EXPLANATION if replica.restarted else ''}".rstrip())
         elif self._restarts >= self._config.restarts:
             self._end(
                 code,
                 f"Replica {number} {died}. The run ends, because it has used its {self._config.restarts} restarts.",
             )
-        elif replica.fruitless >= _FRUITLESS:
-            often = f"it died {_FRUITLESS} times in a row before it made a step"
+        elif replica.fruitless >= _MAX_FRUITLESS_DEATHS:
+            often = f"it died {_MAX_FRUITLESS_DEATHS} times in a row before it made a step"
             self._end(code, f"Replica {number} {died}. The run ends: {often}.")
         else:
             self._restarts += 1
             if replica.relay is not None:
-                replica.relay.finish(_OUTPUT_PATIENCE)
+                replica.relay.finish(_OUTPUT_TIMEOUT_S)
             restart = f"restart {self._restarts} of {self._config.restarts}"
             self._say(f"Replica {number} {died}. It is restarted ({restart}).")
             replica.restarted, replica.died_at = True, time.monotonic()
@@ -398,7 +398,7 @@ class _Run:
             if self._lighthouse.poll() is None:
                 self._lighthouse.terminate()
             try:
-                self._lighthouse.wait(_OUTPUT_PATIENCE)
+                self._lighthouse.wait(_OUTPUT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._lighthouse.kill()
                 self._lighthouse.wait()

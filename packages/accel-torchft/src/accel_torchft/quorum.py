@@ -38,18 +38,18 @@ from accel_torchft.config import (
 
 __all__ = ("Quorum", "QuorumMembers", "lighthouse_of")
 
-_RETRIES: Final = 100
+_MAX_RETRIES: Final = 100
 """The run ends with an error after this many steps in a row that do not count."""
 
-_ALONE: Final = 5.0
+_MAX_ALONE_S: Final = 5.0
 """Seconds for which a restarted replica waits for others before it continues without them."""
 
-_PAUSE: Final = 0.5
+_ALONE_PAUSE_S: Final = 0.5
 
-_BEATS: Final = 10
+_MAX_MISSING_HEARTBEATS: Final = 10
 """A replica counts as dead after this many missing heartbeats."""
 
-_GROUPS: Final = {"nccl": ProcessGroupNCCL, "xccl": ProcessGroupXCCL}
+_PROCESS_GROUPS: Final = {"nccl": ProcessGroupNCCL, "xccl": ProcessGroupXCCL}
 """Process groups between replicas, by the device's communication backend; gloo is used for all others."""
 
 
@@ -156,11 +156,11 @@ class Quorum:
         self._config = config
         self._quorum_timeout = config.quorum_timeout * length
         _quieten()
-        for other in list(_OPEN):
+        for other in list(_open_quorums):
             # The lighthouse would wait for an old member of this process that makes no more steps.
             other.close()
         timeout = timedelta(seconds=config.timeout * length)
-        self._groups = _GROUPS.get(family_of(process.device).spec.backend, ProcessGroupGloo)(timeout=timeout)
+        self._groups = _PROCESS_GROUPS.get(family_of(process.device).spec.backend, ProcessGroupGloo)(timeout=timeout)
         host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         self._store, port = _store(process, host)
         lighthouse = lighthouse_of(config)
@@ -182,9 +182,9 @@ class Quorum:
                 lighthouse_addr=lighthouse,
                 replica_id=f"replica_{config.replica_group_id or 0}",
                 hostname=host,
-                heartbeat_interval=timedelta(seconds=config.heartbeat_timeout / _BEATS),
+                heartbeat_interval=timedelta(seconds=config.heartbeat_timeout / _MAX_MISSING_HEARTBEATS),
                 checkpoint_transport=_StateTransport(timeout, 0, host),
-                max_retries=_RETRIES,
+                max_retries=_MAX_RETRIES,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise CollectiveError(
@@ -195,8 +195,8 @@ class Quorum:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
         self._joined = os.environ.get(JOINED_VARIABLE, "") if process.rank == 0 else ""
         self._has_joined = False
-        _OPEN.add(self)
-        self._patience = _ALONE if os.environ.get(RESTARTED_VARIABLE) else 0.0
+        _open_quorums.add(self)
+        self._patience = _MAX_ALONE_S if os.environ.get(RESTARTED_VARIABLE) else 0.0
 
     @property
     def manager(self) -> Manager:
@@ -221,8 +221,8 @@ class Quorum:
         self._agree()
         # The others may just have finished. Then the launcher ends this replica, which would start from step 0.
         while self._manager.num_participants() == 1 and self._patience > 0:
-            self._patience -= _PAUSE
-            time.sleep(_PAUSE)
+            self._patience -= _ALONE_PAUSE_S
+            time.sleep(_ALONE_PAUSE_S)
             self._agree()
         self._patience = 0.0
         rank = self._manager.participating_rank()
@@ -277,15 +277,15 @@ class Quorum:
 
     def close(self) -> None:
         """Leave the quorum; further calls do nothing."""
-        if self not in _OPEN:
+        if self not in _open_quorums:
             return
-        _OPEN.discard(self)
+        _open_quorums.discard(self)
         self._note(LEFT)
         self._manager.shutdown(wait=False)
         self._groups.shutdown()
 
 
-_OPEN: Final[weakref.WeakSet[Quorum]] = weakref.WeakSet()
+_open_quorums: Final[weakref.WeakSet[Quorum]] = weakref.WeakSet()
 """The open quorum of this process, if any."""
 
 

@@ -43,7 +43,7 @@ class ReplicaState:
     def add(self, bundle: Bundle) -> None:
         """Add prepared objects to the state."""
         self._models += map(weakref.ref, bundle.models)
-        self._optimizers += (weakref.ref(getattr(given, "optimizer", given)) for given in bundle.optimizers)
+        self._optimizers += (weakref.ref(getattr(one, "optimizer", one)) for one in bundle.optimizers)
         self._schedulers += map(weakref.ref, bundle.schedulers)
 
     @property
@@ -96,7 +96,7 @@ class ReplicaState:
 
     def keep_only(self, bundle: Bundle) -> None:
         """Remove all objects except the bundle's optimizers and their models and schedulers."""
-        optimizers = [getattr(given, "optimizer", given) for given in bundle.optimizers]
+        optimizers = [getattr(one, "optimizer", one) for one in bundle.optimizers]
         trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         strangers = [model for model in self.models if not any(id(p) in trained for p in model.parameters())]
         self.forget(strangers, [one for one in self.optimizers if not _among(one, optimizers)])

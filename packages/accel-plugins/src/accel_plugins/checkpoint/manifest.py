@@ -52,8 +52,8 @@ __all__ = (
     "FileRecord",
     "Verdict",
     "damage_in",
-    "hash_of",
     "hash_of_file",
+    "hash_of_range",
     "parse_manifest",
     "place_of",
     "range_ends",
@@ -366,7 +366,7 @@ def place_of(path: Path, begin: int, end: int) -> str:
     return f"{shown} (bytes {begin} to {end})"
 
 
-def hash_of(path: Path, begin: int, end: int) -> str:
+def hash_of_range(path: Path, begin: int, end: int) -> str:
     """The xxh3_64 of a range, memory-mapped if possible, because reading copies it and takes twice as long.
 
     Raises:
@@ -493,7 +493,7 @@ def _damage_of_range(folder: Path, one: _Range) -> str | None:
         path = Path(path_inside(folder, one.name))
         if one.end is None:
             return None if hash_of_file(path) == one.expected else f"{shown} has changed since it was written."
-        if hash_of(path, one.begin, one.end) == one.expected:
+        if hash_of_range(path, one.begin, one.end) == one.expected:
             return None
         place = printable(place_of(path, one.begin, one.end))
         return f"{shown} has changed since it was written, in {place:.300}."
