@@ -42,12 +42,36 @@ import signal, subprocess, sys
 # A signal that comes while the worker starts is handled when its process is known.
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(worker.kill() or 1))
+
+def end(*_):
+    worker.kill()
+    worker.wait()
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+with open(sys.argv[1], "w") as fifo:
+    fifo.write(str(worker.pid))
 worker.wait()
 """
 
 
-def test_workers_in_sessions_of_their_own_end_with_a_command_that_takes_too_long() -> None:
-    with pytest.raises(AssertionError, match="was still running after 3 s"):
-        run_command([sys.executable, "-c", LAUNCHER], timeout=3)
+def test_workers_in_sessions_of_their_own_end_with_a_command_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    communicate = subprocess.Popen.communicate
+    workers: list[int] = []
+
+    def takes_too_long(process: subprocess.Popen[bytes], *args: Any, **options: Any) -> Any:
+        if workers:
+            return communicate(process, *args, **options)
+        workers.append(int(fifo.read_text()))
+        raise subprocess.TimeoutExpired(process.args, options["timeout"])
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", takes_too_long)
+    with pytest.raises(AssertionError, match="was still running after 250"):
+        run_command([sys.executable, "-c", LAUNCHER, str(fifo)], timeout=250)
+    with pytest.raises(ProcessLookupError):
+        os.kill(workers[0], 0)

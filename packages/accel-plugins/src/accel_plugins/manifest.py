@@ -64,7 +64,7 @@ class Capabilities(NamedTuple):
     """What a backend can do, what it does itself, and when; the defaults are those of plain torch in one process.
 
     Code that needs a capability asks for it, never for the name of a backend. The kit skips the tests of what is
-    missing, and tests that what is declared is true.
+    missing.
 
     Args:
         own_accumulation: the engine accumulates gradients itself, and divides the loss.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
+from accel_plugins.separate import SEPARATE_PACKAGES, install_remedy
 from accel_state.errors import Missing
 
 __all__ = ("SEPARATE", "MissingName")
 
-SEPARATE: Final = {"accel_megatron": "accel-megatron"}
+SEPARATE: Final = {package.replace("-", "_"): package for package in SEPARATE_PACKAGES.values()}
 """Import name of each such package -> its name on an index."""
 
 
@@ -61,5 +62,5 @@ class MissingName(type):
         raise Missing(
             f"Cannot {use} accelerate's {cls.__name__}.",
             f"It is defined by the package {distribution!r}, which is not installed.",
-            f"Install {distribution} from a wheel of the build that this package is from.",
+            install_remedy(distribution),
         )
