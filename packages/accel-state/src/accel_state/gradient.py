@@ -40,10 +40,10 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        given, steps = self.num_steps, as_int(self.num_steps)
-        if given is not None and (steps is None or steps < 1):
+        steps = as_int(self.num_steps)
+        if self.num_steps is not None and (steps is None or steps < 1):
             raise SettingError(
-                f"Cannot accumulate gradients over {given!r} steps.",
+                f"Cannot accumulate gradients over {self.num_steps!r} steps.",
                 "The number of steps must be an int of at least 1.",
                 "Use 1 to step at every batch.",
             )

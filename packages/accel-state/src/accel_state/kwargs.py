@@ -51,11 +51,13 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = _duration(self.timeout)
 
 
-def _duration(given: object) -> timedelta:
-    duration = timedelta(seconds=given) if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+def _duration(timeout: object) -> timedelta:
+    duration = (
+        timedelta(seconds=timeout) if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) else timeout
+    )
     if not isinstance(duration, timedelta) or duration <= timedelta(0):
         raise SettingError(
-            f"Cannot use InitProcessGroupKwargs(timeout={given!r}).",
+            f"Cannot use InitProcessGroupKwargs(timeout={timeout!r}).",
             "The timeout must be a positive duration.",
             "Pass seconds or a datetime.timedelta.",
         )

@@ -92,8 +92,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         >>> logger.info("once")
         >>> logger.info("by every process", main_process_only=False)
     """
-    given = read_setting(_LEVEL)
-    level = _LEVEL.parse(log_level, "argument") if log_level is not None else (given.value if given else None)
+    configured = read_setting(_LEVEL)
+    level = _LEVEL.parse(log_level, "argument") if log_level is not None else (configured.value if configured else None)
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level)

@@ -215,8 +215,8 @@ class ParallelismConfig(metaclass=Replaceable):
 
     def __post_init__(self) -> None:
         fill_from_environment(self)
-        for name, known in settings_of(type(self)).items():
-            _check(name, getattr(self, name), known)
+        for name, definition in settings_of(type(self)).items():
+            _check(name, getattr(self, name), definition)
         self._fill_handlers()
         if self.cp_enabled and self.sp_enabled:
             raise Conflict(
@@ -427,8 +427,8 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, str)) else dataclasses.asdict(value)
 
 
-def _check(name: str, value: object, known: Any) -> None:
+def _check(name: str, value: object, definition: Any) -> None:
     """Raise for a value from code that its type would refuse as text."""
-    as_text = known.type.format(value)
-    if isinstance(value, bool) or known.parse(as_text, "argument") != value:
-        raise known.refusal(value, "argument")
+    as_text = definition.type.format(value)
+    if isinstance(value, bool) or definition.parse(as_text, "argument") != value:
+        raise definition.refusal(value, "argument")

@@ -197,12 +197,12 @@ class PartialState(metaclass=Replaceable):
 
         def __getattr__(self, name: str) -> Any:
             """Explain why a property cannot be read after a reset."""
-            known = getattr(type(self), name, None)
+            attribute = getattr(type(self), name, None)
             kind = type(self).__name__
-            if not isinstance(known, property):
+            if not isinstance(attribute, property):
                 raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
             if self.initialized:
-                return known.fget(self)
+                return attribute.fget(self)
             raise NoState(
                 f"`{kind}` object has no attribute {name!r}. This happens if `{kind}._reset_state()` was called.",
                 "It has not been created again since then.",

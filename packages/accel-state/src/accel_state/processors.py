@@ -24,7 +24,7 @@ def available_processors() -> frozenset[int]:
 def numa_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
     """Processors of each NUMA node by its number; empty if the system does not describe them."""
     nodes = {}
-    for folder in sorted(system.glob("node/node[0-9]*"), key=lambda found: int(found.name[4:])):
+    for folder in sorted(system.glob("node/node[0-9]*"), key=lambda folder: int(folder.name[4:])):
         nodes[int(folder.name[4:])] = _parse_list((folder / "cpulist").read_text())
     return {number: processors for number, processors in nodes.items() if processors}
 

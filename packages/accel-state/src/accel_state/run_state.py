@@ -110,14 +110,14 @@ def _given(name: str) -> Any:
     Raises:
         NoState: there is none. Other libraries use `hasattr` to find out whether a run has such a configuration.
     """
-    given = current.require_run().given
-    if name not in given:
+    options = current.require_run().given
+    if name not in options:
         raise NoState(
             f"Cannot read AcceleratorState.{name}.",
             f"The run was created without a {name}.",
             f"Pass a {name} to the Accelerator, or check first with hasattr(state, {name!r}).",
         )
-    return given[name]
+    return options[name]
 
 
 class _RunPlugins:
@@ -172,8 +172,8 @@ class _RunPlugins:
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations by name."""
-        given = current.require_run().given.get("deepspeed_plugin")
-        return given if given is None or isinstance(given, Mapping) else {_ONLY: given}
+        configured = current.require_run().given.get("deepspeed_plugin")
+        return configured if configured is None or isinstance(configured, Mapping) else {_ONLY: configured}
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -267,8 +267,8 @@ class AcceleratorState(_RunPlugins, PartialState):
         **kwargs: Any,
     ) -> None:
         super().__init__(cpu, **kwargs)
-        given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
-        plugins = {name: plugin for name, plugin in zip(PLUGINS, given, strict=True) if plugin is not None}
+        values = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
+        plugins = {name: plugin for name, plugin in zip(PLUGINS, values, strict=True) if plugin is not None}
         precision = None if mixed_precision is None else precision_name(mixed_precision)
         if current.run_or_none() is None:
             current.set_run(self._new_run(mixed_precision, parallelism_config, plugins))

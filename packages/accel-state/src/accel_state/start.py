@@ -97,17 +97,17 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
     if settings.device is None or settings.cpu:
         return family.device(topology.local_rank)
     try:
-        given = torch.device(settings.device)
+        device = torch.device(settings.device)
     except RuntimeError as error:
         raise SettingError(
             f"Cannot use the device {settings.device!r}.",
             str(error).splitlines()[0],
             "Use a device such as cpu or cuda:0.",
         ) from None
-    if given.index is None:
+    if device.index is None:
         return family.device(topology.local_rank)
     try:
-        return family.device_at(given.index)
+        return family.device_at(device.index)
     except (RuntimeError, AssertionError) as error:
         raise SettingError(
             f"Cannot use the device {settings.device!r}.",

@@ -57,9 +57,9 @@ def derive_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     derived = {}
     tasks = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     node = environ.get("SLURM_NODEID", "0")
-    mine = tasks_of_node(tasks, int(node)) if tasks and node.isdecimal() else None
-    if mine is not None:
-        derived["LOCAL_WORLD_SIZE"] = str(mine)
+    local_tasks = tasks_of_node(tasks, int(node)) if tasks and node.isdecimal() else None
+    if local_tasks is not None:
+        derived["LOCAL_WORLD_SIZE"] = str(local_tasks)
     hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if hosts:
         derived["MASTER_ADDR"] = first_host(hosts)
@@ -80,12 +80,12 @@ def tasks_of_node(tasks: str, node: int) -> int | None:
         [2, 2, 1, None]
     """
     for part in tasks.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if found is None:
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
             return None
-        nodes = int(found[2] or 1)
+        nodes = int(match[2] or 1)
         if node < nodes:
-            return int(found[1])
+            return int(match[1])
         node -= nodes
     return None
 
@@ -246,7 +246,7 @@ class Topology(NamedTuple):
 
     def variables(self) -> dict[str, str]:
         """The topology as variables of torchrun, which other libraries read."""
-        known = {
+        values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
@@ -255,7 +255,7 @@ class Topology(NamedTuple):
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
         }
-        return {name: str(value) for name, value in known.items() if value is not None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def read_topology(environ: Mapping[str, str] | None = None) -> Topology:

@@ -15,7 +15,7 @@ from accel_state.errors import AccelError
 
 __all__ = ("explain_backend_error", "install_hook")
 
-_TEXTS: Final = (
+_BACKEND_ERROR_TEXTS: Final = (
     r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
 )
 """Parts of the messages of backends that raise a plain RuntimeError."""
@@ -26,7 +26,9 @@ def explain_backend_error(error: BaseException) -> None:
     process = current.process_or_none()
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(_TEXTS, str(error))):
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.search(_BACKEND_ERROR_TEXTS, str(error))
+    ):
         from accel_state.hang_report.report import extend_error
         from accel_state.protocol.state import protocol_state
 

@@ -143,8 +143,8 @@ class DeviceFamily:
 
     def set_rng_state(self, state: Any) -> None:
         """Restore what `rng_state` returned."""
-        for index, one in enumerate(state):
-            self.module.set_rng_state(one, index)
+        for index, state_of_device in enumerate(state):
+            self.module.set_rng_state(state_of_device, index)
 
     def current_rng_state(self) -> torch.Tensor:
         """State of the generator of the current device, to synchronise it between processes."""

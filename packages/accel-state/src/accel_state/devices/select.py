@@ -54,11 +54,11 @@ def _registered() -> str | None:
 
 def families() -> tuple[DeviceFamily, ...]:
     """All loaded families, highest priority first."""
-    found = dict(_load()[0])
+    by_name = dict(_load()[0])
     registered = _registered()
-    if registered is not None and registered not in found:
-        found[registered] = unlisted_family(registered)
-    return tuple(sorted(found.values(), key=lambda family: -family.spec.priority))
+    if registered is not None and registered not in by_name:
+        by_name[registered] = unlisted_family(registered)
+    return tuple(sorted(by_name.values(), key=lambda family: -family.spec.priority))
 
 
 def failed_families() -> tuple[LoadedPlugin[DeviceFamily], ...]:

@@ -107,7 +107,7 @@ def unlisted_family(name: str) -> UnlistedFamily:
     return UnlistedFamily(name)
 
 
-_FIRST_WITH_BFLOAT16 = (14, 0)
+_FIRST_MACOS_WITH_BFLOAT16 = (14, 0)
 """First release of macOS on which Metal supports bfloat16."""
 
 
@@ -138,7 +138,7 @@ class MPS(DeviceFamily):
         torch.mps.set_rng_state(state[0])
 
     def supports(self, dtype: torch.dtype) -> bool:
-        new_enough = torch.backends.mps.is_macos_or_newer(*_FIRST_WITH_BFLOAT16)
+        new_enough = torch.backends.mps.is_macos_or_newer(*_FIRST_MACOS_WITH_BFLOAT16)
         return dtype is torch.float16 or (dtype is torch.bfloat16 and new_enough)
 
     def total_memory(self, index: int | None = None) -> int:
@@ -152,7 +152,7 @@ class MPS(DeviceFamily):
         return torch.mps.current_allocated_memory()
 
 
-_OUT_OF_MEMORY = ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY_TEXTS = ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALLOC_FAILED")
 
 _MXFP8_CAPABILITY = (10, 0)
 """Compute capability of the Blackwell generation."""
@@ -206,13 +206,13 @@ class CUDA(DeviceFamily):
         return dtype is torch.float16 or (dtype is torch.bfloat16 and torch.cuda.is_bf16_supported())
 
     def out_of_memory(self, error: BaseException) -> bool:
-        spoken = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-        return super().out_of_memory(error) or spoken
+        is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+        return super().out_of_memory(error) or is_named
 
     def numa_node(self, index: int) -> int | None:
         # Several processes may share a device, so the index of a process may exceed the last device index.
-        facts: Any = torch.cuda.get_device_properties(index % max(self.count(), 1))
-        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(index % max(self.count(), 1))
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         try:
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         except OSError:
@@ -229,7 +229,7 @@ _SERIES_WITHOUT_P2P: Final = "RTX 40"
 _FIRST_DRIVER_WITH_P2P_REPORT: Final = (550, 40, 7)
 """First driver that reports it; with an older one NCCL tries peer-to-peer transfers and waits forever."""
 
-_NVIDIA_SMI_TIMEOUT: Final = 30.0
+_NVIDIA_SMI_TIMEOUT_S: Final = 30.0
 
 
 def _query_driver(question: str) -> list[str] | None:
@@ -238,7 +238,7 @@ def _query_driver(question: str) -> list[str] | None:
     if program is None:
         return None
     command = [program, f"--query-gpu={question}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else None
 
 

@@ -25,7 +25,7 @@ __all__ = ("XLA",)
 
 _ENABLED: Final = settings_of(XLASettings)["enabled"]
 _RUNTIME: Final = Setting("pjrt_device", TEXT, None, variable="PJRT_DEVICE")
-_PORT: Final = 12355
+_DEFAULT_STORE_PORT: Final = 12355
 """The port of the store when MASTER_PORT is not set; the default of torch_xla."""
 
 
@@ -172,9 +172,9 @@ def _runtime_device() -> str | None:
         return str(selected.value)
     import torch_xla.runtime as runtime
 
-    found: str | None = runtime.device_type()
-    if found not in (None, "CPU"):
-        return found
+    device_type: str | None = runtime.device_type()
+    if device_type not in (None, "CPU"):
+        return device_type
     # torch_xla writes its choice into the environment, where child processes would mistake it for the user's.
     publish({}, remove=_RUNTIME.variables)
     return None
@@ -190,7 +190,7 @@ def _topology(runtime: Any, processes: int, replicas: int) -> Topology:
         local_world_size=1 if by_process else runtime.local_process_count(),
         node_rank=runtime.host_index(),
         master_addr=os.environ.get("MASTER_ADDR") or runtime.get_master_ip(),
-        master_port=int(os.environ.get("MASTER_PORT") or _PORT),
+        master_port=int(os.environ.get("MASTER_PORT") or _DEFAULT_STORE_PORT),
         scheme="torch_xla",
     )
 

@@ -35,7 +35,7 @@ from accel_state.transport.base import Transport, Work
 
 __all__ = ("HeaderCall", "PendingCall", "barrier", "start_all_gather_bytes")
 
-_END_THE_RUN: Final = (
+_END_THE_RUN_REMEDY: Final = (
     "End the run after an interrupt of a collective. To react to a signal and go on, set a variable in its handler, "
     "and read it between two steps."
 )
@@ -161,14 +161,14 @@ class HeaderCall(HeaderExchange):
         if self._moves:
             # The other processes wait for the data of this one, and must not wait until their timeout.
             self._transport.abort()
-        kept = None
+        sent_header = None
         if self._under_way is not None:
             # The next call must not overwrite the buffers.
-            kept = copy.copy(state.header)
+            sent_header = copy.copy(state.header)
             state.header.renew()
-        owes += not self._sent or (kept is not None and self._more)
+        owes += not self._sent or (sent_header is not None and self._more)
         state.turn.interrupted = InterruptedCall(
-            self._is_complete, text, cause, owes, kept, self._under_way, self._moves
+            self._is_complete, text, cause, owes, sent_header, self._under_way, self._moves
         )
 
     def _refuse_after(self, interrupted: InterruptedCall) -> NoReturn:
@@ -179,7 +179,11 @@ class HeaderCall(HeaderExchange):
         # From here on, an exception interrupts this call too.
         self._sent, self._moves = True, False
         failed = f"{interrupted.text} was interrupted by {interrupted.cause}."
-        reason = (failed, "Its result is missing here, so that later calls could get results of others.", _END_THE_RUN)
+        reason = (
+            failed,
+            "Its result is missing here, so that later calls could get results of others.",
+            _END_THE_RUN_REMEDY,
+        )
         description = self._describe([])._replace(refusal=reason)
         broken = interrupted.broken
         if not broken and interrupted.work is not None and interrupted.header is not None:

@@ -15,19 +15,21 @@ __all__ = ("CallDescription", "fingerprint_of", "hash_of", "mismatch_error")
 _PROTOCOL_VERSION: Final = 1
 """Part of every fingerprint, so that processes with different versions of the protocol notice each other."""
 
-_MOST_LEAVES: Final = 5
-_ABSENT: Final = "absent"
+_MAX_NAMED_LEAVES: Final = 5
+_ABSENT_LEAF: Final = "absent"
 
-_SAME_CALL: Final = (
+_SAME_CALL_REMEDY: Final = (
     "Make every process reach the same calls in the same order. The usual cause is a branch on the rank around one of "
     "them."
 )
-_HOME: Final = "the thread in which the run began"
-_ONE_THREAD: Final = (
+_HOME_THREAD: Final = "the thread in which the run began"
+_ONE_THREAD_REMEDY: Final = (
     "Call collectives in one thread, and in the same one on all processes; or pass each thread a process group of its "
     "own with `group`. Threads that take turns have the same name on all processes."
 )
-_PAD: Final = "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
+_PAD_REMEDY: Final = (
+    "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
+)
 
 
 class CallDescription(NamedTuple):
@@ -117,13 +119,13 @@ def _refusal_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
 
 
 def _thread_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
-    threads = [f"the thread {call.thread!r}" if call.thread else _HOME for call in descriptions]
+    threads = [f"the thread {call.thread!r}" if call.thread else _HOME_THREAD for call in descriptions]
     if len(set(threads)) == 1:
         return None
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the processes called it in different threads.",
         f"The call comes from {_by_rank(threads, ranks)}, so each process may get values of another thread.",
-        _ONE_THREAD,
+        _ONE_THREAD_REMEDY,
     )
 
 
@@ -131,7 +133,9 @@ def _operation_error(descriptions: Sequence[CallDescription], ranks: Sequence[in
     if len({call.operation for call in descriptions}) == 1:
         return None
     called = _by_rank([_call_text(call) for call in descriptions], ranks)
-    return ShapeMismatch("The processes called different collectives at the same time.", f"{called}.", _SAME_CALL)
+    return ShapeMismatch(
+        "The processes called different collectives at the same time.", f"{called}.", _SAME_CALL_REMEDY
+    )
 
 
 def _step_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
@@ -166,15 +170,15 @@ def _leaf_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
     texts = [
         f"{path or 'the tensor'}: {_by_rank([_leaf_text(path, own) for own in leaves], ranks)}" for path in differing
     ]
-    more = len(texts) - _MOST_LEAVES
-    obstacle = "; ".join(texts[:_MOST_LEAVES]) + (f"; and {more} more leaves" if more > 0 else "")
+    more = len(texts) - _MAX_NAMED_LEAVES
+    obstacle = "; ".join(texts[:_MAX_NAMED_LEAVES]) + (f"; and {more} more leaves" if more > 0 else "")
     if any(path not in own for path in differing for own in leaves):
         what, remedy = "structures", "Pass the same structure on every process, with the same keys and lengths."
     elif any(len({own[path][1] for own in leaves}) > 1 for path in differing):
         what, remedy = "dtypes", "Convert the tensors to one dtype before the call."
     else:
         pads = descriptions[0].operation == "gather"
-        what, remedy = "shapes", _PAD if pads else "Pass tensors of the same shapes on every process."
+        what, remedy = "shapes", _PAD_REMEDY if pads else "Pass tensors of the same shapes on every process."
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the data of the processes have different {what}.",
         f"{obstacle}.",
@@ -183,7 +187,7 @@ def _leaf_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
 
 
 def _leaf_text(path: str, leaves: Mapping[str, tuple[str, str]]) -> str:
-    return f"{leaves[path][0]} {leaves[path][1]}" if path in leaves else _ABSENT
+    return f"{leaves[path][0]} {leaves[path][1]}" if path in leaves else _ABSENT_LEAF
 
 
 def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:

@@ -20,10 +20,10 @@ from accel_state.transport.base import Transport, Work
 
 __all__ = ("FLAG_BITS", "NO_FINGERPRINT", "REFUSES", "HeaderExchange")
 
-_SLICE: Final = timedelta(seconds=1)
+_WAIT_SLICE: Final = timedelta(seconds=1)
 """How long a wait blocks before Python regains control and can handle a signal such as Ctrl-C."""
 
-_GRACE: Final = 1.0
+_EXTRA_TIMEOUT_S: Final = 1.0
 """Seconds beyond the timeout in which the backend may fail by itself."""
 
 NO_FINGERPRINT: Final = 0
@@ -38,7 +38,7 @@ _DESCRIBES: Final = 2
 FLAG_BITS: Final = 8
 """Above these bits, a header without flags contains the number of stream steps that its process has completed."""
 
-_DESCRIPTIONS_KEPT: Final = 1024
+_MAX_CACHED_DESCRIPTIONS: Final = 1024
 
 
 class HeaderExchange:
@@ -98,13 +98,13 @@ class HeaderExchange:
 
     def _header_only(self) -> tuple[int, CallDescription]:
         """Fingerprint and description of a call without leaves: only operation and arguments must be equal."""
-        kept, key = self._state.header_only, (self._operation, *self._arguments.items())
-        described = kept.get(key)
+        cache, key = self._state.header_only, (self._operation, *self._arguments.items())
+        described = cache.get(key)
         if described is None:
-            if len(kept) >= _DESCRIPTIONS_KEPT:
-                kept.clear()
+            if len(cache) >= _MAX_CACHED_DESCRIPTIONS:
+                cache.clear()
             description = self._describe([])
-            described = kept[key] = (fingerprint_of(description), description)
+            described = cache[key] = (fingerprint_of(description), description)
         return described
 
     def _describe(self, leaves: list[tuple[str, str, str]]) -> CallDescription:
@@ -177,14 +177,14 @@ class HeaderExchange:
         return call.location if call else None
 
     def _wait_in_slices(self, work: Work) -> None:
-        log, deadline = self._state.log, time.monotonic() + self._transport.timeout.total_seconds() + _GRACE
+        log, deadline = self._state.log, time.monotonic() + self._transport.timeout.total_seconds() + _EXTRA_TIMEOUT_S
         log.exchanges += 1
         for listener in self._state.listeners:
             listener(log.exchanges)
         completed = False
         while True:
             try:
-                work.wait(_SLICE)
+                work.wait(_WAIT_SLICE)
             except RuntimeError as error:
                 if is_raised_by_handler(error):
                     raise

@@ -26,9 +26,9 @@ HEADER_BYTES: Final = _LAYOUT.size
 _COMPARED_BYTES: Final = 16
 """Bytes at the start of the header that must be equal on all processes: fingerprint and flags."""
 
-_LARGEST: Final = 48 * 1024
-_SMALLEST: Final = 1024
-_RECEIVED: Final = 256 * 1024
+_MAX_HEADER_BYTES: Final = 48 * 1024
+_MIN_HEADER_BYTES: Final = 1024
+_RECEIVED_BYTES: Final = 256 * 1024
 
 
 def eager_header_bytes(world_size: int) -> int:
@@ -37,8 +37,8 @@ def eager_header_bytes(world_size: int) -> int:
     48 KiB for up to 5 processes, 256 KiB in all for up to 256, and 1 KiB for each beyond: 1 MiB for 1,024. The
     largest fits into one segment of the loopback device (64 KiB); a second segment costs a third more.
     """
-    fair = _RECEIVED // world_size // ALIGNMENT * ALIGNMENT
-    return max(_SMALLEST, min(_LARGEST, fair))
+    fair = _RECEIVED_BYTES // world_size // ALIGNMENT * ALIGNMENT
+    return max(_MIN_HEADER_BYTES, min(_MAX_HEADER_BYTES, fair))
 
 
 class HeaderFields(NamedTuple):

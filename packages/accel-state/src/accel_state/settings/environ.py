@@ -117,12 +117,12 @@ def resolve(
         file: values of a config file by the name of the setting, with the line as origin.
     """
     resolved = {}
-    for name, known in settings_of(settings_class).items():
+    for name, definition in settings_of(settings_class).items():
         if arguments.get(name) is not None:
             resolved[name] = Given(arguments[name], "argument")
         else:
-            fallback = (file or {}).get(name) or Given(known.default, DEFAULT)
-            resolved[name] = read_setting(known, environ) or fallback
+            fallback = (file or {}).get(name) or Given(definition.default, DEFAULT)
+            resolved[name] = read_setting(definition, environ) or fallback
     return resolved
 
 
@@ -134,7 +134,7 @@ def from_environment(settings_class: type[S], environ: Mapping[str, str] | None 
     """
     resolved = resolve(settings_class, arguments, environ)
     others = {name: value for name, value in arguments.items() if name not in resolved}
-    return settings_class(**{name: given.value for name, given in resolved.items()}, **others)
+    return settings_class(**{name: entry.value for name, entry in resolved.items()}, **others)
 
 
 def fill_from_environment(settings: object, environ: Mapping[str, str] | None = None) -> None:
@@ -145,10 +145,10 @@ def fill_from_environment(settings: object, environ: Mapping[str, str] | None = 
     Raises:
         SettingError: the value of a variable is invalid.
     """
-    for name, known in settings_of(type(settings)).items():
+    for name, definition in settings_of(type(settings)).items():
         if getattr(settings, name) is None:
-            given = read_setting(known, environ)
-            setattr(settings, name, known.unset if given is None else given.value)
+            configured = read_setting(definition, environ)
+            setattr(settings, name, definition.unset if configured is None else configured.value)
 
 
 def to_environment(settings: object) -> dict[str, str]:
@@ -158,18 +158,18 @@ def to_environment(settings: object) -> dict[str, str]:
         SettingError: a value is an object without a text form, such as a function or a module.
     """
     variables = {}
-    for name, known in settings_of(type(settings)).items():
+    for name, definition in settings_of(type(settings)).items():
         value = given_value(settings, name)
-        if known.variable is None or value is None:
+        if definition.variable is None or value is None:
             continue
         # `str` formats any object, but for most of them the text cannot be parsed again.
-        if known.type.format is str and not isinstance(value, (str, int, float, os.PathLike)):
+        if definition.type.format is str and not isinstance(value, (str, int, float, os.PathLike)):
             raise SettingError(
                 f"Cannot pass {name} of {type(settings).__name__} on to another process.",
-                f"Its variable {known.variable} contains text, and {name} is a {type(value).__name__}.",
-                f"Give {known.type.name}, or create the settings in the other process.",
+                f"Its variable {definition.variable} contains text, and {name} is a {type(value).__name__}.",
+                f"Give {definition.type.name}, or create the settings in the other process.",
             )
-        variables[known.variable] = known.type.format(value)
+        variables[definition.variable] = definition.type.format(value)
     return variables
 
 

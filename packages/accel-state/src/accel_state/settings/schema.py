@@ -224,12 +224,12 @@ class Setting(NamedTuple):
         except ValueError:
             raise self.refusal(text, origin) from None
 
-    def refusal(self, given: object, origin: str) -> SettingError:
+    def refusal(self, value: object, origin: str) -> SettingError:
         """The error for an invalid value; it names the closest valid one."""
-        near = closest(str(given), self.type.choices)
+        near = closest(str(value), self.type.choices)
         remedy = f"Did you mean {near!r}?" if near else f"Give {self.type.name}."
         return SettingError(
-            f"Cannot use {self.name}={given!r} ({origin}).", f"{given!r} is not {self.type.name}.", remedy
+            f"Cannot use {self.name}={value!r} ({origin}).", f"{value!r} is not {self.type.name}.", remedy
         )
 
 
@@ -250,9 +250,9 @@ def setting(
     return field_of(Setting("", type, default, variable, aliases, flag, key, question, help, group, unset))
 
 
-def field_of(known: Setting) -> Any:
+def field_of(definition: Setting) -> Any:
     """A dataclass field for an existing definition, for example of another class."""
-    return dataclasses.field(default=known.default, metadata={_METADATA_KEY: known})
+    return dataclasses.field(default=definition.default, metadata={_METADATA_KEY: definition})
 
 
 _definitions: dict[type, Mapping[str, Setting]] = {}
@@ -269,11 +269,11 @@ def settings_of(settings_class: type) -> Mapping[str, Setting]:
     return _definitions[settings_class]
 
 
-def closest(given: str, allowed: Iterable[str]) -> str | None:
-    """The allowed text that is most similar to `given`, or None when none is similar."""
+def closest(text: str, allowed: Iterable[str]) -> str | None:
+    """The allowed text that is most similar to `text`, or None when none is similar."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)
+    return next(iter(difflib.get_close_matches(text, list(allowed), n=1)), None)
 
 
 class ObjectField:
@@ -298,8 +298,8 @@ class ObjectField:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, settings: Any, given: Any) -> None:
-        vars(settings)[self._name] = None if given is None else self._keep(settings, given)
+    def __set__(self, settings: Any, value: Any) -> None:
+        vars(settings)[self._name] = None if value is None else self._keep(settings, value)
 
     def __get__(self, settings: Any, owner: type | None = None) -> Any:
         if settings is None:
@@ -307,17 +307,17 @@ class ObjectField:
         plain = self.plain(settings)
         if plain is None:
             return None
-        held, slot = vars(settings), _CACHED + self._name
-        known, made = held.get(slot, (_NOTHING, None))
-        if known is not plain and known != plain:
-            made = self._make(settings, plain)
-            held[slot] = (plain, made)
-        return made
+        attributes, slot = vars(settings), _CACHED + self._name
+        cached, value = attributes.get(slot, (_NOTHING, None))
+        if cached is not plain and cached != plain:
+            value = self._make(settings, plain)
+            attributes[slot] = (plain, value)
+        return value
 
     def plain(self, settings: Any) -> Any:
         """The plain data of the field, or of the fallback if the field is None."""
-        kept = vars(settings).get(self._name)
-        return self._fallback(settings) if kept is None else kept
+        plain = vars(settings).get(self._name)
+        return self._fallback(settings) if plain is None else plain
 
 
 def object_fields(**fields: ObjectField) -> Callable[[type[T]], type[T]]:
@@ -344,8 +344,8 @@ def given_value(settings: Any, name: str) -> Any:
 
 
 def _object_field(settings: Any, name: str) -> ObjectField | None:
-    found = next((vars(cls)[name] for cls in type(settings).__mro__ if name in vars(cls)), None)
-    return found if isinstance(found, ObjectField) else None
+    attribute = next((vars(cls)[name] for cls in type(settings).__mro__ if name in vars(cls)), None)
+    return attribute if isinstance(attribute, ObjectField) else None
 
 
 def enum_field(path: str, spelled: Mapping[str, str | None] | None = None, **options: Any) -> ObjectField:
@@ -360,8 +360,8 @@ def enum_field(path: str, spelled: Mapping[str, str | None] | None = None, **opt
     """
     other = dict(spelled or {})
 
-    def keep(settings: Any, given: Any) -> Any:
-        return _parsed(settings, field._name, member_name(given))
+    def keep(settings: Any, value: Any) -> Any:
+        return _parsed(settings, field._name, member_name(value))
 
     def make(settings: Any, plain: str) -> Any:
         name = other.get(plain, plain)
@@ -371,20 +371,20 @@ def enum_field(path: str, spelled: Mapping[str, str | None] | None = None, **opt
     return field
 
 
-def member_name(given: Any) -> Any:
+def member_name(value: Any) -> Any:
     """The name of an enum member, without the underscore of private members; other objects unchanged."""
-    name = getattr(given, "name", None)
-    return name.lstrip("_") if isinstance(name, str) and hasattr(given, "value") else given
+    name = getattr(value, "name", None)
+    return name.lstrip("_") if isinstance(name, str) and hasattr(value, "value") else value
 
 
-def _parsed(settings: Any, name: str, given: Any) -> Any:
-    known = settings_of(type(settings))[name]
-    number = as_int(given)
+def _parsed(settings: Any, name: str, value: Any) -> Any:
+    definition = settings_of(type(settings))[name]
+    number = as_int(value)
     if number is not None:
-        given = str(number)
-    if not isinstance(given, str):
-        raise known.refusal(given, "argument")
-    return known.parse(given, "argument")
+        value = str(number)
+    if not isinstance(value, str):
+        raise definition.refusal(value, "argument")
+    return definition.parse(value, "argument")
 
 
 def import_object(path: str) -> Any:

@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 _logger: Final = logging.getLogger(__name__)
 
-_REPLY_SECONDS: Final = 2.0
+_REPLY_TIMEOUT_S: Final = 2.0
 """Seconds after which an answer counts as lost, in addition to the time that the request waits at the store."""
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=3)
 """How long to try to reopen a connection, and to wait for a value that existed a moment ago."""
 
-_MOST_ABANDONED: Final = 3
+_MAX_ABANDONED_CONNECTIONS: Final = 3
 """Maximum number of abandoned threads with unanswered requests; beyond it, no further connection is opened."""
 
-_LAST_REPLY_SECONDS: Final = 2.0
+_EXIT_TIMEOUT_S: Final = 2.0
 """Seconds for which the interpreter, at its end, waits for open requests: a thread that returned from C++ later would
 abort the process (before Python 3.14)."""
 
@@ -135,7 +135,7 @@ class ControlStore:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
         wanted = list(keys)
-        raw = self._request(lambda store: _await(store, wanted, timeout), timeout + _REPLY_SECONDS)
+        raw = self._request(lambda store: _await(store, wanted, timeout), timeout + _REPLY_TIMEOUT_S)
         return self._authentic(raw)
 
     def _authentic(self, raw: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -199,7 +199,7 @@ class ControlStore:
             if self._free:
                 return self._free.pop()
             self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
-            if len(self._abandoned) >= _MOST_ABANDONED:
+            if len(self._abandoned) >= _MAX_ABANDONED_CONNECTIONS:
                 raise _unreachable(f"It has not answered {len(self._abandoned)} requests yet.")
         try:
             connection = _Connection(self._store)
@@ -255,8 +255,8 @@ def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
 
 def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
     """The values of those keys that exist."""
-    if len(keys) > 1 and (found := _read_all(store, keys)):
-        return found
+    if len(keys) > 1 and (values := _read_all(store, keys)):
+        return values
     return {key: value for key in keys for value in _read_all(store, [key]).values()}
 
 
@@ -362,7 +362,7 @@ _ending: Final[list[bool]] = []
 @atexit.register
 def _wait_for_requests() -> None:
     _ending.append(True)
-    until = time.monotonic() + _LAST_REPLY_SECONDS
+    until = time.monotonic() + _EXIT_TIMEOUT_S
     for request in [connection.under_way for connection in list(_connections)]:
         if request is not None:
             wait([request], max(until - time.monotonic(), 0.0))

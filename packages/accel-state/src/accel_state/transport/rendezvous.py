@@ -37,17 +37,17 @@ __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_o
 
 _logger: Final = logging.getLogger(__name__)
 
-_GRACE: Final = timedelta(seconds=2)
+_EXTRA_TIMEOUT: Final = timedelta(seconds=2)
 """Time in addition to the timeout in which torch may report the failure itself."""
 
-_LAST_WORDS: Final = timedelta(seconds=10)
+_FAULT_READ_TIMEOUT: Final = timedelta(seconds=10)
 """How long the process that hosts the store waits for the others to read the reason of the failure."""
 
-_FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.1
+_FIRST_RETRY_PAUSE_S: Final = 0.002
+_MAX_RETRY_PAUSE_S: Final = 0.1
 """Seconds between two attempts to connect; they double up to the second value."""
 
-_MOST_NAMED: Final = 16
+_MAX_NAMED_RANKS: Final = 16
 """Maximum number of missing ranks that an error names."""
 
 _rendezvous_counts: Counter[tuple[str, int]] = Counter()
@@ -163,7 +163,7 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta,
         _rendezvous_counts[url, topology.attempt] += 1
         prefix = f"attempt{topology.attempt}" + (f".{again}" if again else "")
         named = dist.distributed_c10d.PrefixStore(prefix, store)
-        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix, device), timeout + _LAST_WORDS)
+        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix, device), timeout + _FAULT_READ_TIMEOUT)
     except AccelError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -221,7 +221,7 @@ def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
 
     thread = threading.Thread(target=run, name="accel_state.rendezvous", daemon=True)
     thread.start()
-    thread.join((timeout + _GRACE).total_seconds())
+    thread.join((timeout + _EXTRA_TIMEOUT).total_seconds())
     if not outcome:
         raise TimeoutError(f"the host there did not answer within {timeout.total_seconds():g} seconds")
     if isinstance(outcome[0], Exception):
@@ -278,7 +278,7 @@ def _wait_for_host(url: str, deadline: float) -> None:
     address = urlsplit(url)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return
-    pause = _FIRST_PAUSE
+    pause = _FIRST_RETRY_PAUSE_S
     while True:
         try:
             left = max(deadline - time.monotonic(), 0.1)
@@ -289,7 +289,7 @@ def _wait_for_host(url: str, deadline: float) -> None:
         else:
             return
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_RETRY_PAUSE_S)
 
 
 def _failed_rendezvous(topology: Topology, url: str, error: Exception) -> CollectiveError:
@@ -392,11 +392,11 @@ def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
         return f"{_TWICE} {store.get(_TWICE).decode()}"
     keys = [f"came/{rank}" for rank in range(topology.world_size)]
     messages = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    told = [signer.read(key, bytes(text)) for key, text in zip(keys, messages, strict=True)]
-    unsigned = [str(rank) for rank, message in enumerate(told) if message is None]
+    payloads = [signer.read(key, bytes(text)) for key, text in zip(keys, messages, strict=True)]
+    unsigned = [str(rank) for rank, message in enumerate(payloads) if message is None]
     if unsigned:
-        return f"{_UNSIGNED} {', '.join(unsigned[:_MOST_NAMED])}"
-    _warn_of_shared_devices([message.decode().partition(" ")[2] for message in told if message is not None])
+        return f"{_UNSIGNED} {', '.join(unsigned[:_MAX_NAMED_RANKS])}"
+    _warn_of_shared_devices([message.decode().partition(" ")[2] for message in payloads if message is not None])
     return ""
 
 
@@ -413,7 +413,7 @@ def _warn_of_shared_devices(devices: Sequence[str]) -> None:
                 "Ranks %s use the same %s, which the backend of this run gives to one process only: the first "
                 "collective will fail. Start one process for each device, or choose a backend for the CPU with "
                 "InitProcessGroupKwargs(backend='gloo').",
-                ", ".join(ranks[:_MOST_NAMED]),
+                ", ".join(ranks[:_MAX_NAMED_RANKS]),
                 device,
             )
             return
@@ -438,10 +438,10 @@ def _error_of(fault: str, cannot_meet: str) -> AccelError:
 
 def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
     try:
-        missing = find_absent(store.check, [f"came/{rank}" for rank in range(topology.world_size)], _MOST_NAMED)
+        missing = find_absent(store.check, [f"came/{rank}" for rank in range(topology.world_size)], _MAX_NAMED_RANKS)
     except RuntimeError as error:
         return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
-    more = ", ..." if len(missing) == _MOST_NAMED else ""
+    more = ", ..." if len(missing) == _MAX_NAMED_RANKS else ""
     return f"Ranks that did not connect within {timeout.total_seconds():g} s: {', '.join(map(str, missing))}{more}."
 
 
@@ -451,4 +451,4 @@ def _wait_for_readers(store: Any, topology: Topology) -> None:
         if store.add("left", 1) == topology.world_size:
             store.set("all left", "")
         if topology.rank == 0:
-            store.wait(["all left"], _LAST_WORDS)
+            store.wait(["all left"], _FAULT_READ_TIMEOUT)

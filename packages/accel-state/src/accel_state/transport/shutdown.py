@@ -24,10 +24,10 @@ from accel_state.transport.base import Transport
 
 __all__ = ("exit_exception", "keep_garbage_at_forks", "record_exit_exception", "shutdown_at_exit")
 
-_TIMEOUT: Final = 10.0
+_EXIT_TIMEOUT_S: Final = 10.0
 """Seconds for which the end of the process waits for unfinished collectives."""
 
-_TIMEOUT_AFTER_EXCEPTION: Final = 1.0
+_EXIT_TIMEOUT_AFTER_EXCEPTION_S: Final = 1.0
 """The same after an uncaught exception: the other processes join no further collective, and wait for a status."""
 
 _exit_exception: str | None = None
@@ -58,7 +58,7 @@ class _Exit:
 
     def _shutdown(self) -> None:
         self._ends.set()
-        self._thread.join(timeout=_TIMEOUT if exit_exception() is None else _TIMEOUT_AFTER_EXCEPTION)
+        self._thread.join(timeout=_EXIT_TIMEOUT_S if exit_exception() is None else _EXIT_TIMEOUT_AFTER_EXCEPTION_S)
 
     def _run(self) -> None:
         self._ends.wait()

@@ -113,9 +113,9 @@ class Signer:
         message = _parse(text)
         if message is None:
             return None
-        known = self._mac(key, message.rank, message.sequence, message.payload)
+        expected = self._mac(key, message.rank, message.sequence, message.payload)
         # Without a secret too: the other processes have one then.
-        if not hmac.compare_digest(known, message.mac):
+        if not hmac.compare_digest(expected, message.mac):
             return None
         writer = (key, message.rank)
         if message.sequence < self._newest.get(writer, 0):

@@ -103,14 +103,14 @@ class TorchDistTransport(Transport):
         return _started(dist.broadcast(tensor, group_src=src, group=self._data, async_op=True))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
-        given = None if inputs is None else list(inputs)
+        parts = None if inputs is None else list(inputs)
         if self._over_gloo(output, self._data):
-            return scatter_p2p(output, given, src, self._data)
-        return _started(dist.scatter(output, given, group_src=src, group=self._data, async_op=True))
+            return scatter_p2p(output, parts, src, self._data)
+        return _started(dist.scatter(output, parts, group_src=src, group=self._data, async_op=True))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
-        taken = None if outputs is None else list(outputs)
-        return _started(dist.gather(tensor, taken, group_dst=dst, group=self._data, async_op=True))
+        rows = None if outputs is None else list(outputs)
+        return _started(dist.gather(tensor, rows, group_dst=dst, group=self._data, async_op=True))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         work = dist.all_to_all_single(output, tensor, group=self._data, async_op=True)
@@ -208,10 +208,10 @@ def _gloo_group(group: Any, store: Any, timeout: timedelta) -> Any:
     # A separate connection: a thread occupies the connection while it waits for the other processes, and two threads
     # that connect groups in different orders would wait for each other.
     scope = dist.distributed_c10d.PrefixStore(f"group/{group.group_name}", store.clone())
-    made = dist.ProcessGroup(scope, group.rank(), group.size())
+    process_group = dist.ProcessGroup(scope, group.rank(), group.size())
     backend = dist.ProcessGroupGloo(scope, group.rank(), group.size(), timeout)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return made
+    process_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return process_group
 
 
 def _backends_of(group: Any = None) -> dict[str, str]:
