@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from accel_data.order import RNGState
 from accel_data.progress import Position
@@ -20,9 +19,6 @@ __all__ = ("SHARES", "Stopwatch", "TimedSource", "TimedTransport")
 
 SHARES: Final = ("data", "forward", "backward", "waiting", "saving", "other")
 """Kinds of time; "waiting" is for other processes, "other" is everything else."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Stopwatch:
@@ -69,16 +65,6 @@ class Stopwatch:
     def on(self, share: str) -> _Running:
         """Context manager whose time counts for a share."""
         return _Running(self, share)
-
-    def timed(self, share: str, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function so that its time counts for a share."""
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.on(share):
-                return function(*args, **kwargs)
-
-        return call
 
 
 class _Running:

@@ -23,12 +23,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 from accel_state.proc import process_info
 
@@ -67,9 +66,6 @@ CATEGORIES: Final = (
 
 START_UP, FIRST_STEP, DATA, STEP, EVALUATION, SAVING, RECOMPUTED, WAITING, DOWN = range(len(CATEGORIES))
 _BY_SHARE: Final = {"waiting": WAITING, "saving": SAVING}
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _BEGAN, _DOING, _SINCE, _STEP, _BEFORE, _OFFSET, _PAUSED, _RESUMED, _WAIT = range(9)
 _SECONDS: Final = 9
@@ -259,16 +255,6 @@ class TimeAccount:
     def on(self, share: str) -> _Charged:
         """A context manager that charges the time of its block to a share of `accel_torch.stopwatch`."""
         return _Charged(self, _BY_SHARE[share])
-
-    def timed(self, category: int, function: Callable[P, R]) -> Callable[P, R]:
-        """A function that charges the time of each call of `function` to a category."""
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _Charged(self, category):
-                return function(*args, **kwargs)
-
-        return call
 
     @property
     def is_mine(self) -> bool:
