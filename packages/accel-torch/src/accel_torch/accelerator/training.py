@@ -147,7 +147,7 @@ class TrainingMixin(Facade):
         from accel_torch.prepare import prepare
 
         # After a reset of the state, this raises before any object is changed.
-        _ = self.state.distributed_type
+        _ = self.session.state.distributed_type
         token = PREPARING.set(self)
         try:
             return prepare(self.session, objects, device_placement)
