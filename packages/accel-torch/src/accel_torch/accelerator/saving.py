@@ -1,6 +1,7 @@
 """Saving and loading: complete checkpoints, and weights only.
 
-Methods import what reads and writes them at their first call, so that constructing an Accelerator stays cheap.
+Methods import what reads and writes them at their first call, so that constructing an Accelerator stays cheap. Saves import
+inside `Session.saving`, because the first one waits for the import.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class SavingMixin(Facade):
             ...         accelerator.save_state(f"checkpoints/{step}", async_save=True)
             >>> accelerator.end_training()
         """
-        from accel_torch.saving import save_state
-
         with self.session.saving():
+            from accel_torch.saving import save_state
+
             return save_state(self.session, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
@@ -80,9 +81,9 @@ class SavingMixin(Facade):
             >>> accelerator.save_state("checkpoint", async_save=True)
             >>> accelerator.wait_for_checkpoint()
         """
-        from accel_torch.saving import wait
-
         with self.session.saving():
+            from accel_torch.saving import wait
+
             wait(self.session)
 
     def load_state(
@@ -145,9 +146,9 @@ class SavingMixin(Facade):
         Example:
             >>> accelerator.save_model(model, "weights", max_shard_size="2GB")
         """
-        from accel_torch.weights import save_model
-
         with self.session.saving():
+            from accel_torch.weights import save_model
+
             save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
 
     def load_weights(
@@ -200,9 +201,9 @@ class SavingMixin(Facade):
         Example:
             >>> accelerator.save({"classes": classes}, "classes.pkl")
         """
-        from accel_plugins.checkpoint.pickled import save
-
         with self.session.saving():
+            from accel_plugins.checkpoint.pickled import save
+
             save(obj, f, self.session.options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
