@@ -1,7 +1,7 @@
 """Saving and loading: complete checkpoints, and weights only.
 
-Methods import what reads and writes them at their first call, so that constructing an Accelerator stays cheap. Saves import
-inside `Session.saving`, because the first one waits for the import.
+Methods import what reads and writes them at their first call, so that constructing an Accelerator stays cheap. Saves
+import inside `Session.saving`, because the first one waits for the import.
 """
 
 from __future__ import annotations
