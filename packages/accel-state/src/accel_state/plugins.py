@@ -76,7 +76,7 @@ class Plugin(NamedTuple):
         return found
 
 
-class Interface(NamedTuple):
+class Interface:
     """What the objects that plugins name must be.
 
     Args:
@@ -89,12 +89,17 @@ class Interface(NamedTuple):
             an attribute `protocols` with the versions that they support.
     """
 
-    instance_of: type | None = None
-    subclass_of: type | None = None
-    members: tuple[str, ...] = ()
-    named: bool = False
-    called: bool = False
-    versions: tuple[int, int] | None = None
+    def __init__(
+        self,
+        instance_of: type | None = None,
+        subclass_of: type | None = None,
+        members: tuple[str, ...] = (),
+        named: bool = False,
+        called: bool = False,
+        versions: tuple[int, int] | None = None,
+    ) -> None:
+        self.instance_of, self.subclass_of, self.members = instance_of, subclass_of, members
+        self.named, self.called, self.versions = named, called, versions
 
     def fault(self, plugin: Plugin, value: Any, noun: str) -> str:
         """What is wrong with a loaded object, in one sentence; empty if nothing is."""
