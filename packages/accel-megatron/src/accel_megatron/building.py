@@ -125,8 +125,12 @@ def start_megatron(accelerator: Any, model: Any, optimizer: Any, scheduler: Any)
     """
     plugin = accelerator.state.megatron_lm_plugin
     parts = build_parts(plugin, accelerator.device)
-    made = build_optimizer(plugin, parts)
-    return MegatronParts(parts, made, None if scheduler is None else prepare_schedule(plugin, made, scheduler))
+    megatron_optimizer = build_optimizer(plugin, parts)
+    return MegatronParts(
+        parts,
+        megatron_optimizer,
+        None if scheduler is None else prepare_schedule(plugin, megatron_optimizer, scheduler),
+    )
 
 
 def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -> Any:
@@ -159,7 +163,7 @@ def iterators_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callabl
     plugin = accelerator.state.megatron_lm_plugin
     loader.set_megatron_data_args(plugin)
 
-    def made() -> tuple[Any, Any, Any]:
+    def cached_iterators() -> tuple[Any, Any, Any]:
         kept = getattr(loader, "_iterators", None)
         if kept is None:
             kept = loader.build_train_valid_test_data_iterators(accelerator)
@@ -167,7 +171,7 @@ def iterators_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callabl
         iterators: tuple[Any, Any, Any] = kept
         return iterators
 
-    return made
+    return cached_iterators
 
 
 # ---------------------------------------------------------------------------- settings
@@ -238,9 +242,9 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
     Raises:
         SettingError: Megatron-LM has no such setting.
     """
-    known = _ELSEWHERE.union(*map(_fields_of, _CLASSES))
-    for name in plugin.megatron_lm_default_args.keys() - known:
-        near = closest(name, known)
+    setting_names = _ELSEWHERE.union(*map(_fields_of, _CLASSES))
+    for name in plugin.megatron_lm_default_args.keys() - setting_names:
+        near = closest(name, setting_names)
         raise SettingError(
             f"Cannot use other_megatron_args={{{name!r}: ...}}.",
             "Megatron-LM's configurations of models, optimizers and data parallelism do not have this setting.",
@@ -306,8 +310,8 @@ def build_parts(plugin: MegatronLMPlugin, device: torch.device) -> list[Module]:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(_parts(config))
     parts = [_part(plugin, config, index).to(device) for index in range(_parts(config))]
     if plugin.custom_prepare_model_function is not None:
-        made = plugin.custom_prepare_model_function(parts)
-        return list(made) if isinstance(made, (list, tuple)) else [made]
+        wrapped = plugin.custom_prepare_model_function(parts)
+        return list(wrapped) if isinstance(wrapped, (list, tuple)) else [wrapped]
     return _wrapped(plugin, parts)
 
 
@@ -319,12 +323,12 @@ def _part(plugin: MegatronLMPlugin, config: Any, index: int) -> Module:
     stage = {"ignore_virtual": False, "vp_stage": index} if _parts(config) > 1 else {}
     first = parallel_state.is_pipeline_first_stage(**stage)
     last = parallel_state.is_pipeline_last_stage(**stage)
-    made: Module
+    part: Module
     if plugin.custom_model_provider_function is not None:
-        made = plugin.custom_model_provider_function(first, last)
+        part = plugin.custom_model_provider_function(first, last)
     else:
-        made = provide_model(plugin, config, first, last, index if stage else None)
-    return made
+        part = provide_model(plugin, config, first, last, index if stage else None)
+    return part
 
 
 def _wrapped(plugin: MegatronLMPlugin, parts: Iterable[Any]) -> list[Module]:
@@ -471,10 +475,10 @@ def _gpt(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_st
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     base = plugin.megatron_lm_default_args.get("rotary_base", 10000)
-    made: Module = GPTModel(
+    model: Module = GPTModel(
         config=config, transformer_layer_spec=spec, rotary_base=base, vp_stage=vp_stage, **_usual(plugin, stage)
     )
-    return made
+    return model
 
 
 def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_stage: int | None) -> Module:
@@ -488,7 +492,7 @@ def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_s
         else bert_layer_specs.bert_layer_local_spec
     )
     pretrains = megatron_args["pretraining_flag"]
-    made: Any = BertModel(
+    bert: Any = BertModel(
         config=config,
         num_tokentypes=megatron_args["num_tokentypes"],
         transformer_layer_spec=spec,
@@ -498,10 +502,10 @@ def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_s
     )
     if not pretrains and stage["post_process"]:
         # The next-sentence head has the name of a classifier's head, but another size.
-        made.binary_head = get_linear_layer(
+        bert.binary_head = get_linear_layer(
             config.hidden_size, megatron_args["num_labels"], config.init_method, config.perform_initialization
         )
-    model: Module = made
+    model: Module = bert
     return model
 
 
@@ -520,11 +524,11 @@ def _t5(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_sta
     whose = "transformer_engine" if _by_transformer_engine(config) else "local"
     encoder_block = getattr(t5_spec, f"get_t5_encoder_with_{whose}_block_spec")
     decoder_block = getattr(t5_spec, f"get_t5_decoder_with_{whose}_block_spec")
-    made: Module = T5Model(
+    model: Module = T5Model(
         config=config,
         encoder_config=encoder_config,
         transformer_encoder_layer_spec=encoder_block(encoder_config.num_layers),
         transformer_decoder_layer_spec=decoder_block(config.num_layers),
         **_usual(plugin, stage),
     )
-    return made
+    return model

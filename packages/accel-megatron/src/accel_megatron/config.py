@@ -70,15 +70,17 @@ _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd
 
 def _own_args(plugin: Any) -> dict[str, Any]:
     """The settings, then `other_megatron_args`; None means Megatron-LM's default."""
-    found = {theirs: getattr(plugin, ours) for ours, theirs in _OWN_NAMES.items()}
+    own_args = {theirs: getattr(plugin, ours) for ours, theirs in _OWN_NAMES.items()}
     if plugin.recompute_activations and plugin.recompute_granularity is None:
-        found["recompute_granularity"] = "selective"
-    if found["recompute_granularity"] == "full":
-        found["recompute_method"] = found["recompute_method"] or "uniform"
-        found["recompute_num_layers"] = found["recompute_num_layers"] or 1
+        own_args["recompute_granularity"] = "selective"
+    if own_args["recompute_granularity"] == "full":
+        own_args["recompute_method"] = own_args["recompute_method"] or "uniform"
+        own_args["recompute_num_layers"] = own_args["recompute_num_layers"] or 1
     # The precision-aware optimizer is an option of the distributed optimizer.
-    found["use_distributed_optimizer"] = bool(plugin.use_distributed_optimizer or plugin.use_precision_aware_optimizer)
-    megatron_args = {name: value for name, value in found.items() if value is not None}
+    own_args["use_distributed_optimizer"] = bool(
+        plugin.use_distributed_optimizer or plugin.use_precision_aware_optimizer
+    )
+    megatron_args = {name: value for name, value in own_args.items() if value is not None}
     return {**megatron_args, **(plugin.other_megatron_args or {})}
 
 
@@ -98,16 +100,16 @@ def _optimizer_args(plugin: Any, optimizer: Any) -> dict[str, Any]:
         )
     numbers = optimizer.defaults
     decay = numbers.get("weight_decay", 0.0)
-    found = {"optimizer": kind, "lr": float(numbers["lr"]), "weight_decay": decay}
-    found["start_weight_decay"] = decay if plugin.start_weight_decay is None else plugin.start_weight_decay
-    found["end_weight_decay"] = decay if plugin.end_weight_decay is None else plugin.end_weight_decay
+    optimizer_args = {"optimizer": kind, "lr": float(numbers["lr"]), "weight_decay": decay}
+    optimizer_args["start_weight_decay"] = decay if plugin.start_weight_decay is None else plugin.start_weight_decay
+    optimizer_args["end_weight_decay"] = decay if plugin.end_weight_decay is None else plugin.end_weight_decay
     if kind == "adam":
-        found["adam_beta1"], found["adam_beta2"] = numbers["betas"]
-        found["adam_eps"] = numbers["eps"]
-        found["decoupled_weight_decay"] = name.lower() != "adam"
+        optimizer_args["adam_beta1"], optimizer_args["adam_beta2"] = numbers["betas"]
+        optimizer_args["adam_eps"] = numbers["eps"]
+        optimizer_args["decoupled_weight_decay"] = name.lower() != "adam"
     else:
-        found["sgd_momentum"] = numbers["momentum"]
-    return found
+        optimizer_args["sgd_momentum"] = numbers["momentum"]
+    return optimizer_args
 
 
 def _precision_args(name: str) -> dict[str, Any]:
@@ -354,9 +356,9 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         fill_from_environment(self)
-        for name, known in settings_of(type(self)).items():
+        for name, declared in settings_of(type(self)).items():
             if getattr(self, name) is not None:
-                setattr(self, name, known.parse(str(getattr(self, name)), "argument"))
+                setattr(self, name, declared.parse(str(getattr(self, name)), "argument"))
         self.is_train_batch_min = BOOLEAN.parse(str(self.is_train_batch_min))
         self._check()
         self.DDP_impl = "custom" if self.custom_prepare_model_function is not None else "local"
@@ -492,34 +494,34 @@ def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
         SettingError: the model has no configuration.
         NotOffered: no function reads configurations of its type.
     """
-    asked = f"Cannot train {type(model).__name__} with Megatron-LM."
+    failure = f"Cannot train {type(model).__name__} with Megatron-LM."
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         raise SettingError(
-            asked,
+            failure,
             "Megatron-LM builds a new model and reads its sizes from `config.model_type`, which this model lacks.",
             "Use a model of transformers, or MegatronLMPlugin(custom_model_provider_function=...).",
         )
-    known = MODEL_CONFIGS_TO_MEGATRON_PARSERS
+    parsers = MODEL_CONFIGS_TO_MEGATRON_PARSERS
     # "t5" also matches "mt5"; an exact name has priority over a part of one.
-    name = kind if kind in known else next((part for part in known if part in str(kind).lower()), None)
+    name = kind if kind in parsers else next((part for part in parsers if part in str(kind).lower()), None)
     if name is None:
-        near = closest(str(kind), known)
+        near = closest(str(kind), parsers)
         raise NotOffered(
-            asked,
-            f"Its configuration is of the type {kind!r}; the supported types are {', '.join(known)}.",
+            failure,
+            f"Its configuration is of the type {kind!r}; the supported types are {', '.join(parsers)}.",
             (f"Did you mean {near!r}? " if near else "")
             + "Register a function for it with add_model_config_to_megatron_parser.",
         )
-    known[name](plugin, model, batch_data)
+    parsers[name](plugin, model, batch_data)
 
 
-def _take(plugin: Any, found: Mapping[str, Any]) -> None:
+def _take(plugin: Any, values: Mapping[str, Any]) -> None:
     """Add values of a model; values that the user set by Megatron-LM's names have priority."""
     said = plugin.other_megatron_args or {}
     kept = {"use_rotary_position_embeddings": plugin.use_rotary_position_embeddings}
     arguments = plugin.megatron_lm_default_args
-    arguments.update({name: value for name, value in found.items() if value is not None and name not in said})
+    arguments.update({name: value for name, value in values.items() if value is not None and name not in said})
     if kept["use_rotary_position_embeddings"] is not None and "position_embedding_type" not in said:
         arguments["position_embedding_type"] = "rope" if kept["use_rotary_position_embeddings"] else "learned_absolute"
 
@@ -642,8 +644,8 @@ def _decoder(plugin: Any, config: Any, batch_data: Any) -> dict[str, Any]:
 @add_model_config_to_megatron_parser("llama")
 def parse_llama_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a Llama."""
-    found = _decoder(megatron_lm_plugin, model.config, batch_data)
-    _take(megatron_lm_plugin, {**found, "add_qkv_bias": bool(getattr(model.config, "attention_bias", False))})
+    sizes = _decoder(megatron_lm_plugin, model.config, batch_data)
+    _take(megatron_lm_plugin, {**sizes, "add_qkv_bias": bool(getattr(model.config, "attention_bias", False))})
 
 
 @add_model_config_to_megatron_parser("glm4_moe")

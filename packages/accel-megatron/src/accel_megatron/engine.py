@@ -196,8 +196,8 @@ class MegatronEngine(Module):
                 "Call model(**batch), also with batches of Megatron-LM's own data sets.",
             )
         chunks = micro_batches(batch_data, plugin.micro_batch_size)
-        made: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
-        return (made if parts > 1 else made[0]), len(chunks)
+        iterators: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
+        return (iterators if parts > 1 else iterators[0]), len(chunks)
 
     # ------------------------------------------------------------------ outputs
 
@@ -206,13 +206,13 @@ class MegatronEngine(Module):
         names = [name for name in reports[0] if name != "logits"] if reports else []
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             names = self._names_of_last_stage(names)
-        found = {
+        means = {
             name: torch.stack([report[name].float() for report in reports]).mean()
             if reports
             else torch.zeros((), device=self._device)
             for name in names
         }
-        merged = {name: from_last_stage(loss.to(self._device)) for name, loss in found.items()}
+        merged = {name: from_last_stage(loss.to(self._device)) for name, loss in means.items()}
         if reports and "logits" in reports[0]:
             merged["logits"] = torch.cat([report["logits"] for report in reports])
         return merged
@@ -265,17 +265,17 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, 
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     samples = {name: value.shape[0] if value.ndim else 0 for name, value in tensors.items()}
-    asked = f"Cannot pass a batch of {samples} samples to Megatron-LM."
+    failure = f"Cannot pass a batch of {samples} samples to Megatron-LM."
     if not samples:
-        raise DataError(asked, "It has no tensors.", "Pass tensors with the samples as first dimension.")
+        raise DataError(failure, "It has no tensors.", "Pass tensors with the samples as first dimension.")
     if len(set(samples.values())) != 1:
         raise DataError(
-            asked, "Its tensors have different numbers of samples.", "Pass tensors with the same number of samples."
+            failure, "Its tensors have different numbers of samples.", "Pass tensors with the same number of samples."
         )
     count = next(iter(samples.values()))
     if not size or not count or count % size:
         raise DataError(
-            asked,
+            failure,
             f"The batch cannot be divided into micro-batches of {size} samples.",
             "Use the prepared loaders, with even_batches=True (the default) or with drop_last=True.",
         )
@@ -397,13 +397,15 @@ def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
         CheckpointError: the checkpoint is missing or damaged, contains code, or belongs to another model.
     """
     place = folder / FOLDER
-    asked = f"Cannot load the Megatron-LM checkpoint {place}."
+    failure = f"Cannot load the Megatron-LM checkpoint {place}."
     process = current.process_or_start()
-    common = raise_on_any_rank(process, "megatron", lambda: _look_through(asked, place), asked, error=CheckpointError)
+    common = raise_on_any_rank(
+        process, "megatron", lambda: _look_through(failure, place), failure, error=CheckpointError
+    )
     wants_optimizer = not plugin.no_load_optim
     if wants_optimizer and not common["has_optimizer"]:
         raise CheckpointError(
-            asked,
+            failure,
             "The checkpoint was saved without optimizer states.",
             "Set MegatronLMPlugin(no_load_optim=True) to start with new ones.",
         )
@@ -412,31 +414,31 @@ def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     if same:
         state[_GENERATORS] = _generators()
     try:
-        found = dist_checkpointing.load(state, str(place))
+        loaded = dist_checkpointing.load(state, str(place))
     except Exception as error:
         # Megatron-LM raises many kinds of errors here; each means that the files do not fit.
         raise CheckpointError(
-            asked,
+            failure,
             f"The checkpoint does not fit this model: {error}",
             "Load a checkpoint of a model with the same sizes.",
         ) from error
-    _restore(engine, plugin, found, same and wants_optimizer, wants_optimizer)
+    _restore(engine, plugin, loaded, same and wants_optimizer, wants_optimizer)
 
 
-def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool, optimizer: bool) -> None:
+def _restore(engine: Any, plugin: MegatronLMPlugin, loaded: Any, generators: bool, optimizer: bool) -> None:
     for index, part in enumerate(engine.module):
-        _innermost(part).load_state_dict(found[_part_name(index)])
-    engine.iteration = found["iteration"]
-    plugin.consumed_samples = list(found["consumed_samples"])
+        _innermost(part).load_state_dict(loaded[_part_name(index)])
+    engine.iteration = loaded["iteration"]
+    plugin.consumed_samples = list(loaded["consumed_samples"])
     if not optimizer:
         # The optimizer's 32-bit copies start from the loaded weights.
         inner_optimizer(engine.optimizer).reload_model_params()
         return
-    inner_optimizer(engine.optimizer).load_state_dict(found["optimizer"])
-    if engine.scheduler is not None and "opt_param_scheduler" in found:
-        engine.scheduler.load_state_dict(found["opt_param_scheduler"])
+    inner_optimizer(engine.optimizer).load_state_dict(loaded["optimizer"])
+    if engine.scheduler is not None and "opt_param_scheduler" in loaded:
+        engine.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if generators:
-        tensor_parallel.get_cuda_rng_tracker().set_states(found[_GENERATORS])
+        tensor_parallel.get_cuda_rng_tracker().set_states(loaded[_GENERATORS])
 
 
 def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
@@ -507,17 +509,17 @@ def _is_first() -> bool:
     return dist.get_rank() == 0
 
 
-def _look_through(asked: str, place: Path) -> dict[str, Any]:
+def _look_through(failure: str, place: Path) -> dict[str, Any]:
     """The content of the folder besides tensors, read without running code from the files."""
     if not (place / ".metadata").is_file():
-        raise CheckpointError(asked, "The folder with Megatron-LM's files does not exist.", "Use another checkpoint.")
+        raise CheckpointError(failure, "The folder with Megatron-LM's files does not exist.", "Use another checkpoint.")
     check_objects(place)
     pickled.read(place / "common.pt", map_location="meta")
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(place))
     except Exception as error:
-        raise CheckpointError(asked, f"common.pt cannot be read: {error}", "Load another checkpoint.") from error
+        raise CheckpointError(failure, f"common.pt cannot be read: {error}", "Load another checkpoint.") from error
     missing = {"degrees", "iteration", "has_optimizer"} - common.keys()
     if missing:
-        raise CheckpointError(asked, f"It lacks {', '.join(sorted(missing))}.", "Load a checkpoint of save_state().")
+        raise CheckpointError(failure, f"It lacks {', '.join(sorted(missing))}.", "Load a checkpoint of save_state().")
     return common

@@ -243,7 +243,7 @@ def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any
     if plugin.custom_megatron_datasets_provider_function is not None:
         return plugin.custom_megatron_datasets_provider_function
 
-    def made(train_val_test_num_samples: Sequence[int]) -> Sequence[Any]:
+    def build_datasets(train_val_test_num_samples: Sequence[int]) -> Sequence[Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
         kind, config = _dataset(plugin)
@@ -251,7 +251,7 @@ def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any
         datasets: Sequence[Any] = builder.build()
         return datasets
 
-    return made
+    return build_datasets
 
 
 def _is_built_here() -> bool:
@@ -305,11 +305,11 @@ def iterators(plugin: MegatronLMPlugin) -> tuple[Any, Any, Any]:
     """Infinite iterators over training, validation and test data; None for one without data."""
     datasets = provider(plugin)(lengths(plugin))
     begun = list(plugin.consumed_samples or (0, 0, 0))
-    made = [
+    endless = [
         None if dataset is None else _endless(dataset, plugin, consumed)
         for dataset, consumed in zip(datasets, begun, strict=True)
     ]
-    return made[0], made[1], made[2]
+    return endless[0], endless[1], endless[2]
 
 
 def _endless(dataset: Any, plugin: MegatronLMPlugin, consumed: int) -> Iterator[Any]:

@@ -52,9 +52,9 @@ class _Module:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         REQUIREMENT.demand(f"Cannot use {self._name}.{attribute}.")
-        found = getattr(importlib.import_module(self._name), attribute)
-        vars(self)[attribute] = found
-        return found
+        value = getattr(importlib.import_module(self._name), attribute)
+        vars(self)[attribute] = value
+        return value
 
 
 parallel_state: Final[Any] = _Module("megatron.core.parallel_state")
@@ -139,15 +139,15 @@ def _check_same(plugin: MegatronLMPlugin) -> None:
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    asked = (
+    configured = (
         plugin.tp_degree,
         plugin.pp_degree,
         plugin.context_parallel_size,
         plugin.expert_model_parallel_size,
     )
-    if existing != asked:
+    if existing != configured:
         raise Conflict(
-            f"Cannot use the degrees {asked} of Megatron-LM (tensor, pipeline, context, expert).",
+            f"Cannot use the degrees {configured} of Megatron-LM (tensor, pipeline, context, expert).",
             f"Process groups of the degrees {existing} exist already.",
             "Use the same degrees, or end the other run first.",
         )

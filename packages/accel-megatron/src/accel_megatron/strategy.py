@@ -116,14 +116,14 @@ class MegatronStrategy(Strategy):
             return bundle
         (model,), (optimizer,) = bundle.models, bundle.optimizers
         building.take_sizes(self.config, bundle, self.shards().count)
-        made = building.start_megatron(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
-        self.engine = MegatronEngine(self._megatron_context, *made)
+        started = building.start_megatron(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
+        self.engine = MegatronEngine(self._megatron_context, *started)
         gradient = self.context.gradient
-        wrapped = MegatronLMOptimizerWrapper(made.optimizer, gradient)
+        wrapped = MegatronLMOptimizerWrapper(started.optimizer, gradient)
         self.engine.optimizer = wrapped
         bundle.models[:], bundle.optimizers[:] = [self.engine], [wrapped]
-        if made.scheduler is not None and bundle.schedulers:
-            bundle.schedulers[:] = [MegatronLMSchedulerWrapper(made.scheduler, [wrapped], gradient)]
+        if started.scheduler is not None and bundle.schedulers:
+            bundle.schedulers[:] = [MegatronLMSchedulerWrapper(started.scheduler, [wrapped], gradient)]
         return bundle
 
     def unwrap(self, model: Module) -> Module:

@@ -137,10 +137,10 @@ class GPTTrainStep(AbstractTrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
         def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor]:
             read = _next(data_iterator, accelerator.device)
-            made = self._of_megatron(read) if megatron_dataset_flag else self._of_transformers(read)
+            inputs = self._of_megatron(read) if megatron_dataset_flag else self._of_transformers(read)
             if parallel_state.get_context_parallel_world_size() > 1:
-                return dict(tools.get_batch_on_this_cp_rank(made))
-            return made
+                return dict(tools.get_batch_on_this_cp_rank(inputs))
+            return inputs
 
         return get_batch
 
@@ -148,17 +148,19 @@ class GPTTrainStep(AbstractTrainStep):
         tokens = _named(batch, "input_ids", "GPT").long()
         seen = batch.get("attention_mask", torch.ones_like(tokens))
         targets = batch.get("labels", tokens.masked_fill(seen == 0, IGNORED))
-        return self._made(tokens, shifted_left(targets.long()), seen)
+        return self._named_inputs(tokens, shifted_left(targets.long()), seen)
 
     def _of_megatron(self, batch: Batch) -> dict[str, Tensor]:
         if "text" in batch:
             text = batch["text"].long()
-            return self._made(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.ones_like(text[:, :-1]))
-        made = self._made(batch["tokens"].long(), batch["labels"].long(), torch.ones_like(batch["tokens"]))
-        given = {name: batch[name] for name in ("loss_mask", "position_ids", "attention_mask") if name in batch}
-        return {**made, **given}
+            return self._named_inputs(
+                text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.ones_like(text[:, :-1])
+            )
+        inputs = self._named_inputs(batch["tokens"].long(), batch["labels"].long(), torch.ones_like(batch["tokens"]))
+        further = {name: batch[name] for name in ("loss_mask", "position_ids", "attention_mask") if name in batch}
+        return {**inputs, **further}
 
-    def _made(self, tokens: Tensor, targets: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    def _named_inputs(self, tokens: Tensor, targets: Tensor, seen: Tensor) -> dict[str, Tensor]:
         counted = targets != IGNORED
         if self.eod_mask_loss and self.eod_token is not None:
             counted &= tokens != self.eod_token
@@ -244,7 +246,7 @@ class BertTrainStep(AbstractTrainStep):
     @staticmethod
     def _of_transformers(batch: Batch) -> dict[str, Tensor]:
         tokens, labels = _named(batch, "input_ids", "BERT").long(), _named(batch, "labels", "BERT").long()
-        made = {
+        inputs = {
             "tokens": tokens,
             "types": batch.get("token_type_ids", torch.zeros_like(tokens)).long(),
             "seen": batch.get("attention_mask", torch.ones_like(tokens)).long(),
@@ -252,7 +254,7 @@ class BertTrainStep(AbstractTrainStep):
             "loss_mask": (labels != IGNORED).float(),
         }
         order = batch.get("next_sentence_label")
-        return made if order is None else {**made, "sentence_order": order.long()}
+        return inputs if order is None else {**inputs, "sentence_order": order.long()}
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool = True, num_labels: int = 2) -> LossFunction:
         if not pretraining_flag:
@@ -342,15 +344,15 @@ class T5TrainStep(AbstractTrainStep):
 
     def _of_megatron(self, batch: Batch) -> dict[str, Tensor]:
         seen = batch["enc_mask"]
-        made = self._made(batch["text_enc"].long(), batch["text_dec"].long(), batch["labels"].long(), seen)
-        return {**made, "loss_mask": batch["loss_mask"].float()}
+        inputs = self._named_inputs(batch["text_enc"].long(), batch["text_dec"].long(), batch["labels"].long(), seen)
+        return {**inputs, "loss_mask": batch["loss_mask"].float()}
 
     def _of_transformers(self, batch: Batch) -> dict[str, Tensor]:
         tokens, labels = _named(batch, "input_ids", "T5").long(), _named(batch, "labels", "T5").long()
         decoder = batch.get("decoder_input_ids", shifted_right(labels, self._start)).long()
-        return self._made(tokens, decoder, labels, batch.get("attention_mask", torch.ones_like(tokens)))
+        return self._named_inputs(tokens, decoder, labels, batch.get("attention_mask", torch.ones_like(tokens)))
 
-    def _made(self, tokens: Tensor, decoder: Tensor, labels: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    def _named_inputs(self, tokens: Tensor, decoder: Tensor, labels: Tensor, seen: Tensor) -> dict[str, Tensor]:
         """All inputs of a step; an encoder mask that is already square is not changed."""
         per_token = seen if seen.dim() == 2 else seen.any(dim=-1)
         return {
@@ -393,13 +395,15 @@ class StepOutput(dict[str, Any]):
 
 def _batch_function(step: AbstractTrainStep, accelerator: Any, plugin: Any) -> Callable[[Iterator[Any]], Any]:
     custom = plugin.custom_get_batch_function
-    made: Callable[[Iterator[Any]], Any] = (custom or step.get_batch_func)(accelerator, plugin.megatron_dataset_flag)
-    return made
+    get_batch: Callable[[Iterator[Any]], Any] = (custom or step.get_batch_func)(
+        accelerator, plugin.megatron_dataset_flag
+    )
+    return get_batch
 
 
 def _loss_function(step: AbstractTrainStep, accelerator: Any, plugin: Any) -> LossFunction:
-    made: LossFunction = (plugin.custom_loss_function or step.get_loss_func)(accelerator)
-    return made
+    loss_function: LossFunction = (plugin.custom_loss_function or step.get_loss_func)(accelerator)
+    return loss_function
 
 
 def train_step_for(accelerator: Any, args: Any) -> Any:
@@ -422,8 +426,8 @@ def shifted_left(labels: Tensor) -> Tensor:
 
 def shifted_right(labels: Tensor, start: int) -> Tensor:
     """The decoder's inputs for labels: a start token, then the previous labels. (batch, length)"""
-    given = labels.masked_fill(labels == IGNORED, start)
-    return torch.cat([given.new_full((len(given), 1), start), given[:, :-1]], dim=1)
+    filled = labels.masked_fill(labels == IGNORED, start)
+    return torch.cat([filled.new_full((len(filled), 1), start), filled[:, :-1]], dim=1)
 
 
 def _document(ends: Tensor) -> Tensor:
