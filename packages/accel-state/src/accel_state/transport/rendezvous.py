@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -32,6 +33,7 @@ from accel_state.topology import Topology
 from accel_state.transport.base import Transport
 from accel_state.transport.control import find_absent
 from accel_state.transport.signature import Signer
+from accel_state.untrusted import printable
 
 __all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
@@ -348,8 +350,8 @@ def check_ranks(
             store.set(_CHECKED, signer.sign(_CHECKED, 0, fault.encode()))
         else:
             store.wait([_CHECKED], timeout)
-            said = signer.read(_CHECKED, bytes(store.get(_CHECKED)))
-            fault = f"{_UNSIGNED} 0" if said is None else said.decode() or fault
+            said = _read_fault(store, signer, _CHECKED)
+            fault = f"{_UNSIGNED} 0" if said is None else said or fault
     except RuntimeError as error:
         raise CollectiveError(
             _cannot_meet(topology, url),
@@ -363,7 +365,9 @@ def check_ranks(
 
 _TWICE: Final = "twice"
 _UNSIGNED: Final = "unsigned"
-"""Faults, each followed by ranks; the first is also the key with the rank of two processes."""
+"""Faults, each followed by ranks; the first is also the key of a fault that another process than rank 0 has found."""
+
+_FAULT: Final = re.compile(rb"(?:twice|unsigned) \d{1,9}(?:, \d{1,9})*|")
 
 _CHECKED: Final = "checked"
 """Key of the fault that rank 0 has found, or of an empty text."""
@@ -380,7 +384,7 @@ def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
             store.set(key, own)
         else:
             fault = f"{_TWICE} {topology.rank}"
-            store.set(_TWICE, str(topology.rank))
+            store.set(_TWICE, signer.sign(_TWICE, topology.rank, fault.encode()))
     if store.add("came", 1) == topology.world_size:
         store.set("all came", "")
     return fault
@@ -388,16 +392,27 @@ def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
 
 def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
     """The first fault that rank 0 finds after all processes connected, as text; empty without one."""
-    if store.check([_TWICE]):
-        return f"{_TWICE} {store.get(_TWICE).decode()}"
+    twice = _read_fault(store, signer, _TWICE) if store.check([_TWICE]) else None
+    if twice:
+        return twice
     keys = [f"came/{rank}" for rank in range(topology.world_size)]
     messages = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     payloads = [signer.read(key, bytes(text)) for key, text in zip(keys, messages, strict=True)]
     unsigned = [str(rank) for rank, message in enumerate(payloads) if message is None]
     if unsigned:
         return f"{_UNSIGNED} {', '.join(unsigned[:_MAX_NAMED_RANKS])}"
-    _warn_of_shared_devices([message.decode().partition(" ")[2] for message in payloads if message is not None])
+    devices = [message.decode(errors="replace").partition(" ")[2] for message in payloads if message is not None]
+    _warn_of_shared_devices([printable(device) for device in devices])
     return ""
+
+
+def _read_fault(store: Any, signer: Signer, key: str) -> str | None:
+    """The fault under a key, empty for none; None if no process of the run has written it.
+
+    Without a secret any program may have written it. Errors quote it, so no text but that of a fault is accepted.
+    """
+    said = signer.read(key, bytes(store.get(key)))
+    return None if said is None or _FAULT.fullmatch(said) is None else said.decode()
 
 
 def _warn_of_shared_devices(devices: Sequence[str]) -> None:
