@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from accel_state import PartialState, current
 from accel_state.transport.base import Transport
 from accel_state.transport.gloo import ALL_TO_ALL_LIMIT
+from accel_state.transport.torch_dist import TorchDistTransport
 from accel_testing.processes import Processes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -157,3 +159,20 @@ def owns_its_group() -> bool:
 
 def test_messages_do_not_mix_with_those_of_the_script(group: Processes) -> None:
     assert all(group.run(owns_its_group))
+
+
+def makes_a_store() -> str:
+    joined()
+    # As over a group of MPI, which has none.
+    transport = TorchDistTransport(torch.device("cpu"), timedelta(seconds=100))
+    store = transport.store()
+    assert store is not None
+    if transport.rank == 0:
+        store.set("key", "from rank 0")
+    said = bytes(store.get("key")).decode()
+    transport.barrier()  # rank 0 hosts the store
+    return said
+
+
+def test_rank_0_hosts_a_store_for_a_group_without_one(group: Processes) -> None:
+    assert set(group.run(makes_a_store)) == {"from rank 0"}

@@ -26,6 +26,7 @@ from accel_megatron.parallel import (
     tensor_parallel,
 )
 from accel_megatron.train_steps import StepOutput, train_step_for
+from accel_ops import broadcast_object_list
 from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.shards import check_objects
@@ -221,7 +222,7 @@ class MegatronEngine(Module):
         shared = [names]
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         group = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.broadcast_object_list(shared, src=source, group=group)
+        broadcast_object_list(shared, src=source, group=group)
         return shared[0]
 
     def _output(self, report: Mapping[str, Tensor]) -> Any:

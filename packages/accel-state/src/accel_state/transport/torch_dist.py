@@ -37,6 +37,9 @@ _REDUCTIONS: Final = {
     "min": dist.ReduceOp.MIN,
 }
 
+_ADDRESS_BYTES: Final = 512
+"""More than the longest host name with a port."""
+
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch 2.13 renamed it and warns about the old name; earlier releases have the old name only."""
 
@@ -152,12 +155,16 @@ class TorchDistTransport(Transport):
 
     def _host_store(self) -> Any:
         """A store on rank 0, for groups without one, such as those of MPI."""
-        host, hosted, address = socket.gethostname(), None, [("", 0)]
+        host, hosted, address = socket.gethostname(), None, bytearray(_ADDRESS_BYTES)
         if self.rank == 0:
             hosted = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            address = [(host, hosted.port)]
-        dist.broadcast_object_list(address, src=0, group=self._header)
-        return hosted or dist.TCPStore(*address[0], is_master=False)  # type: ignore[attr-defined]
+            text = f"{hosted.port} {host}".encode()
+            address[: len(text)] = text
+        # As a tensor: the objects of torch.distributed are pickles without a signature.
+        sent = torch.frombuffer(address, dtype=torch.uint8)
+        dist.broadcast(sent, src=0, group=self._header)
+        port, _, host = bytes(address).rstrip(b"\0").decode().partition(" ")
+        return hosted or dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
 
     def _is_pair(self, tensor: torch.Tensor) -> bool:
         return self.world_size == 2 and self._over_gloo(tensor, self._data)
