@@ -94,12 +94,22 @@ def test_the_tracker_and_the_store_that_it_would_be_are_errors(monkeypatch, tmp_
         assert "\x1b" not in str(caught.value)
 
 
-def test_what_it_prints_is_not_in_the_output(accel, tmp_path):
-    install(tmp_path, "talks", "print('hello')\nPLUGIN = None")
-    finished = accel("backends", "--json", env={"PYTHONPATH": str(tmp_path)})
-    assert "hello" in finished.stderr
+TALKS = """
+import os, subprocess, sys
+print("printed", end="")
+os.write(1, b"written")
+subprocess.run([sys.executable, "-c", "print('by a child', end='')"])
+PLUGIN = None
+"""
+
+
+@pytest.mark.parametrize("command", [["backends", "--no_probe"], ["backends"], ["doctor"], ["env"], ["explain"]])
+def test_what_it_writes_is_not_in_the_output(accel, tmp_path, command):
+    install(tmp_path, "talks", TALKS)
+    finished = accel(*command, "--json", env={"PYTHONPATH": str(tmp_path)})
     json.loads(finished.stdout)
-    json.loads(accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    if command[0] == "backends":
+        assert all(text in finished.stderr for text in ("printed", "written", "by a child"))
 
 
 def test_its_name_is_escaped_in_every_list(accel, tmp_path):
@@ -113,16 +123,16 @@ def test_its_name_is_escaped_in_every_list(accel, tmp_path):
 
 
 def test_an_interrupt_by_the_user_still_ends_the_command(tmp_path):
-    body = "import os, sys, time\nos.write(1, b'importing\\n')\nwhile True:\n    time.sleep(0.05)"
+    body = "import os, sys, time\nos.write(2, b'importing\\n')\nwhile True:\n    time.sleep(0.05)"
     install(tmp_path, "slow", body, ("backends",))
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_cli.main", "backends", "--no_probe"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == b"importing\n"
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
 

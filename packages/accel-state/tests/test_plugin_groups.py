@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 
 from accel_state.errors import AccelError, Missing, PluginError, SettingError
-from accel_state.plugins import Interface, LoadedPlugin, Plugin, PluginGroup, contained, forget_plugins, plugins_of
+from accel_state.plugins import (
+    Interface,
+    LoadedPlugin,
+    Plugin,
+    PluginGroup,
+    contained,
+    forget_plugins,
+    output_protected,
+    plugins_of,
+)
 
 FAILED = "Cannot use the toy 'x'."
 ESCAPE = "\x1b[2Jgone"
@@ -129,11 +139,36 @@ def test_a_broken_plugin_affects_no_other_one(install: Install) -> None:
     assert toys().find("x", FAILED).get(FAILED) == 3
 
 
-def test_what_a_plugin_prints_is_not_in_the_output(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    install("x", "print('hello')\ndef TOY(): print('again')")
-    loaded(toys(called=True))
+COMMAND = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from accel_state.plugins import Interface, PluginGroup, output_protected
+print("before")
+with output_protected():
+    toys = PluginGroup("accel.toys", "toy", interface=Interface(called=True)).loaded()
+print(toys[0].value)
+"""
 
-    assert capsys.readouterr() == ("", "hello\nagain\n")
+
+@pytest.mark.parametrize(
+    ("source", "errors"),
+    [
+        ("import os\nos.write(1, b'hello')\ndef TOY(): print(' again'); return 1", "hello again\n"),
+        ("import os\nos.close(1)\ndef TOY(): return 1", ""),
+    ],
+)
+def test_what_a_plugin_writes_is_not_in_a_protected_output(install: Install, source: str, errors: str) -> None:
+    install("x", source)
+    finished = subprocess.run([sys.executable, "-c", COMMAND, *sys.path], capture_output=True, text=True, timeout=250)
+    assert (finished.stdout, finished.stderr) == ("before\n1\n", errors)
+
+
+def test_a_plugin_that_keeps_the_output_writes_to_it_later(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "import sys\nprint('imported')\nKEPT = sys.stdout\ndef TOY(): KEPT.write('called')"
+    install("x", source)
+    loaded(toys()).value()
+
+    assert capsys.readouterr() == ("imported\ncalled", "")
 
 
 def test_handlers_of_the_program_are_called_and_kept() -> None:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from accel_cli.command import Command, described, find_command, installed_commands
 from accel_state.errors import AccelError, LaunchError
+from accel_state.plugins import output_protected
 
 __all__ = ("console", "main")
 
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     try:
-        code = _run(arguments, prog)
+        with output_protected():
+            code = _run(arguments, prog)
         sys.stdout.flush()
         return code
     except AccelError as error:

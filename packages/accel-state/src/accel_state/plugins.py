@@ -6,7 +6,8 @@ stores. A group promises:
 - Finding imports nothing. `importlib.metadata` reads and parses the metadata of every distribution; this module looks
   only at the `entry_points.txt` files on `sys.path` that mention one of our groups, which is about fifty times faster.
 - A plugin that cannot be loaded affects no other one. It is listed with its traceback, and only its use is an error.
-- While a plugin is imported, it can neither end the process nor print into the output of a command.
+- While a plugin is imported, it cannot end the process. If the process has called `output_protected`, as a command does,
+  neither the plugin nor a C library or process that it starts can write into its output.
 - The names of plugins are printable text: characters that control a terminal are escaped.
 - What can go wrong has one text for all groups: an unknown name (`SettingError`), a name that several packages provide,
   a broken plugin, an object of the wrong type, name or version of the interface (`PluginError`), and a requirement that
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -26,11 +27,15 @@ from accel_state.errors import AccelError, Missing, PluginError, SettingError
 from accel_state.library import OWN_PACKAGES, add_library
 from accel_state.settings.installed import folder_names
 
-__all__ = ("Interface", "LoadedPlugin", "Plugin", "PluginGroup", "contained", "forget_plugins", "plugins_of")
+__all__ = ("Interface", "LoadedPlugin", "Plugin", "PluginGroup", "contained", "forget_plugins", "output_protected", "plugins_of")
 
 T = TypeVar("T")
 
 _PREFIX: Final = "[accel."
+
+_OUTPUT: Final = 1
+_ERRORS: Final = 2
+"""File descriptors of the standard streams."""
 
 
 class Plugin(NamedTuple):
@@ -392,16 +397,14 @@ def _load(plugin: Plugin, noun: str, interface: Interface) -> LoadedPlugin[Any]:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run code of a plugin, so that it can neither end this process nor write into the output of a command.
+    """Run code of a plugin, so that it cannot end this process; see `output_protected` for what it writes.
 
-    What it prints is written to standard error. An interrupt by the user ends the process as always.
+    An interrupt by the user ends the process as always.
 
     Raises:
         ImportError: the code called `sys.exit`, or raised another exception that is not an error.
     """
-    from contextlib import redirect_stdout
-
-    with _interrupts() as interrupts, redirect_stdout(sys.stderr):
+    with _interrupts() as interrupts, _output_to_errors() if _is_output_protected else nullcontext():
         try:
             yield
         except Exception:
@@ -411,6 +414,43 @@ def contained() -> Iterator[None]:
                 raise
             shown = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raise {error!r}"
             raise ImportError(f"Its code tried to end this process with: {shown}") from error
+
+
+_is_output_protected = False
+
+
+@contextmanager
+def output_protected() -> Iterator[None]:
+    """In this block, what code of plugins writes to standard output goes to standard error.
+
+    It is for programs whose output other programs read, such as `accel`. Other processes keep their standard output:
+    redirecting it would also redirect their other threads, and children that a plugin starts.
+    """
+    global _is_output_protected
+    before, _is_output_protected = _is_output_protected, True
+    try:
+        yield
+    finally:
+        _is_output_protected = before
+
+
+@contextmanager
+def _output_to_errors() -> Iterator[None]:
+    """Redirect the file descriptor, because C libraries and child processes do not write to `sys.stdout`.
+
+    `sys.stdout` itself stays as it is: a module may keep it, for example for a handler of `logging`.
+    """
+    sys.stdout.flush()
+    output = os.dup(_OUTPUT)
+    try:
+        os.dup2(_ERRORS, _OUTPUT)
+        yield
+    finally:
+        with suppress(AttributeError, OSError, ValueError):
+            # The plugin may have closed or replaced it.
+            sys.stdout.flush()
+        os.dup2(output, _OUTPUT)
+        os.close(output)
 
 
 @contextmanager

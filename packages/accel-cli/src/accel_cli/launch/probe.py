@@ -95,13 +95,17 @@ def _ask(manifest: Any, process: Any) -> dict[str, Any]:
 
 
 def main(what: str) -> None:
-    """Print what was found on the last line of the output."""
+    """Print what was found on the last line of the output; anything else that is written to it goes to the errors."""
+    # Torch, plugins and their C libraries may write at any time, also without ending the line.
+    output = os.dup(1)
+    os.dup2(2, 1)
     if what == "backends":
         warnings.simplefilter("ignore")
         found = probe_backends()
     else:
         found = describe_devices() if what == "descriptions" else probe_devices()
-    print(json.dumps(found))
+    with open(output, "w", encoding="utf-8") as file:
+        print(json.dumps(found), file=file)
 
 
 if __name__ == "__main__":
