@@ -200,6 +200,7 @@ def test_a_broken_machine(accel, tmp_path):
         finished = accel(*arguments, env={"PYTHONPATH": str(tmp_path / "shadow")})
     assert finished.returncode == 1
     assert "libcudart.so.99 is missing" in finished.stdout
+    assert "-> Test torch: python -c 'import torch'. If that fails, reinstall torch." in finished.stdout
     assert f"(pid {os.getpid()})" in finished.stdout
     assert "-> Set another port" in finished.stdout
 
@@ -219,6 +220,23 @@ def test_a_backend_whose_strategy_cannot_be_imported(accel, tmp_path):
     assert [finding["verdict"] for finding in told] == [WARNING]
     assert told[0]["told"].startswith("torn of torn-package 1.0 could not be loaded: ModuleNotFoundError: No module")
     assert told[0]["remedy"] == "Repair, update or remove torn-package."
+
+
+def test_a_backend_that_ends_the_probe_is_a_reason_to_remove_it(accel, tmp_path):
+    (tmp_path / "torn_manifest.py").write_text(
+        "from accel_plugins.manifest import Manifest\n"
+        "MANIFEST = Manifest(name='torn', strategy='torn_strategy:Torn', tier=3)\n"
+    )
+    (tmp_path / "torn_strategy.py").write_text("import os\nos._exit(7)\n")
+    (tmp_path / "torn_package-1.0.dist-info").mkdir()
+    (tmp_path / "torn_package-1.0.dist-info" / "entry_points.txt").write_text(
+        "[accel.backends]\ntorn = torn_manifest:MANIFEST\n"
+    )
+    finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
+    (said,) = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "backends"]
+    assert said["told"] == "Whether they can be loaded is not known: Exit code 7."
+    assert "If that works, remove one after the other: " in said["remedy"]
+    assert "torn-package" in said["remedy"]
 
 
 def test_installed_packages_add_examinations(accel, tmp_path):

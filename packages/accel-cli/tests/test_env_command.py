@@ -84,6 +84,25 @@ def test_devices_that_do_not_answer_are_said(accel, tmp_path):
     assert "The simulated devices did not answer: RuntimeError('lost the bus')" in accel("doctor", env=variables).stdout
 
 
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have the simulated device here")
+def test_devices_that_end_whoever_initialises_them_are_counted(accel, tmp_path):
+    body = (
+        "    def lost(*_):\n        import os, sys\n        print('bus error', file=sys.stderr, flush=True)\n"
+        "        os._exit(7)\n    DeviceModule.get_device_name = lost\n"
+    )
+    variables = with_devices(tmp_path, 2, body)
+    devices = json.loads(accel("env", "--json", env=variables).stdout)["devices"]
+    assert devices["torch"].startswith(metadata.version("torch").partition("+")[0])
+    assert devices["simulated"] == 2
+    assert devices["devices"] == "did not answer: The query of torch failed: bus error"
+    findings = json.loads(accel("doctor", "--json", env=variables).stdout)
+    assert ("torch", "ok") in [(finding["subject"], finding["verdict"]) for finding in findings]
+    said = {finding["told"]: finding for finding in findings if finding["subject"] == "devices"}
+    assert any("2 simulated" in told for told in said)
+    silent = said["The devices did not answer: The query of torch failed: bus error"]
+    assert (silent["verdict"], silent["remedy"]) == ("warning", "Check their driver.")
+
+
 def test_a_broken_torch_is_said_and_does_no_harm(accel, tmp_path):
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "torch.py").write_text("raise ImportError('libcudart.so.99 is missing')")

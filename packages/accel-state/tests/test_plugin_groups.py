@@ -163,7 +163,9 @@ def test_what_a_plugin_writes_is_not_in_a_protected_output(install: Install, sou
     assert (finished.stdout, finished.stderr) == ("before\n1\n", errors)
 
 
-def test_a_plugin_that_keeps_the_output_writes_to_it_later(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_that_keeps_the_output_writes_to_it_later(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = "import sys\nprint('imported')\nKEPT = sys.stdout\ndef TOY(): KEPT.write('called')"
     install("x", source)
     loaded(toys()).value()

@@ -27,7 +27,16 @@ from accel_state.errors import AccelError, Missing, PluginError, SettingError
 from accel_state.library import OWN_PACKAGES, add_library
 from accel_state.settings.installed import folder_names
 
-__all__ = ("Interface", "LoadedPlugin", "Plugin", "PluginGroup", "contained", "forget_plugins", "output_protected", "plugins_of")
+__all__ = (
+    "Interface",
+    "LoadedPlugin",
+    "Plugin",
+    "PluginGroup",
+    "contained",
+    "forget_plugins",
+    "output_protected",
+    "plugins_of",
+)
 
 T = TypeVar("T")
 

@@ -114,13 +114,15 @@ def _system() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    from accel_cli.launch.devices import ask_torch
+    from accel_cli.launch.devices import describe_devices
 
     try:
-        answer = ask_torch("Cannot list the devices of this machine.", describe=True)
+        answer = describe_devices("Cannot list the devices of this machine.")
     except AccelError as error:
         return {"unknown": error.obstacle}
     silent = {f"{name} devices": f"did not answer: {error}" for name, error in answer["silent"].items()}
+    if answer["undescribed"]:
+        silent["devices"] = f"did not answer: {answer['undescribed']}"
     known = {**answer["families"], **answer["described"], **answer["software"]}
     return {"torch": answer["torch"], **known, **answer["failed"], **silent}
 

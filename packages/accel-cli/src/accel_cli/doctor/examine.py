@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.launch.check import check_here
-from accel_cli.launch.devices import ask_torch
+from accel_cli.launch.devices import describe_devices
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
@@ -62,6 +62,9 @@ _LEAST_SHARED_MEMORY: Final = 512 * 2**20
 _LEAST_OPEN_FILES: Final = 1024
 _LEAST_DISK: Final = 2**30
 
+_TEST_TORCH: Final = "Test torch: python -c 'import torch'."
+_OWN_BACKENDS: Final = "accel-plugins"
+
 
 def examine(request: Request) -> Iterator[Finding]:
     """Run every check of this machine, one after the other."""
@@ -77,9 +80,9 @@ def _python(request: Request) -> Iterator[Finding]:
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
     try:
-        answer = ask_torch("Cannot check torch.", describe=True)
+        answer = describe_devices("Cannot check torch.")
     except AccelError as error:
-        yield Finding("torch", ERROR, error.obstacle, "Reinstall torch.")
+        yield Finding("torch", ERROR, error.obstacle, f"{_TEST_TORCH} If that fails, reinstall torch.")
         return
     yield Finding("torch", OK, answer["torch"])
     counts = ", ".join(f"{count} {name}" for name, count in answer["families"].items())
@@ -88,6 +91,9 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
         yield Finding(device, OK, description)
     if answer["software"]:
         yield Finding("drivers", OK, ", ".join(f"{name} {version}" for name, version in answer["software"].items()))
+    if answer["undescribed"]:
+        told = f"The devices did not answer: {answer['undescribed']}"
+        yield Finding("devices", WARNING, told, "Check their driver.")
     for name, reason in answer["silent"].items():
         yield Finding("devices", WARNING, f"The {name} devices did not answer: {reason}", "Check their driver.")
     for reason in answer["failed"].values():
@@ -98,12 +104,18 @@ def _backends(request: Request) -> Iterator[Finding]:
     from accel_cli.launch.probed_backends import ask, rows
 
     answers, unanswered = ask(os.environ)
-    broken = [row for row in rows(answers) if row.failure]
+    listed = rows(answers)
+    broken = [row for row in listed if row.failure]
     for row in broken:
         told = f"{row.name} of {row.package} {row.version} could not be loaded: {row.obstacle}"
         yield Finding("backends", WARNING, told, f"Repair, update or remove {row.package}.")
     if unanswered:
-        yield Finding("backends", WARNING, f"Whether they can be loaded is not known: {unanswered}", "Repair torch.")
+        # A backend can end or stop the probe, which loads all of them.
+        others = sorted({row.package for row in listed if row.package != _OWN_BACKENDS})
+        remedy = (
+            f"{_TEST_TORCH} If that works, remove one after the other: {', '.join(others)}." if others else _TEST_TORCH
+        )
+        yield Finding("backends", WARNING, f"Whether they can be loaded is not known: {unanswered}", remedy)
     elif not broken:
         yield Finding("backends", OK, "all can be loaded")
 

@@ -15,7 +15,7 @@ from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError
 from accel_state.plugins import plugins_of
 
-__all__ = ("ask_torch", "best_devices", "count_devices", "usual_variables", "visible")
+__all__ = ("best_devices", "count_devices", "describe_devices", "usual_variables", "visible")
 
 _DEVICE_FILES: Final = (
     "/dev/nvidia[0-9]*",
@@ -55,6 +55,25 @@ def best_devices() -> dict[str, Any]:
     """
     best: dict[str, Any] = ask_torch("Cannot count the devices of this machine.")["best"]
     return best
+
+
+def describe_devices(asked: str) -> dict[str, Any]:
+    """The result of `probe.describe_devices`, with `undescribed`: the reason why there are no descriptions, or "".
+
+    To describe a device, torch initialises it. If that fails, hangs or ends the process, the result has what torch
+    knows without it: its version, and the number of devices of each family.
+
+    Args:
+        asked: the first sentence of an error message.
+
+    Raises:
+        LaunchError: torch does not answer without initialising a device either.
+    """
+    try:
+        return {**ask_torch(asked, describe=True), "undescribed": ""}
+    except LaunchError as error:
+        counted = ask_torch(asked)
+        return {**counted, "described": {}, "software": {}, "silent": {}, "undescribed": error.obstacle}
 
 
 def visible(device_ids: str) -> Mapping[str, str]:
