@@ -20,7 +20,6 @@ from accel_state.plugins import (
     PluginGroup,
     contained,
     forget_plugins,
-    output_protected,
     plugins_of,
 )
 

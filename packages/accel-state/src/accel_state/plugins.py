@@ -6,8 +6,8 @@ stores. A group promises:
 - Finding imports nothing. `importlib.metadata` reads and parses the metadata of every distribution; this module looks
   only at the `entry_points.txt` files on `sys.path` that mention one of our groups, which is about fifty times faster.
 - A plugin that cannot be loaded affects no other one. It is listed with its traceback, and only its use is an error.
-- While a plugin is imported, it cannot end the process. If the process has called `output_protected`, as a command does,
-  neither the plugin nor a C library or process that it starts can write into its output.
+- While a plugin is imported, it cannot end the process. In a command, which uses `output_protected`, neither the plugin
+  nor a C library or process that it starts can write into the output.
 - The names of plugins are printable text: characters that control a terminal are escaped.
 - What can go wrong has one text for all groups: an unknown name (`SettingError`), a name that several packages provide,
   a broken plugin, an object of the wrong type, name or version of the interface (`PluginError`), and a requirement that
