@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import inspect
 import pickle
+import re
 import warnings
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from unittest import mock
 
 import pytest
@@ -22,12 +25,13 @@ from accel_state.errors import AccelError
 from accel_testing.processes import Processes
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.hooks import AlignDevicesHook
 from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import ClearMLTracker
-from accelerate.unread import UNREAD, Absent
+from accelerate.unread import UNREAD, Absent, add_descriptors
 from accelerate.utils import DeepSpeedPlugin, ProfileKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -62,29 +66,125 @@ def warned(shown: str, remedy: str = "") -> Iterator[None]:
     assert told[0].filename == __file__
 
 
+def none_warned(create: Callable[[], Any]) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        create()
+    assert [str(one.message) for one in told] == []
+
+
 @pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
 def test_a_replaced_method_that_nothing_reads(owner: Any, name: str, remedy: str) -> None:
-    before = {one: vars(owner)[one] for one in vars(owner) if one == name}
-    try:
-        with warned(f"{owner.__name__}.{name}", remedy):
-            setattr(owner, name, lambda *arguments: None)
+    with mock.patch.object(owner, name, create=True):
         assert callable(getattr(owner, name))
-    finally:
-        # Without a warning: what was there comes back.
-        setattr(owner, name, before[name]) if before else delattr(owner, name)
+        with warned(f"{owner.__name__}.{name}", remedy):
+            Accelerator(cpu=True)
+        # Once told is enough.
+        none_warned(lambda: Accelerator(cpu=True))
     assert not hasattr(owner, name)
 
 
 @pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
 def test_a_subclass_with_a_method_that_nothing_calls(owner: Any, name: str, remedy: str) -> None:
+    class Own(owner):
+        pass
+
+    setattr(Own, name, None)
     with warned(f"Own.{name}", remedy):
-
-        class Own(owner, ABC):
-            pass
-
-        setattr(Own, name, None)
+        Accelerator(cpu=True)
+    derived = type(owner)("Other", (Own,), {name: None})
     with warned(f"Other.{name}", remedy):
-        type(owner)("Other", (owner,), {name: None})
+        Accelerator(cpu=True)
+    none_warned(lambda: Accelerator(cpu=True))
+    assert derived.__base__ is Own
+
+
+@pytest.mark.parametrize("create", [PartialState, AcceleratorState, GradientState, lambda: Accelerator().prepare(1)])
+def test_what_looks_for_replaced_names(create: Callable[[], Any], request: pytest.FixtureRequest) -> None:
+    Accelerator(cpu=True)
+    own = type(request.node.name, (LocalSGD,), {"_sync_and_avg_model_params": None})
+    with pytest.warns(UserWarning, match=re.escape(f"{own.__name__}._sync_and_avg_model_params was replaced")):
+        create()
+
+
+def test_prepare_looks_for_replaced_names() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    class Own(AcceleratedOptimizer):
+        def _switch_parameters(self) -> None: ...
+
+    plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    with warned("Own._switch_parameters"):
+        accelerator.prepare(plain)
+    none_warned(lambda: accelerator.prepare(plain))
+    assert issubclass(Own, AcceleratedOptimizer)
+
+
+@pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
+def test_a_restored_or_inherited_value(owner: Any, name: str, remedy: str) -> None:
+    before = inspect.getattr_static(owner, name)
+    with mock.patch.object(owner, name, print, create=True):
+        pass
+    derived = type("Restored", (owner,), {name: before})
+    none_warned(lambda: Accelerator(cpu=True))
+    assert not hasattr(derived, name)
+
+
+class Singleton(type):
+    """As many programs write it."""
+
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if cls not in cls.made:
+            cls.made[cls] = super().__call__(*arguments, **options)
+        return cls.made[cls]
+
+
+class Named(Protocol):
+    name: str
+
+
+class Checked(ABC):
+    @abstractmethod
+    def check(self) -> int: ...
+
+
+T = TypeVar("T")
+
+
+class Typed(Generic[T]):
+    """Has a type parameter."""
+
+
+OWNERS = list(dict.fromkeys([*(owner for owner, _, _ in REPLACED), AlignDevicesHook]))
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_subclasses_with_any_metaclass(owner: Any) -> None:
+    assert type(owner) is type
+
+    class Single(owner, metaclass=Singleton):
+        pass
+
+    class Mine(owner, Checked, Named, Typed[int]):
+        pass
+
+    assert type(Single) is Singleton
+    assert Mine.__abstractmethods__ == {"check"}
+
+
+@pytest.mark.parametrize("owner", [Accelerator, PartialState, AcceleratorState])
+def test_objects_of_classes_with_a_metaclass(owner: Any) -> None:
+    class Single(owner, metaclass=Singleton):
+        pass
+
+    class Mine(owner, Checked, Typed[int]):
+        def check(self) -> int:
+            return self.num_processes  # type: ignore[no-any-return]
+
+    assert Single(cpu=True) is Single()
+    assert Mine(cpu=True).check() == Single().num_processes == 1
 
 
 @pytest.mark.parametrize(("owner", "name", "remedy"), REPLACED, ids=WHERE)
@@ -98,33 +198,55 @@ def test_a_private_name_that_is_absent(owner: Any, name: str, remedy: str) -> No
 
 
 def test_attributes_of_objects() -> None:
-    accelerator = Accelerator(cpu=True)
+    class Mine(Accelerator):
+        pass
+
+    accelerator = Mine(cpu=True)
     assert not hasattr(accelerator, "_prepare_cp")
     with pytest.raises(AttributeError, match="sequence_sharding"):
         _ = accelerator._prepare_cp  # type: ignore[attr-defined]
-    with warned("Accelerator._prepare_cp"):
+    with warned("Mine._prepare_cp"):
         accelerator._prepare_cp = print  # type: ignore[attr-defined]
     assert accelerator._prepare_cp is print  # type: ignore[attr-defined]
+    none_warned(lambda: setattr(accelerator, "_prepare_cp", print))
     del accelerator._prepare_cp  # type: ignore[attr-defined]
     assert not hasattr(accelerator, "_prepare_cp")
     with pytest.raises(AttributeError):
         del accelerator._prepare_cp  # type: ignore[attr-defined]
-    with warned("AcceleratorState._mixed_precision", "mixed_precision="):
-        accelerator.state._mixed_precision = "bf16"  # type: ignore[attr-defined]
+    with warned("AcceleratorState._check_initialized"):
+        accelerator.state._check_initialized = None  # type: ignore[attr-defined]
     plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    with warned("AcceleratedOptimizer._switch_parameters"):
-        accelerator.prepare(plain)._switch_parameters = None
+    prepared = accelerator.prepare(plain)
+    assert not hasattr(prepared, "_accelerate_step_called")
+    with warned("AcceleratedOptimizer._accelerate_step_called"):
+        prepared._accelerate_step_called = None
 
 
-def test_a_replaced_method_that_prepare_does_not_call() -> None:
+def test_replaced_methods_that_prepare_does_not_call() -> None:
+    class Own(Accelerator):
+        @functools.wraps(Accelerator.prepare_model)
+        def prepare_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
+            return super().prepare_model(model)
+
+        prepare_optimizer = Accelerator.prepare_optimizer
+
     with warned("Own.prepare_model", "does not call it"):
+        Own(cpu=True)
+    with mock.patch.object(Accelerator, "prepare_data_loader"), warned("Accelerator.prepare_data_loader"):
+        Accelerator(cpu=True)
+    Accelerator.prepare_scheduler, before = print, Accelerator.prepare_scheduler  # type: ignore[assignment, method-assign]
+    Accelerator.prepare_scheduler = before  # type: ignore[method-assign]
+    none_warned(lambda: Accelerator(cpu=True))
 
-        class Own(Accelerator):
-            def prepare_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
-                return super().prepare_model(model)
 
-    with pytest.warns(UserWarning, match="prepare_data_loader"), mock.patch.object(Accelerator, "prepare_data_loader"):
-        pass
+def test_values_of_packages_whose_names_begin_like_ours() -> None:
+    def prepare_model(self: Any, model: Any) -> Any:
+        return model
+
+    prepare_model.__module__ = "accel_mycompany.training"
+    own = type("OfMyCompany", (Accelerator,), {"prepare_model": prepare_model})
+    with warned("OfMyCompany.prepare_model"):
+        own(cpu=True)
 
 
 def test_names_of_a_program_are_its_own() -> None:
@@ -139,7 +261,7 @@ def test_names_of_a_program_are_its_own() -> None:
     own._other = 3  # type: ignore[attr-defined]
     with mock.patch.object(Accelerator, "gather", lambda self, tensor: tensor * 2):
         assert own.gather(torch.ones(1)).item() == 2.0
-    assert type("Again", (Own, ABC), {})(cpu=True).num_processes == 1
+    none_warned(lambda: Own(cpu=True))
 
 
 def test_descriptors_do_not_change_what_is_copied() -> None:
@@ -152,6 +274,7 @@ def test_descriptors_do_not_change_what_is_copied() -> None:
 def test_what_is_listed_exists_or_is_absent(address: str) -> None:
     module, _, name = address.rpartition(".")
     owner = getattr(importlib.import_module(module), name)
+    add_descriptors()
     for attribute in UNREAD[address]:
         found = vars(owner).get(attribute)
         assert isinstance(found, Absent) if attribute.startswith("_") else callable(getattr(owner, attribute))

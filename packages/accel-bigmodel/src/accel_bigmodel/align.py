@@ -30,7 +30,6 @@ from accel_ops.tree import find_device
 from accel_state.devices.select import family_of
 from accel_state.errors import ShapeMismatch
 from accel_state.labels import HOOK
-from accel_state.replaceable import Replaceable
 
 __all__ = (
     "AlignDevicesHook",
@@ -68,7 +67,7 @@ class _OffloadedTensor:
         return parameter_like(self.placeholder, weight, self.placeholder.requires_grad)
 
 
-class AlignDevicesHook(ModelHook, metaclass=Replaceable):
+class AlignDevicesHook(ModelHook):
     """Computes a module on a device, wherever its inputs and weights are.
 
     Offloaded weights are on the meta device between forwards. The hook uses a weight in place if it is already on the

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module
 from accel_state.errors import SettingError
-from accel_state.replaceable import Replaceable
 
 __all__ = ("SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "LayerwiseCastingHook", "attach_layerwise_casting_hooks")
 
@@ -27,7 +26,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 """Layers whose weights are cast."""
 
 
-class LayerwiseCastingHook(ModelHook, metaclass=Replaceable):
+class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in `storage_dtype` between forwards.
 
     The stored weights never change: each forward computes with a cast copy, so that repeated casts lose no precision.

@@ -9,12 +9,11 @@ from torch.utils.data import DataLoader
 
 from accel_data.stateful import stateful_loader_class
 from accel_state.errors import NotOffered
-from accel_state.replaceable import Replaceable
 
 __all__ = ("DataLoaderAdapter",)
 
 
-class DataLoaderAdapter(DataLoader[Any], metaclass=Replaceable):
+class DataLoaderAdapter(DataLoader[Any]):
     """Wraps an inner `DataLoader` and has all its attributes.
 
     Args:

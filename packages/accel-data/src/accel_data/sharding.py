@@ -19,7 +19,6 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from accel_data.order import LastRNG, RNGState, begin_epoch, is_stock_batching, replaying
 from accel_state.errors import DataError, SettingError
-from accel_state.replaceable import Replaceable
 
 __all__ = (
     "BatchSamplerShard",
@@ -226,7 +225,7 @@ class Drawn(Protocol):
         """Yield the batches of an epoch, and record each when it is drawn."""
 
 
-class BatchSamplerShard(BatchSampler, metaclass=Replaceable):
+class BatchSamplerShard(BatchSampler):
     """One process's shard of the batches of a batch sampler.
 
     With torch's samplers each process computes only its own indices. Custom samplers and batch samplers are enumerated.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accel_state import current
+from accel_state.creation import run_creation_hooks
 from accel_state.errors import NotReady, SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.replaceable import Replaceable
 from accel_state.settings.integers import as_int
 
 __all__ = ("GradientAccumulationPlugin", "GradientState", "Iterating")
@@ -62,7 +62,7 @@ class Iterating(Protocol):
         """Number of samples of the last global batch without padding; -1 when there is no padding."""
 
 
-class GradientState(metaclass=Replaceable):
+class GradientState:
     """Whether this micro-batch synchronises gradients, and which loaders are being iterated.
 
     Objects that share one state do not keep each other alive.
@@ -75,6 +75,7 @@ class GradientState(metaclass=Replaceable):
     _left: Callable[[], Iterating | None]
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
+        run_creation_hooks()
         existing: GradientState | None = current.gradient()
         if existing is None:
             existing = cls._made(gradient_accumulation_plugin or GradientAccumulationPlugin())

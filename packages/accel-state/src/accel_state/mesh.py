@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import Conflict, SettingError
-from accel_state.replaceable import Replaceable
 from accel_state.settings.environ import fill_from_environment, from_environment
 from accel_state.settings.run import MeshSettings
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
@@ -173,7 +172,7 @@ def _backend(what: str, *libraries: str) -> Any:
 
 
 @dataclass
-class ParallelismConfig(metaclass=Replaceable):
+class ParallelismConfig:
     """The sizes of the axes along which processes divide the work; their product is the world size.
 
     Each defaults to its variable `PARALLELISM_CONFIG_...`, else to 1.

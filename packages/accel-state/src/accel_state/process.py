@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from accel_state import current
 from accel_state.console import install_tracebacks
+from accel_state.creation import run_creation_hooks
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
 from accel_state.hang_report.progress import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.replaceable import Replaceable
 from accel_state.start import start_process
 
 __all__ = ("PartialState", "SharedState", "do_nothing", "split_inputs", "wait_for_everyone")
@@ -140,7 +140,7 @@ def _content() -> dict[str, Any]:
     }
 
 
-class PartialState(metaclass=Replaceable):
+class PartialState:
     """The rank, world size and device of this process, without a run.
 
     All instances are views of the same process. The first one connects a launched process with the others.
@@ -162,6 +162,7 @@ class PartialState(metaclass=Replaceable):
     _shared_state = SharedState(_content)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        run_creation_hooks()
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
         existing = current.process_or_none()
         if existing is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.layers import strategy_model
 from accel_state.errors import SettingError
-from accel_state.replaceable import Replaceable
 from accel_state.settings.integers import as_int
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ("LocalSGD",)
 
 
-class LocalSGD(metaclass=Replaceable):
+class LocalSGD:
     """Context manager without gradient synchronisation, which averages parameters every few steps and at its end.
 
     Args:

@@ -13,6 +13,7 @@ from accel_plugins.manifest import ObjectKind
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+from accel_state.creation import run_creation_hooks
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
 from accel_torch.start_run import guard_first_steps
@@ -45,6 +46,7 @@ def prepare(
         SettingError: `device_placement` has another length than `objects`.
         AccelError: the backend does not support these objects; none of them was changed.
     """
+    run_creation_hooks()
     placed = _placement(session, objects, device_placement)
     bundle = Bundle.of(objects)
     guard_first_steps(session)

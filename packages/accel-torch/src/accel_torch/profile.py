@@ -13,7 +13,6 @@ from accel_ops import gather_object
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.protocol.call import barrier
-from accel_state.replaceable import Replaceable
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -42,7 +41,7 @@ class ProfilerActivity(str, Enum):
 
 
 @dataclass
-class ProfileKwargs(KwargsHandler, metaclass=Replaceable):
+class ProfileKwargs(KwargsHandler):
     """Settings of `accelerator.profile`: the arguments of `torch.profiler.profile`.
 
     Args:

@@ -127,6 +127,8 @@ def _join() -> None:
 
 
 def _read(owner: Owner, address: str) -> Any:
+    from accelerate.unread import add_descriptors
+
     _join()
     try:
         module = importlib.import_module(owner.module)
@@ -136,6 +138,7 @@ def _read(owner: Owner, address: str) -> Any:
         if error.name not in SEPARATE:
             raise
         return MissingName(owner.name, error.name)
+    add_descriptors()
     try:
         return getattr(module, owner.name)
     except AttributeError:
@@ -171,7 +174,7 @@ def _replaced(address: str, name: str, owner: str | None, value: Any) -> None:
         module, _, function = ACTING[name].partition(":")
         getattr(importlib.import_module(module), function)(value)
     elif owner is None or getattr(value, "__module__", None) != owner:
-        warn_of_global(address, name, owner, stacklevel=4)
+        warn_of_global(address, name, owner)
 
 
 def _forget(owner: Owner) -> None:

@@ -1,6 +1,9 @@
 """Names of the original library that nothing here reads: replacing one is a warning, reading one an error.
 
-A class of this project gets a descriptor for each such name, so all other attributes cost what they did before.
+A class of this project gets a descriptor for each such name that it lacks. The descriptor explains why the name cannot
+be read, and warns when it is assigned to an object. Assignments to the class and methods of subclasses replace or hide
+it, which is noticed when the program next creates a state or an Accelerator, or calls `prepare`. So these classes need
+no metaclass of their own, and programs can give their subclasses any.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+from accel_state.creation import on_creation
 from accel_state.errors import AccelError
-from accel_state.replaceable import add_listener
+from accel_state.library import stack_level
 from accelerate.names import PACKAGES, libraries
 
-__all__ = ("ACTING", "UNREAD", "Absent", "AbsentName", "warn_of_global", "watch")
+__all__ = ("ACTING", "UNREAD", "Absent", "AbsentName", "add_descriptors", "warn_of_global", "watch")
 
 ACTING: Final = {"fsdp2_prepare_model": "accelerate.legacy.fsdp:shard_by"}
 """Global of the original that `prepare` reads -> what makes a replaced one act here."""
@@ -126,7 +130,7 @@ class Absent:
         )
 
     def __set__(self, instance: object, value: Any) -> None:
-        _warn(f"{type(instance).__name__}.{self._name}", self._instead, stacklevel=3)
+        _warn_once(type(instance), self._name, self._instead)
         vars(instance)[self._name] = value
 
     def __delete__(self, instance: object) -> None:
@@ -135,55 +139,74 @@ class Absent:
         del vars(instance)[self._name]
 
 
-def watch() -> None:
-    """From now on, warn about replaced names, in the classes that are imported already and those imported later."""
-    for address in UNREAD:
+_watched: Final[dict[type, Mapping[str, str]]] = {}
+"""The classes of the table that have their descriptors -> names."""
+
+_waiting: Final = set(UNREAD)
+"""The addresses of the classes that were not imported yet."""
+
+_told: Final[set[str]] = set()
+"""The replaced names that a warning has named, each with the address of its class; it names each once."""
+
+
+def add_descriptors() -> None:
+    """Give the classes that were imported since the last call their descriptors."""
+    for address in list(_waiting):
         module, _, name = address.rpartition(".")
         owner = getattr(sys.modules.get(module), name, None)
         if owner is not None:
-            _add_descriptors(owner)
-    add_listener(_notice)
+            _waiting.discard(address)
+            _watched[owner] = UNREAD[address]
+            for absent, instead in UNREAD[address].items():
+                if not hasattr(owner, absent):
+                    setattr(owner, absent, Absent(absent, instead))
 
 
-def _add_descriptors(owner: type) -> None:
-    for name, instead in UNREAD[_address(owner)].items():
-        if not hasattr(owner, name):
-            setattr(owner, name, Absent(name, instead))
+def watch() -> None:
+    """From now on, warn about names that were replaced in classes when a state or an Accelerator is created."""
+    on_creation(_warn_of_replaced)
 
 
-def _notice(owner: type, attributes: Mapping[str, Any], new: bool) -> None:
-    if new and _address(owner) in UNREAD:
-        _add_descriptors(owner)
-        return
-    for base in owner.__mro__:
-        for name, instead in UNREAD.get(_address(base), {}).items():
-            if name in attributes and not _is_own(attributes[name]):
-                _warn(f"{owner.__name__}.{name}", instead, stacklevel=4)
+def _warn_of_replaced() -> None:
+    add_descriptors()
+    for owner, names in list(_watched.items()):
+        classes = [owner]
+        for kind in classes:
+            classes += type.__subclasses__(kind)
+            attributes = vars(kind)
+            for name in names:
+                # Each Accelerator comes here, and nearly every value is a descriptor: it is asked for first.
+                if name not in attributes or type(attributes[name]) is Absent:
+                    continue
+                if not _is_inherited(attributes[name], name, owner):
+                    _warn_once(kind, name, names[name])
 
 
-def _address(owner: type) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}"
+def _is_inherited(value: Any, name: str, owner: type) -> bool:
+    """Whether a value is what a class has from its bases, because the program has restored it."""
+    return any(value is vars(base).get(name, Absent) for base in owner.__mro__[1:])
 
 
-def _is_own(value: Any) -> bool:
-    """Whether a value is this project's, for example because a test restores it."""
-    return isinstance(value, Absent) or str(getattr(value, "__module__", "")).startswith("accel_")
+def _warn_once(owner: type, name: str, instead: str) -> None:
+    address = f"{owner.__module__}.{owner.__qualname__}.{name}"
+    if address not in _told:
+        _told.add(address)
+        _warn(f"{owner.__name__}.{name}", instead)
 
 
-def _warn(shown: str, instead: str, stacklevel: int) -> None:
+def _warn(shown: str, instead: str) -> None:
     told = "" if instead is _OWN_CALLS else "it is a name of the original library that nothing here reads; "
-    warnings.warn(f"{shown} was replaced: {told}{instead}.", UserWarning, stacklevel=stacklevel)
+    warnings.warn(f"{shown} was replaced: {told}{instead}.", UserWarning, stacklevel=stack_level())
 
 
-def warn_of_global(address: str, name: str, owner: str | None, stacklevel: int) -> None:
+def warn_of_global(address: str, name: str, owner: str | None) -> None:
     """Warn about a replaced global of an old module if nothing here reads it.
 
     Args:
         address: address of the old module.
         name: the global.
         owner: the module of this project that defines it; None if there is none.
-        stacklevel: that of the assignment.
     """
     unread = owner in _UNREAD_OWNERS if owner is not None else name.startswith("_") or name in libraries()
     if unread and address not in PACKAGES:
-        _warn(f"{address}.{name}", "accel packages do what the original's module does", stacklevel + 1)
+        _warn(f"{address}.{name}", "accel packages do what the original's module does")

@@ -27,7 +27,6 @@ from accel_plugins.deepspeed.ds_config import (
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
 from accel_state.library import stack_level
-from accel_state.replaceable import Replaceable
 from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
@@ -86,7 +85,7 @@ _carried: Final = partial(
 
 
 @dataclass(init=False)
-class DeepSpeedPlugin(metaclass=Replaceable):
+class DeepSpeedPlugin:
     """How DeepSpeed trains. A field that is None is read from the environment, else from the configuration.
 
     Args:

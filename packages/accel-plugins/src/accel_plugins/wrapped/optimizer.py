@@ -12,7 +12,6 @@ from accel_plugins.precision.base import Closure, Precision
 from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_state.errors import NotOffered
 from accel_state.hang_report.progress import PROGRESS
-from accel_state.replaceable import Replaceable
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,7 @@ def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
     return stepped if isinstance(stepped, SteppedOnDevice) else _Outcome(not stepped)
 
 
-class AcceleratedOptimizer(Optimizer, metaclass=Replaceable):
+class AcceleratedOptimizer(Optimizer):
     """An optimizer that acts only when gradients are synchronised.
 
     It is a subclass of `torch.optim.Optimizer`, so schedulers accept it; all state is in the wrapped optimizer.

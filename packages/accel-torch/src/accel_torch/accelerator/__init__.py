@@ -15,7 +15,6 @@ from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
-from accel_state.replaceable import Replaceable
 from accel_torch.accelerator.attributes import AttributesMixin
 from accel_torch.accelerator.data import DataMixin
 from accel_torch.accelerator.mesh import MeshMixin
@@ -52,16 +51,7 @@ if TYPE_CHECKING:
 __all__ = ("Accelerator",)
 
 
-class Accelerator(
-    ProcessMixin,
-    MeshMixin,
-    DataMixin,
-    TrainingMixin,
-    SavingMixin,
-    TrackingMixin,
-    AttributesMixin,
-    metaclass=Replaceable,
-):
+class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin, TrackingMixin, AttributesMixin):
     """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
 
     Args:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.replaceable import Replaceable
 from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, setting
@@ -26,7 +25,7 @@ class ClearMLSettings:
     task: str | None = setting(None, type=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
 
 
-class ClearMLTracker(LibraryTracker, metaclass=Replaceable):
+class ClearMLTracker(LibraryTracker):
     """Stores a run as a task of ClearML; a task that is already open is used, and stays open.
 
     Args:
