@@ -18,6 +18,7 @@ from accel_state.plugins import (
     LoadedPlugin,
     Plugin,
     PluginGroup,
+    check_targets,
     contained,
     forget_plugins,
     plugins_of,
@@ -313,3 +314,17 @@ def test_a_manifest_without_its_settings_class_is_broken_but_described(install: 
     assert (broken.value, broken.settings, broken.with_settings(f"{module}:Settings")) == (toy.value, None, broken)
     with pytest.raises(PluginError, match=why):
         broken.get(FAILED)
+
+
+@pytest.mark.parametrize("target", ["", "nowhere", "a:", ":B", "a b:C", "a:B.", "a..b:C", "a:B:C"])
+def test_a_field_of_a_manifest_that_names_no_object_is_refused(target: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        check_targets("toy", "x", {"box": target}, {})
+    assert str(caught.value).splitlines()[0] == f"Cannot use box={target!r} in the manifest of the toy 'x'."
+    if target:
+        with pytest.raises(PluginError):
+            check_targets("toy", "x", {}, {"box": target})
+
+
+def test_fields_of_a_manifest_that_name_objects_or_are_empty_are_accepted() -> None:
+    check_targets("toy", "x", {"box": "a.b:C", "lid": "a:B.c"}, {"config": "", "present": None, "wheel": "a:B"})

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from accel_state.errors import NotOffered, PluginError
 from accel_state.labels import DistributedType
+from accel_state.plugins import check_targets
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import Setting
@@ -226,20 +227,8 @@ class Manifest:
                 "A name consists of at most 48 lower-case letters, digits, '-' and '_', and starts with a letter.",
                 "Correct `name` in its Manifest.",
             )
-        targets = {
-            "strategy": self.strategy,
-            "config": self.config or None,
-            "present": self.present,
-            "memory_plans": self.memory_plans or None,
-        }
-        for field_name, target in targets.items():
-            if target is not None and not _leads_somewhere(target):
-                raise PluginError(
-                    f"Cannot use {field_name}={target!r} in the Manifest of the backend {self.name!r}.",
-                    "The value does not name an object in a module.",
-                    "Write it as 'package.module:Name'.",
-                )
-
+        optional = {"config": self.config, "present": self.present, "memory_plans": self.memory_plans}
+        check_targets("backend", self.name, {"strategy": self.strategy}, optional)
         oldest, newest = self.protocols
         if oldest > newest:
             raise PluginError(
@@ -281,8 +270,3 @@ class Manifest:
 
 def _is_name(text: str) -> bool:
     return text[:1].isalpha() and len(text) <= 48 and _NAME_CHARACTERS.issuperset(text)
-
-
-def _leads_somewhere(target: str) -> bool:
-    module, colon, name = target.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in f"{module}.{name}".split("."))

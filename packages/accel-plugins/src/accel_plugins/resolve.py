@@ -248,7 +248,7 @@ def _for_axes(parallelism_config: ParallelismConfig, present: Manifest) -> Manif
 
 
 def _is_present(manifest: Manifest, process: Process) -> bool:
-    if manifest.present is None:
+    if not manifest.present:
         return False
     try:
         present = _part(manifest, manifest.present)

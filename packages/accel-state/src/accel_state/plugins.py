@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ __all__ = (
     "LoadedPlugin",
     "Plugin",
     "PluginGroup",
+    "check_targets",
     "contained",
     "forget_plugins",
     "output_protected",
@@ -385,6 +386,32 @@ class PluginGroup(Generic[T]):
             failed,
             f"Installed {self.plural}: {', '.join(valid) or 'none'}.",
             f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
+        )
+
+
+def check_targets(noun: str, name: str, required: Mapping[str, str], optional: Mapping[str, str | None]) -> None:
+    """Check that fields of a manifest name objects in modules, such as "package.module:Name".
+
+    Args:
+        noun: what the manifest declares, such as "backend".
+        name: its name.
+        required: fields that must name an object.
+        optional: fields that may be empty or None.
+
+    Raises:
+        PluginError: a field does not.
+
+    Example:
+        >>> check_targets("backend", "fancy", {"strategy": "fancy.strategy:Fancy"}, {"config": ""})
+    """
+    for field, target in (*required.items(), *optional.items()):
+        module, _, attribute = (target or "").partition(":")
+        if not (target or field in required) or all(map(str.isidentifier, (*module.split("."), *attribute.split(".")))):
+            continue
+        raise PluginError(
+            f"Cannot use {field}={target!r} in the manifest of the {noun} {name!r}.",
+            "The value does not name an object in a module.",
+            "Write it as 'package.module:Name'.",
         )
 
 

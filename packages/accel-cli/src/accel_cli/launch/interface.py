@@ -19,6 +19,7 @@ from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables
 from accel_cli.launch.settings import MachineSettings
 from accel_state.devices.specs import SPECS
 from accel_state.errors import NotFound, PluginError
+from accel_state.plugins import check_targets
 from accel_state.settings.environ import ORIGINS, origins_text
 from accel_state.settings.installed import Requirement
 
@@ -100,14 +101,7 @@ class LauncherManifest:
                 'A name consists of letters, digits, "-" and "_", starts with a letter, and is not "auto".',
                 "Change the name in its LauncherManifest.",
             )
-        for field, target in (("launcher", self.launcher), ("settings", self.settings)):
-            module, colon, name = target.partition(":")
-            if (target or field == "launcher") and not (colon and module and name):
-                raise PluginError(
-                    f"Cannot use the launcher {self.name!r}.",
-                    f"{field}={target!r} in its LauncherManifest does not name an object in a module.",
-                    'Write it as "package.module:Name".',
-                )
+        check_targets("launcher", self.name, {"launcher": self.launcher}, {"settings": self.settings})
 
     def check_needs(self) -> None:
         """Check that the packages and programs that the launcher requires are installed.
