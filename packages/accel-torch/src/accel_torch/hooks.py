@@ -14,6 +14,7 @@ from accel_plugins.wrapped.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
@@ -92,6 +93,14 @@ class Hook:
             stepped: False if the step was skipped. Reading it may wait for the device.
         """
 
+    # ------------------------------------------------------------------ what a script changes
+
+    def scaler_assigned(self, scaler: GradScaler | None) -> None:
+        """Called when a script has assigned another gradient scaler."""
+
+    def replicas_separate(self) -> None:
+        """Called when processes begin to train their replicas independently, as `LocalSGD` does."""
+
     # ------------------------------------------------------------------ saving, and between batches
 
     def folder_to_save(self, session: Any, output_dir: Folder | None) -> Folder | None:
@@ -139,6 +148,8 @@ class Hooks(StepHooks):
     after_backward: tuple[Callable[[Tensor], None], ...] = ()
     before_clip: tuple[Callable[[Any], None], ...] = ()
     after_clip: tuple[Callable[[Any], None], ...] = ()
+    scaler_assigned: tuple[Callable[[GradScaler | None], None], ...] = ()
+    replicas_separate: tuple[Callable[[], None], ...] = ()
     folder_to_save: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
     folder_to_load: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
     before_save: tuple[Callable[[], None], ...] = ()

@@ -61,9 +61,8 @@ class LocalSGD:
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            guard = self.accelerator.session.guard
-            if guard is not None:
-                guard.expect_different_replicas()
+            for replicas_separate in self.accelerator.session.hooks.replicas_separate:
+                replicas_separate()
             self.model_sync_obj = self.accelerator.no_sync(self.model)
             self.model_sync_obj.__enter__()
         return self

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_torch.hooks import Hooks
     from accel_torch.replicas import ReplicaComparison
+    from accel_torch.session import Session
 
-__all__ = ("MisuseGuard", "MisuseWarning")
+__all__ = ("MisuseGuard", "MisuseWarning", "guard_first_steps")
 
 _STEPS: Final = 2
 """Steps of an optimizer that the guard checks."""
@@ -188,11 +189,11 @@ class MisuseGuard(Hook):
             )
         self._between = not self._gradient.sync_gradients
 
-    def watch_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Record the scaler that a script has assigned."""
+    def scaler_assigned(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Record the scaler."""
         self._scaler = scaler
 
-    def expect_different_replicas(self) -> None:
+    def replicas_separate(self) -> None:
         """Do not compare replicas, nor search for unsynchronised ones: they are trained independently on purpose."""
         self._comparison = None
         self._independent = True
@@ -384,6 +385,23 @@ class MisuseGuard(Hook):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"{what} {why} {remedy}", MisuseWarning, stacklevel=stack_level())
+
+
+def guard_first_steps(session: Session) -> None:
+    """Check the first steps for mistakes; by default also compare replicas once. A repeated call does nothing."""
+    if not session.guards_first_steps:
+        return
+    session.guards_first_steps = False
+    several = session.strategy.context.process.world_size > 1
+    comparison = None
+    if session.options.check_replicas_every is None and several and session.backend.capabilities.equal_replicas:
+        from accel_torch.replicas import ReplicaComparison
+
+        comparison = ReplicaComparison(session.strategy, session.prepared)
+    guard = MisuseGuard(session.gradient, session.strategy, session.prepared, session.hooks, comparison)
+    session.hooks.enter(guard)
+    if several:
+        guard.watch_steps()
 
 
 class _PreparedModel:

@@ -16,7 +16,7 @@ from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.creation import run_creation_hooks
 from accel_state.errors import Conflict, SettingError
 from accel_torch.between_batches import call_between_batches
-from accel_torch.start_run import guard_first_steps
+from accel_torch.misuse import guard_first_steps
 
 if TYPE_CHECKING:
     from torch.nn import Module

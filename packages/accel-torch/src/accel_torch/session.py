@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
-    from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
@@ -55,7 +54,6 @@ class Session:
         transforms: the changes that `prepare` applies to every model.
         backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
         guards_first_steps: whether the first steps are still to be checked for mistakes.
-        guard: checks the first steps for mistakes; None before it is needed.
         report: measures how this process spends its time, or None.
         tracking: the running trackers; None before `init_trackers`.
         saver: writes checkpoints while training continues; None before the first.
@@ -77,7 +75,6 @@ class Session:
         self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)
         self.transforms: tuple[Transform, ...] = ()
         self.guards_first_steps = True
-        self.guard: MisuseGuard | None = None
         self.report: StragglerReport | None = None
         self.tracking: TrackerGroup | None = None
         self.saver: BackgroundSaver | None = None

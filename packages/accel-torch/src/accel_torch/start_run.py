@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("guard_first_steps", "leave", "start_run", "start_session", "transforms_of")
+__all__ = ("leave", "start_run", "start_session", "transforms_of")
 
 
 def start_session(options: Options) -> Session:
@@ -75,30 +75,11 @@ def start_session(options: Options) -> Session:
     for hook in hooks:
         hook.start(session)
     if session.state.num_processes > 1:
+        # One process has no mistakes to find before `prepare`, and is spared the import.
+        from accel_torch.misuse import guard_first_steps
+
         guard_first_steps(session)
     return session
-
-
-def guard_first_steps(session: Session) -> None:
-    """Check the first steps for mistakes; by default also compare replicas once. A repeated call does nothing.
-
-    One process has no such mistakes before `prepare`, which spares it the import.
-    """
-    if not session.guards_first_steps:
-        return
-    from accel_torch.misuse import MisuseGuard
-
-    session.guards_first_steps = False
-    several = session.strategy.context.process.world_size > 1
-    comparison = None
-    if session.options.check_replicas_every is None and several and session.backend.capabilities.equal_replicas:
-        from accel_torch.replicas import ReplicaComparison
-
-        comparison = ReplicaComparison(session.strategy, session.prepared)
-    session.guard = MisuseGuard(session.gradient, session.strategy, session.prepared, session.hooks, comparison)
-    session.hooks.enter(session.guard)
-    if several:
-        session.guard.watch_steps()
 
 
 def _start_recorders(options: Options) -> None:

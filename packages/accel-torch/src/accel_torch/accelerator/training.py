@@ -507,8 +507,8 @@ class TrainingMixin(Facade):
         used = None if scaler is None else self.session.precision.scaler
         for optimizer in self.session.prepared.optimizers:
             optimizer.scaler = used
-        if self.session.guard is not None:
-            self.session.guard.watch_scaler(used)
+        for scaler_assigned in self.session.hooks.scaler_assigned:
+            scaler_assigned(used)
 
     @property
     def device_placement(self) -> bool:
