@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -26,13 +29,15 @@ from accel_ops import (
     reduce,
     scatter,
 )
-from accel_ops.pending import async_all_gather_bytes
+from accel_ops.pending import async_all_gather_bytes, open_scatter_stream
 from accel_ops.rng import synchronize_rng_states
+from accel_ops.shared_memory import _poll
 from accel_state import PartialState, current
-from accel_state.errors import AccelError, NotReady, ShapeMismatch
+from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog
 from accel_state.process import wait_for_everyone
 from accel_state.protocol.call import HeaderCall
+from accel_state.protocol.exchange import HeaderExchange
 from accel_state.protocol.state import protocol_state
 from accel_state.protocol.turn import Turn
 from accel_testing.processes import Processes
@@ -47,6 +52,31 @@ class Stop(RuntimeError):
 
 def stop(*_: Any) -> None:
     raise Stop("now")
+
+
+def stop_once(*_: Any) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    raise Stop("now")
+
+
+def stop_without_arguments(signum: int, frame: Any) -> None:
+    del signum, frame
+    raise Stop("now")
+
+
+def stop_in(part: str, signum: int, frame: Any) -> None:
+    raise Stop(part)
+
+
+def stop_as_a_collective(*_: Any) -> None:
+    raise CollectiveError("Cannot save.", "Rank 1 did not answer.", "Try again.")
+
+
+class Stopping:
+    """A handler that is an object."""
+
+    def __call__(self, *_: Any) -> None:
+        raise Stop("now")
 
 
 def store() -> Any:
@@ -149,12 +179,120 @@ def test_an_error_of_a_handler_is_not_taken_for_one_of_the_backend(two: Processe
     assert all("was interrupted by Stop" in message[0] for message in messages)
 
 
+HANDLERS: dict[str, Any] = {
+    "resets itself": stop_once,
+    "deletes its arguments": stop_without_arguments,
+    "partial": functools.partial(stop_in, "data"),
+    "object": Stopping(),
+    "method": Stopping().__call__,
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_every_kind_of_handler_interrupts(two: Processes, handler: str) -> None:
+    messages = two.run(interrupted, "gather", HANDLERS[handler], Stop)
+    assert all("was interrupted by Stop" in message[0] for message in messages)
+
+
+def test_an_error_of_a_handler_is_not_taken_for_one_that_all_have(two: Processes) -> None:
+    messages = two.run(interrupted, "gather", stop_as_a_collective, CollectiveError)
+    assert all("was interrupted by CollectiveError" in message[0] for message in messages)
+
+
+def interrupted_in_a_stream() -> tuple[str, list[int]]:
+    """Rank 1 is interrupted while it waits for a message in shared memory."""
+    state = PartialState(cpu=True)
+    _, stream = open_scatter_stream(b"", "begin", "step", lambda message: message)
+    if not state.is_main_process:
+
+        def alarm(signum: int, frame: Any) -> None:
+            raise TimeoutError("too late")
+
+        previous = signal.signal(signal.SIGUSR1, alarm)
+        stream.expect(4)
+        sender = threading.Thread(target=send_in, args=(_poll,))
+        sender.start()
+        with pytest.raises(TimeoutError, match="too late"):
+            stream.wait()
+        sender.join()
+        signal.signal(signal.SIGUSR1, previous)
+    message = refused()
+    stream.close()
+    return message, gather(torch.tensor([state.process_index])).tolist()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="streams use shared memory on Linux")
+def test_a_timeout_of_a_handler_is_not_taken_for_a_process_that_left_a_stream(two: Processes) -> None:
+    for message, values in two.run(interrupted_in_a_stream):
+        assert "was interrupted by TimeoutError" in message
+        assert values == [0, 1]
+
+
+def interrupted_with_a_pending_call(operation: str, times: int) -> tuple[list[Any], list[int], list[bytes]]:
+    """Rank 0 is interrupted in calls that complete a pending one first."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    outcomes: list[Any] = []
+    if state.is_main_process:
+        pending = async_all_gather_bytes(b"0", "DataLoader.__next__")
+        for value in range(times):
+            with signalled_in_a_call(stop), pytest.raises(Stop):
+                OPERATIONS[operation](value)
+        tell("interrupted")
+    else:
+        wait_until("interrupted")
+        pending = async_all_gather_bytes(b"1", "DataLoader.__next__")
+        outcomes = [outcome_of(lambda value=value: OPERATIONS[operation](value)) for value in range(times)]
+    outcomes.append(refused())
+    values = [value for step in range(3) for value in gather(torch.tensor([10 * step + state.process_index])).tolist()]
+    return outcomes, values, pending.wait()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_interrupt_while_a_pending_call_completes_shifts_no_call(two: Processes, operation: str, times: int) -> None:
+    (first, values, received), (second, others, too) = two.run(interrupted_with_a_pending_call, operation, times)
+    assert "was interrupted by Stop" in first[0]
+    assert second[-1] == first[0]
+    # A pending call was sent before its process waited for it.
+    expected = [[b"0", b"0"]] if operation == "async_all_gather_bytes" else []
+    assert all("was interrupted by Stop" in str(outcome) for outcome in second[len(expected) :]), second
+    assert values == others == [0, 1, 10, 11, 20, 21]
+    assert received == too == [b"0", b"1"]
+
+
+def differs_with_a_pending_call() -> tuple[list[Any], list[int]]:
+    """As above, but the pending calls differ, so that nobody sends the header of the interrupted call."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    outcomes = []
+    if state.is_main_process:
+        async_all_gather_bytes(b"0", "DataLoader.__next__")
+        with signalled_in_a_call(stop), pytest.raises(Stop):
+            gather(torch.tensor([0]))
+        tell("interrupted")
+    else:
+        wait_until("interrupted")
+        async_all_gather_bytes(b"1", "accumulate")
+        outcomes.append(outcome_of(lambda: gather(torch.tensor([1])).tolist()))
+    outcomes.append(refused())
+    return outcomes, gather(torch.tensor([10 + state.process_index])).tolist()
+
+
+def test_an_interrupt_before_a_pending_call_that_differs_shifts_no_call(two: Processes) -> None:
+    (first, values), (second, others) = two.run(differs_with_a_pending_call)
+    assert "called different collectives" in second[0]
+    assert "was interrupted by Stop" in first[0]
+    assert first[0] == second[1]
+    assert values == others == [10, 11]
+
+
 def test_three_processes_refuse_together(three: Processes) -> None:
     assert len({message[0] for message in three.run(interrupted, "gather", stop, Stop)}) == 1
 
 
 def interrupted_twice() -> tuple[str, list[int]]:
-    """Rank 0 is interrupted again in the call that would be refused."""
+    """Rank 0 is interrupted again in the call that would be refused: both are calls of the others too."""
     state = PartialState(cpu=True)
     if state.is_main_process:
         for _ in range(2):
@@ -165,6 +303,7 @@ def interrupted_twice() -> tuple[str, list[int]]:
     else:
         wait_until("interrupted")
         assert gather(torch.tensor([1])).tolist() == [0, 1]
+        assert "was interrupted by Stop" in refused()
         message = refused()
     return message, gather(torch.tensor([state.process_index])).tolist()
 
@@ -178,33 +317,42 @@ def test_an_interrupt_of_the_refused_call_is_not_lost(two: Processes) -> None:
 
 FUNCTIONS: dict[str, Any] = {
     "begin": Turn.begin,
-    "name": Turn.name,
+    "name": Turn.thread_name,
     "enter": CallLog.enter,
     "exit": HeaderCall.__exit__,
     "end": Turn.end,
+    "mismatch": HeaderExchange._mismatch,
 }
 """Functions of a call at whose beginning Python may handle a signal."""
 
 
-def interrupted_at(function: str) -> tuple[list[Any], list[int]]:
-    """Rank 0 is interrupted at the beginning of a function of its call, as by a signal that Python handles there."""
-    state = PartialState(cpu=True)
-    wait_for_everyone()
+@contextmanager
+def stopped_at(function: str) -> Iterator[None]:
+    """Stop at the beginning of a function of a call, as by a signal that Python handles there."""
 
     def trace(frame: Any, event: str, argument: Any) -> None:
         if frame.f_code is FUNCTIONS[function].__code__:
             sys.settrace(None)
             raise Stop
 
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(Stop):
+            yield
+    finally:
+        sys.settrace(tracing)
+
+
+def interrupted_at(function: str) -> tuple[list[Any], list[int]]:
+    """Rank 0 is interrupted at the beginning of a function of its call."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
     outcomes = []
     if state.is_main_process:
-        tracing = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with pytest.raises(Stop):
-                gather(torch.tensor([0]))
-        finally:
-            sys.settrace(tracing)
+        with stopped_at(function):
+            # Other shapes than those of rank 1 differ.
+            gather(torch.zeros(2 if function == "mismatch" else 1, dtype=torch.int64))
     else:
         outcomes.append(outcome_of(lambda: gather(torch.tensor([1])).tolist()))
     outcomes.append(refused())
@@ -220,6 +368,43 @@ def test_a_call_may_be_interrupted_at_its_begin_and_end(two: Processes, function
     assert values == others == [10, 11]
 
 
+def a_pending_call_stops_at_its_mismatch(waits: bool) -> tuple[list[Any], list[int]]:
+    """Rank 0 is interrupted when it sees that a pending call differs, in `wait` or in another call."""
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    outcomes = []
+    pending = async_all_gather_bytes(b"", "accumulate" if state.is_main_process else "DataLoader.__next__")
+
+    def complete() -> Any:
+        return pending.wait() if waits else gather(torch.tensor([1])).tolist()
+
+    if state.is_main_process:
+        with stopped_at("mismatch"):
+            complete()
+    else:
+        outcomes.append(outcome_of(complete))
+    outcomes += [refused(), outcome_of(pending.wait)]
+    return outcomes, gather(torch.tensor([10 + state.process_index])).tolist()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_pending_call_may_be_interrupted_when_it_differs(two: Processes, waits: bool) -> None:
+    (first, values), (second, others) = two.run(a_pending_call_stops_at_its_mismatch, waits)
+    assert "was interrupted by Stop" in first[0]
+    assert "was interrupted by Stop" in first[1]
+    assert "was interrupted by Stop" in second[0]
+    assert second[1:] == [first[0], second[0]]
+    assert values == others == [10, 11]
+
+
+def send_in(function: Any) -> None:
+    """Send a signal to this process when its main thread is in a function."""
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code is not function.__code__:  # type: ignore[index]
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def interrupted_while_another_thread_calls() -> tuple[list[Any], list[int]]:
     """Rank 0 is interrupted while it waits for the call of another thread to end."""
     state = PartialState(cpu=True)
@@ -231,20 +416,13 @@ def interrupted_while_another_thread_calls() -> tuple[list[Any], list[int]]:
 
     thread = threading.Thread(target=in_thread, name="background")
     if state.is_main_process:
-        waiting, turn = is_waiting(), protocol_state(current.process().transport).turn
+        waiting = is_waiting()
         thread.start()
         while not waiting():
             time.sleep(0.01)
         previous = signal.signal(signal.SIGUSR1, stop)
-        main = threading.main_thread().ident
-
-        def send() -> None:
-            # Until this thread waits for the lock of the turn.
-            while sys._current_frames()[main].f_code is not type(turn).begin.__code__:  # type: ignore[index]
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-        sender = threading.Thread(target=send)
+        # This thread waits there for the lock of the turn.
+        sender = threading.Thread(target=send_in, args=(Turn.begin,))
         sender.start()
         with pytest.raises(Stop):
             gather(torch.tensor([0]))
@@ -301,7 +479,7 @@ DATA: dict[str, Callable[[], Any]] = {
 }
 
 
-def interrupted_before_data(operation: str, may_share: bool) -> list[Any]:
+def interrupted_before_data(operation: str, may_share: bool, handler: Any = stop) -> list[Any]:
     """Rank 0 leaves a call whose headers the others find equal, so that they may wait for its data."""
     state = PartialState(cpu=True, timeout=300.0)
     if not may_share:
@@ -309,7 +487,7 @@ def interrupted_before_data(operation: str, may_share: bool) -> list[Any]:
     wait_for_everyone()
     outcomes = []
     if state.is_main_process:
-        with signalled_in_a_call(stop), pytest.raises(Stop):
+        with signalled_in_a_call(handler), pytest.raises((Stop, CollectiveError)):
             DATA[operation]()
         tell("interrupted")
     else:
@@ -333,6 +511,11 @@ def test_nobody_waits_for_the_data_of_an_interrupted_call(two: Processes, operat
     else:
         assert all(outcome.startswith("CollectiveError") for outcome in [*first, *second]), [*first, *second]
         assert all("interrupted by Stop" in outcome for outcome in (first[1], second[0])), second
+
+
+def test_nobody_waits_for_the_data_of_a_call_that_a_collective_error_of_a_handler_ended(two: Processes) -> None:
+    for outcomes in two.run(interrupted_before_data, "gather", False, stop_as_a_collective):
+        assert all("interrupted by CollectiveError" in outcome for outcome in outcomes[:1]), outcomes
 
 
 def enters_after_the_handler(operation: str) -> tuple[list[int], list[Any]]:
@@ -364,7 +547,7 @@ def test_a_call_inside_a_call_is_refused_and_the_outer_one_is_right(two: Process
     assert "inside gather() at" in errors[0]
 
 
-def threads_in_another_order(starts_late: bool) -> dict[str, Any]:
+def threads_in_another_order() -> dict[str, Any]:
     """Two threads gather; on each process another one is the first."""
     state, outcomes = PartialState(cpu=True), {}
     rank, first_calls = state.process_index, threading.Event()
@@ -379,27 +562,27 @@ def threads_in_another_order(starts_late: bool) -> dict[str, Any]:
         outcomes[name] = outcome_of(lambda: gather(torch.tensor([ord(name)])).tolist())
 
     threads = [threading.Thread(target=work, args=(name, (name == "b") == bool(rank))) for name in "ab"]
-    first = threads[rank]
-    for thread in [first] if starts_late else threads:
+    for thread in threads:
         thread.start()
     while not waiting():
         time.sleep(0.01)
     first_calls.set()
-    if starts_late:
-        first.join()
-        threads[1 - rank].start()
     for thread in threads:
         thread.join()
     outcomes["later"] = gather(torch.tensor([rank])).tolist()
     return outcomes
 
 
-@pytest.mark.parametrize("starts_late", [False, True])
-def test_threads_that_meet_in_another_order_get_errors(two: Processes, starts_late: bool) -> None:
-    for outcomes in two.run(threads_in_another_order, starts_late):
+def is_about_threads(outcome: Any) -> bool:
+    return "in different threads" in str(outcome) or "several threads call collectives at the same time" in str(outcome)
+
+
+def test_threads_that_meet_in_another_order_get_errors(two: Processes) -> None:
+    for outcomes in two.run(threads_in_another_order):
         assert outcomes.pop("later") == [0, 1]
         for outcome in outcomes.values():
-            parts = ("ShapeMismatch: ", "in different threads", "'Thread (work)'", "'Thread (work) (2)'")
+            assert is_about_threads(outcome)
+            parts = ("ShapeMismatch: ", "'Thread (work)'", "'Thread (work) (2)'")
             assert all(part in outcome for part in parts), outcome
 
 
@@ -411,11 +594,11 @@ def racing_threads(rounds: int) -> list[Any]:
     def work(number: int) -> None:
         for _ in range(rounds):
             outcome = outcome_of(lambda: gather(torch.tensor([number])).tolist())
-            if outcome != [number, number] and "in different threads" not in str(outcome):
+            if outcome != [number, number] and not is_about_threads(outcome):
                 wrong.append((number, outcome))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads if current.process().rank else reversed(threads):
+    for thread in threads:
         thread.start()
     work(3)
     for thread in threads:
@@ -434,7 +617,7 @@ def short_threads(rounds: int) -> list[Any]:
 
     def work(number: int) -> None:
         outcome = outcome_of(lambda: gather(torch.tensor([number])).tolist())
-        if outcome != [number, number] and "in different threads" not in str(outcome):
+        if outcome != [number, number] and not is_about_threads(outcome):
             wrong.append((number, outcome))
 
     for number in range(rounds):
@@ -471,6 +654,106 @@ def one_thread_after_another() -> list[Any]:
 
 def test_threads_may_take_turns(two: Processes) -> None:
     assert two.run(one_thread_after_another) == [[[number] * 2 for number in range(5)]] * 2
+
+
+POOLS: dict[str, Callable[[], Any]] = {
+    "executor": lambda: ThreadPoolExecutor(2),
+    "named executor": lambda: ThreadPoolExecutor(2, "loads"),
+    "ThreadPool": lambda: ThreadPool(2),
+}
+
+
+def calls_of_other_workers(kind: str) -> list[Any]:
+    """Calls one after another in a pool; on rank 1 one of its workers does something else."""
+    state, begun, ends = PartialState(cpu=True), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        ends.wait()
+
+    def call(value: int) -> list[int]:
+        return gather(torch.tensor([value])).tolist()  # type: ignore[no-any-return]
+
+    with POOLS[kind]() as pool:
+        start = (
+            pool.submit if isinstance(pool, ThreadPoolExecutor) else lambda *task: pool.apply_async(task[0], task[1:])
+        )
+        if not state.is_main_process:
+            start(wait)
+            begun.wait()
+        results = []
+        for value in range(3):
+            task = start(call, value)
+            results.append(task.result() if isinstance(pool, ThreadPoolExecutor) else task.get())
+        ends.set()
+    return [*results, call(3)]
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_any_worker_of_a_pool_may_call(two: Processes, kind: str) -> None:
+    assert two.run(calls_of_other_workers, kind) == [[[number] * 2 for number in range(4)]] * 2
+
+
+def overlapping_tasks() -> tuple[dict[str, Any], list[int]]:
+    """Tasks of a pool call at the same time on rank 0, and one after another on rank 1."""
+    state, outcomes = PartialState(cpu=True), {}
+    wait_for_everyone()
+
+    def task(name: str) -> None:
+        outcomes[name] = outcome_of(lambda: gather(torch.tensor([ord(name)])).tolist())
+
+    def is_waiting_for_its_turn() -> bool:
+        return any(frame.f_code is Turn.begin.__code__ for frame in sys._current_frames().values())
+
+    with ThreadPoolExecutor(2) as pool:
+        if state.is_main_process:
+            waiting = is_waiting()
+            first = pool.submit(task, "a")
+            while not waiting():
+                time.sleep(0.01)
+            second = pool.submit(task, "b")
+            while not is_waiting_for_its_turn():
+                time.sleep(0.01)
+            tell("both call")
+            first.result()
+            second.result()
+        else:
+            wait_until("both call")
+            for name in "ab":
+                pool.submit(task, name).result()
+        pool.submit(task, "c").result()
+    return outcomes, gather(torch.tensor([state.process_index])).tolist()
+
+
+def test_overlapping_calls_of_a_pool_and_those_after_them_are_refused(two: Processes) -> None:
+    (first, values), (second, others) = two.run(overlapping_tasks)
+    assert first == second
+    assert first["a"] == [ord("a")] * 2
+    for name in "bc":
+        assert "several threads call collectives at the same time" in first[name]
+        assert "'ThreadPoolExecutor' on ranks 0-1. On rank 0 " in first[name]
+        assert "`group`" in first[name]
+    assert values == others == [0, 1]
+
+
+def pools_in_another_order() -> list[str]:
+    """Two pools without names, each with a worker that runs; other ranks may have had more pools."""
+    state = PartialState(cpu=True)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        if state.is_main_process:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(int).result()
+        for pool in (first, second):
+            pool.submit(int).result()
+        order = (first, second) if state.is_main_process else (second, first)
+        return [pool.submit(outcome_of, lambda: gather(torch.ones(1)).tolist()).result() for pool in order]
+
+
+def test_pools_without_a_name_are_told_apart(two: Processes) -> None:
+    for outcomes in two.run(pools_in_another_order):
+        for outcome in outcomes:
+            assert "in different threads" in outcome
+            assert "'ThreadPoolExecutor (2)'" in outcome
 
 
 def groups_of_threads() -> list[Any]:

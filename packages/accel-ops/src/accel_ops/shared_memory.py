@@ -26,6 +26,7 @@ import torch
 
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.state import protocol_state
+from accel_state.protocol.turn import is_raised_by_handler
 from accel_state.transport.base import Transport
 
 __all__ = ("Handshake", "SharedMemoryStream", "StreamCall")
@@ -58,8 +59,8 @@ class StreamCall(HeaderCall):
 
     def __init__(self, transport: Transport, operation: str) -> None:
         super().__init__(transport, operation)
-        # A step that fails exchanges headers itself if the other processes must know.
-        self._sent = True
+        # A step has no header. One that fails exchanges headers itself if the other processes must know.
+        self._owes = 0
 
     def count(self) -> None:
         """Complete a step that need not wait."""
@@ -85,6 +86,9 @@ class StreamCall(HeaderCall):
                     if time.monotonic() > deadline:
                         raise self._failure(TimeoutError("The message did not arrive in time."))
             except ConnectionError as error:
+                if is_raised_by_handler(error):
+                    raise
+                self._owes = 1
                 self._exchange_headers(*self._header_only(), 0)
                 raise self._failure(error) from error
             self._state.log.messages += 1
@@ -323,7 +327,9 @@ class SharedMemoryStream:
             found = peer.recv(_BYTES_AT_ONCE)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if is_raised_by_handler(error):
+                raise
             found = b""
         self._left = not found
         self._done[rank] += len(found)

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
@@ -28,9 +27,9 @@ import torch
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.hang_report.call_log import Location, caller, locate
 from accel_state.protocol.description import CallDescription, mismatch_error
-from accel_state.protocol.exchange import FLAG_BITS, NO_FINGERPRINT, REFUSES, HeaderExchange
+from accel_state.protocol.exchange import FLAG_BITS, NO_FINGERPRINT, REFUSES, HeaderExchange, is_common
 from accel_state.protocol.header import EagerHeader, HeaderFields
-from accel_state.protocol.turn import InterruptedCall
+from accel_state.protocol.turn import InterruptedCall, InterruptedExchange
 from accel_state.transport.base import Transport, Work
 
 __all__ = ("HeaderCall", "PendingCall", "barrier", "start_all_gather_bytes")
@@ -92,7 +91,7 @@ class HeaderCall(HeaderExchange):
         try:
             turn.begin(self)
             # A pending call has the thread that started it.
-            self._thread = self._thread or turn.name()
+            self._thread = turn.thread_name() if self._thread is None else self._thread
             self._site = self._state.log.enter(self._operation)
             self._no_grad.__enter__()
         except BaseException as error:
@@ -139,37 +138,32 @@ class HeaderCall(HeaderExchange):
 
     def _end_early(self, error: BaseException) -> None:
         """Send a refusal, so that the other processes raise as well; or remember an interrupt of this call."""
-        if not self._sent and isinstance(error, Exception):
+        if self._owes and not self._exchanges and isinstance(error, Exception):
             try:
                 self._refuse(error)
             except BaseException as interruption:
                 self._end_early(interruption)
                 raise
-        # All processes raise these, or this one cannot reach the others.
-        elif not (self._sent and isinstance(error, (ShapeMismatch, CollectiveError))):
+        elif not is_common(error):
             self._interrupt(type(error).__name__)
 
     def _interrupt(self, cause: str) -> None:
         """Remember that this call was interrupted, so that the next one is refused on all processes."""
-        state, text, owes = self._state, self._text(), 0
-        before = state.turn.interrupted
-        if before is not None:
-            if self._under_way is None:
-                return
-            text, cause, owes = before.text, before.cause, before.owes
-        state.monitor.interruption = f"{text} was interrupted by {cause}"
+        state = self._state
+        # The first one, if this call would have been refused because of it.
+        interrupted = state.turn.interrupted or InterruptedCall(self._text(), cause)
+        state.monitor.interruption = f"{interrupted.text} was interrupted by {interrupted.cause}"
         if self._moves:
             # The other processes wait for the data of this one, and must not wait until their timeout.
             self._transport.abort()
-        sent_header = None
+            interrupted = interrupted._replace(broken=True)
         if self._under_way is not None:
             # The next call must not overwrite the buffers.
-            sent_header = copy.copy(state.header)
+            exchange = InterruptedExchange(copy.copy(state.header), self._under_way, self._is_complete, self._more)
+            interrupted = interrupted._replace(exchange=exchange)
             state.header.renew()
-        owes += not self._sent or (sent_header is not None and self._more)
-        state.turn.interrupted = InterruptedCall(
-            self._is_complete, text, cause, owes, sent_header, self._under_way, self._moves
-        )
+        state.turn.interrupted = interrupted._replace(owes=interrupted.owes + self._owes)
+        self._owes, self._under_way = 0, None
 
     def _refuse_after(self, interrupted: InterruptedCall) -> NoReturn:
         """Refuse this call on all processes, because an earlier one was interrupted on this one.
@@ -177,7 +171,8 @@ class HeaderCall(HeaderExchange):
         The others may still be in the interrupted call; they complete it, or get an error there.
         """
         # From here on, an exception interrupts this call too.
-        self._sent, self._moves = True, False
+        self._exchanges, self._moves = True, False
+        turn = self._state.turn
         failed = f"{interrupted.text} was interrupted by {interrupted.cause}."
         reason = (
             failed,
@@ -185,31 +180,40 @@ class HeaderCall(HeaderExchange):
             _END_THE_RUN_REMEDY,
         )
         description = self._describe([])._replace(refusal=reason)
-        broken = interrupted.broken
-        if not broken and interrupted.work is not None and interrupted.header is not None:
-            self._wait_in_slices(interrupted.work)
-            is_equal, lengths = interrupted.header.are_equal(), interrupted.header.lengths()
-            broken = is_equal and not interrupted.is_complete(lengths)
-            if broken:
+        exchange, are_equal = interrupted.exchange, True
+        if exchange is not None and not interrupted.broken:
+            self._wait_in_slices(exchange.work)
+            are_equal = exchange.header.are_equal()
+            if are_equal and not exchange.is_complete(exchange.header.lengths()):
                 self._transport.abort()
-            interrupted = interrupted._replace(header=None, work=None, broken=broken)
-            self._state.turn.interrupted = interrupted
-            if not is_equal:
-                self._mismatch(description, more=True)
-        if broken:
+                interrupted = interrupted._replace(broken=True)
+        if interrupted.broken:
+            turn.interrupted = interrupted._replace(exchange=None)
             raise CollectiveError(
                 f"Cannot run {self._text()}: this process has closed its connections.",
                 f"{failed} The other processes waited for its data.",
                 "Restart the run.",
             )
-        for owes in reversed(range(interrupted.owes)):
-            self._state.turn.interrupted = interrupted = interrupted._replace(owes=owes)
-            with suppress(ShapeMismatch):
-                self._exchange(NO_FINGERPRINT, description, 0, REFUSES, more=True)
-        self._state.turn.interrupted, self._state.monitor.interruption = None, ""
+        # Descriptions follow where headers differ, instead of the rest of the call.
+        self._owes += interrupted.owes + (exchange is not None and not are_equal and not exchange.more)
+        turn.interrupted = interrupted._replace(exchange=None, owes=0)
+        if not are_equal:
+            self._despite_mismatch(self._mismatch, description)
+        while self._owes > 1:
+            self._despite_mismatch(self._exchange, NO_FINGERPRINT, description, 0, REFUSES)
+        turn.interrupted, self._state.monitor.interruption = None, ""
         self._exchange(NO_FINGERPRINT, description, 0, REFUSES)
         # All processes have refused the call.
         raise mismatch_error([description], [self._transport.rank_in_run(self._transport.rank)])
+
+    @staticmethod
+    def _despite_mismatch(exchange: Callable[..., object], *arguments: Any) -> None:
+        """Exchange headers although others are known to differ."""
+        try:
+            exchange(*arguments)
+        except ShapeMismatch as error:
+            if not is_common(error):
+                raise
 
     def barrier(self) -> None:
         """Return when every process is in this call.
@@ -247,10 +251,8 @@ class HeaderCall(HeaderExchange):
             reason = (error.failure, error.obstacle, error.remedy)
         else:
             reason = (f"{type(error).__name__}: {error}", "", "See the traceback of that process.")
-        try:
-            self._exchange_headers(NO_FINGERPRINT, self._describe([])._replace(refusal=reason), 0, REFUSES)
-        except ShapeMismatch:
-            return
+        description = self._describe([])._replace(refusal=reason)
+        self._despite_mismatch(self._exchange_headers, NO_FINGERPRINT, description, 0, REFUSES)
 
 
 class PendingCall(HeaderCall):
@@ -286,7 +288,7 @@ class PendingCall(HeaderCall):
 
     def _start(self, data: bytes) -> None:
         state, transport = self._state, self._transport
-        self._thread = state.turn.name()
+        self._thread = state.turn.thread_name()
         with torch.no_grad():
             # Calls that begin while this one is pending use the header of the state.
             self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
@@ -294,7 +296,7 @@ class PendingCall(HeaderCall):
             flags = state.log.messages << FLAG_BITS
             fields = HeaderFields(self._marked(self._header_only()[0]), flags, len(data), state.log.number)
             self._work = self._header.all_gather(transport, fields)
-            self._sent = True
+            self._owes = 0
             state.pending.append(self.complete)
 
     def wait(self, works: Iterable[Work] = ()) -> list[bytes]:  # type: ignore[override]
@@ -331,12 +333,24 @@ class PendingCall(HeaderCall):
         assert work is not None
         try:
             self._wait_in_slices(work)
+            # Descriptions follow where headers differ.
+            self._owes = int(not self._header.are_equal())
             self._leave_queue()
-            if not self._header.are_equal():
+            if self._owes:
                 raise self._mismatch(self._header_only()[1])
-        except AccelError as error:
-            self._leave_queue()
-            self._error = error
+        except BaseException as error:
+            if is_common(error):
+                self._leave_queue()
+                self._error = error
+            elif self._work is not None:
+                self._owes = 0
+            elif self._owes or self._under_way is not None:
+                # The call that completes this one does not know that it differs.
+                cause = type(error).__name__
+                self._interrupt(cause)
+                self._error = CollectiveError(
+                    f"Cannot complete {self._text()}.", f"It was interrupted by {cause}.", _END_THE_RUN_REMEDY
+                )
             raise
 
     def _leave_queue(self) -> None:

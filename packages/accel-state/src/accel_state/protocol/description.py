@@ -25,7 +25,8 @@ _SAME_CALL_REMEDY: Final = (
 _HOME_THREAD: Final = "the thread in which the run began"
 _ONE_THREAD_REMEDY: Final = (
     "Call collectives in one thread, and in the same one on all processes; or pass each thread a process group of its "
-    "own with `group`. Threads that take turns have the same name on all processes."
+    "own with `group`. Threads that take turns have the same name on all processes: give them one with `name`, or with "
+    "`thread_name_prefix` of their pool."
 )
 _PAD_REMEDY: Final = (
     "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
@@ -44,6 +45,7 @@ class CallDescription(NamedTuple):
         group: name of the group of the call in messages; empty for all processes of the run.
         messages: steps of message streams that the process has completed.
         thread: the thread that called, see `accel_state.protocol.turn`.
+        overlaps: whether threads with this name have called at the same time.
     """
 
     operation: str
@@ -54,6 +56,7 @@ class CallDescription(NamedTuple):
     group: str = ""
     messages: int = 0
     thread: str = ""
+    overlaps: bool = False
 
     def to_json(self) -> bytes:
         """The description as JSON."""
@@ -120,6 +123,14 @@ def _refusal_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
 
 def _thread_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
     threads = [f"the thread {call.thread!r}" if call.thread else _HOME_THREAD for call in descriptions]
+    overlapping = [rank for rank, call in zip(ranks, descriptions, strict=True) if call.overlaps]
+    if overlapping:
+        return ShapeMismatch(
+            f"Cannot run {_call_text(descriptions[0])}: several threads call collectives at the same time.",
+            f"The call comes from {_by_rank(threads, ranks)}. On {format_ranks(overlapping)} that thread has called "
+            "while another one was in a call, so each process may get values of another thread.",
+            _ONE_THREAD_REMEDY,
+        )
     if len(set(threads)) == 1:
         return None
     return ShapeMismatch(

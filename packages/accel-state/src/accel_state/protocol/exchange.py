@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
-from accel_state.errors import AccelError
+from accel_state.errors import AccelError, CollectiveError, ShapeMismatch
 from accel_state.hang_report.call_log import Location, call_text
 from accel_state.protocol.description import CallDescription, fingerprint_of, hash_of, mismatch_error
 from accel_state.protocol.header import HeaderFields
@@ -18,7 +18,7 @@ from accel_state.protocol.state import protocol_state
 from accel_state.protocol.turn import is_raised_by_handler
 from accel_state.transport.base import Transport, Work
 
-__all__ = ("FLAG_BITS", "NO_FINGERPRINT", "REFUSES", "HeaderExchange")
+__all__ = ("FLAG_BITS", "NO_FINGERPRINT", "REFUSES", "HeaderExchange", "is_common")
 
 _WAIT_SLICE: Final = timedelta(seconds=1)
 """How long a wait blocks before Python regains control and can handle a signal such as Ctrl-C."""
@@ -41,6 +41,11 @@ FLAG_BITS: Final = 8
 _MAX_CACHED_DESCRIPTIONS: Final = 1024
 
 
+def is_common(error: BaseException) -> TypeGuard[ShapeMismatch | CollectiveError]:
+    """Whether all processes raise an error of an exchange, or this one cannot reach the others any more."""
+    return isinstance(error, (ShapeMismatch, CollectiveError)) and not is_raised_by_handler(error)
+
+
 class HeaderExchange:
     """The exchanges of one call, and the errors of calls that differ or that nobody answers.
 
@@ -52,10 +57,11 @@ class HeaderExchange:
 
     __slots__ = (
         "_arguments",
+        "_exchanges",
         "_more",
         "_moves",
         "_operation",
-        "_sent",
+        "_owes",
         "_site",
         "_state",
         "_thread",
@@ -68,14 +74,16 @@ class HeaderExchange:
         self._operation = operation
         self._arguments = {name: str(value) for name, value in arguments.items()}
         self._state = protocol_state(transport)
-        # Whether this process has sent its header; after that a failure needs no refusal.
-        self._sent = False
+        # How many headers the other processes wait for that this process has not sent.
+        self._owes = 1
+        # Whether an exchange of headers has begun and not ended; a failure in it needs no refusal.
+        self._exchanges = False
         # The exchange of headers that is under way, and whether the processes move data after it.
         self._under_way: Work | None = None
         self._moves = False
         # Whether the call exchanges other headers afterwards.
         self._more = False
-        self._thread = ""
+        self._thread: str | None = None
         self._site: tuple[CodeType, int] | None = None
 
     def _is_complete(self, lengths: Sequence[int]) -> bool:
@@ -136,34 +144,51 @@ class HeaderExchange:
 
         With `more`, the call exchanges other headers afterwards.
         """
-        self._sent, self._more = True, more
+        self._exchanges, self._more = True, more
         pending, log, header = self._state.pending, self._state.log, self._state.header
-        while pending:
-            pending[0]()
+        try:
+            while pending:
+                pending[0]()
+        except ShapeMismatch as error:
+            # If all processes raise it here, they do not wait for the header of this call.
+            self._owes -= is_common(error)
+            raise
         log.fingerprint = fingerprint
         fields = HeaderFields(self._marked(fingerprint), flags or log.messages << FLAG_BITS, length, log.number)
         self._under_way = header.all_gather(self._transport, fields)
+        self._owes += more - 1
         self._wait_in_slices(self._under_way)
+        are_equal = header.are_equal()
+        # Descriptions follow instead of the rest of the call.
+        self._owes += not are_equal and not more
         self._under_way = None
-        if not header.are_equal():
-            raise self._mismatch(description, more and flags == REFUSES)
-        self._sent = not more
+        if not are_equal:
+            raise self._mismatch(description)
+        self._exchanges = False
 
     def _marked(self, fingerprint: int) -> int:
         """A fingerprint that is equal only for calls of the same thread; most calls come from where the run began."""
-        return fingerprint ^ hash_of(self._thread) if self._thread and fingerprint else fingerprint
+        if not self._thread or fingerprint == NO_FINGERPRINT:
+            return fingerprint
+        # A thread that cannot be told apart is that of no other process.
+        mark = f"{self._transport.rank} {self._thread}" if self._is_of_overlapping_calls() else self._thread
+        return fingerprint ^ hash_of(mark)
 
-    def _mismatch(self, description: CallDescription, more: bool = False) -> AccelError:
+    def _is_of_overlapping_calls(self) -> bool:
+        return self._thread in self._state.turn.overlapping
+
+    def _mismatch(self, description: CallDescription) -> AccelError:
         """The error that shows how the calls differ; called only after all processes have seen that they do."""
         described = description._replace(
             location=str(self._location_of_call() or ""),
             group=self._transport.group,
             messages=self._state.log.messages,
-            thread=self._thread,
+            thread=self._thread or "",
+            overlaps=self._is_of_overlapping_calls(),
         )
         # All processes have reached this point, and start their counts again.
         self._state.log.messages = 0
-        rows = self._exchange_bytes(NO_FINGERPRINT, described, described.to_json(), _DESCRIBES, more)
+        rows = self._exchange_bytes(NO_FINGERPRINT, described, described.to_json(), _DESCRIBES, more=False)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
 
     def _text(self) -> str:
