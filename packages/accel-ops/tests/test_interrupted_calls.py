@@ -242,7 +242,7 @@ def interrupted_with_a_pending_call(operation: str, times: int) -> tuple[list[An
     else:
         wait_until("interrupted")
         pending = async_all_gather_bytes(b"1", "DataLoader.__next__")
-        outcomes = [outcome_of(lambda value=value: OPERATIONS[operation](value)) for value in range(times)]
+        outcomes = [outcome_of(functools.partial(OPERATIONS[operation], value)) for value in range(times)]
     outcomes.append(refused())
     values = [value for step in range(3) for value in gather(torch.tensor([10 * step + state.process_index])).tolist()]
     return outcomes, values, pending.wait()
@@ -656,10 +656,23 @@ def test_threads_may_take_turns(two: Processes) -> None:
     assert two.run(one_thread_after_another) == [[[number] * 2 for number in range(5)]] * 2
 
 
+@contextmanager
+def executor(prefix: str) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """Start a task in a pool of two workers; call the result to wait for it."""
+    with ThreadPoolExecutor(2, prefix) as pool:
+        yield lambda *task: pool.submit(*task).result
+
+
+@contextmanager
+def thread_pool() -> Iterator[Callable[..., Callable[[], Any]]]:
+    with ThreadPool(2) as pool:
+        yield lambda function, *arguments: pool.apply_async(function, arguments).get
+
+
 POOLS: dict[str, Callable[[], Any]] = {
-    "executor": lambda: ThreadPoolExecutor(2),
-    "named executor": lambda: ThreadPoolExecutor(2, "loads"),
-    "ThreadPool": lambda: ThreadPool(2),
+    "executor": functools.partial(executor, ""),
+    "named executor": functools.partial(executor, "loads"),
+    "ThreadPool": thread_pool,
 }
 
 
@@ -675,16 +688,10 @@ def calls_of_other_workers(kind: str) -> list[Any]:
         return gather(torch.tensor([value])).tolist()  # type: ignore[no-any-return]
 
     with POOLS[kind]() as pool:
-        start = (
-            pool.submit if isinstance(pool, ThreadPoolExecutor) else lambda *task: pool.apply_async(task[0], task[1:])
-        )
         if not state.is_main_process:
-            start(wait)
+            pool(wait)
             begun.wait()
-        results = []
-        for value in range(3):
-            task = start(call, value)
-            results.append(task.result() if isinstance(pool, ThreadPoolExecutor) else task.get())
+        results = [pool(call, value)() for value in range(3)]
         ends.set()
     return [*results, call(3)]
 

@@ -262,15 +262,19 @@ class PendingCall(HeaderCall):
         transport: the transport between the processes.
         operation: name of the function that the user called.
         data: as many bytes as fit into an eager header.
+
+    Attributes:
+        differs: whether it has ended because the calls of the processes differ.
     """
 
-    __slots__ = ("_error", "_header", "_location", "_received", "_work")
+    __slots__ = ("_error", "_header", "_location", "_received", "_work", "differs")
 
     def __init__(self, transport: Transport, operation: str, data: bytes) -> None:
         super().__init__(transport, operation)
         self._error: AccelError | None = None
         self._received: list[bytes] | None = None
         self._work: Work | None = None
+        self.differs = False
         self._location = caller()
         state = self._state
         self._check_not_inside_a_call()
@@ -297,7 +301,7 @@ class PendingCall(HeaderCall):
             fields = HeaderFields(self._marked(self._header_only()[0]), flags, len(data), state.log.number)
             self._work = self._header.all_gather(transport, fields)
             self._owes = 0
-            state.pending.append(self.complete)
+            state.pending.append(self)
 
     def wait(self, works: Iterable[Work] = ()) -> list[bytes]:  # type: ignore[override]
         """Wait for this call and for further works of it; return the bytes of all processes, by rank.
@@ -314,7 +318,7 @@ class PendingCall(HeaderCall):
 
     def _receive(self, works: Iterable[Work]) -> list[bytes]:
         while self._work is not None:
-            self._state.pending[0]()
+            self._state.pending[0].complete()
         if self._error is not None:
             raise self._error
         super().wait(works)
@@ -334,16 +338,17 @@ class PendingCall(HeaderCall):
         try:
             self._wait_in_slices(work)
             # Descriptions follow where headers differ.
-            self._owes = int(not self._header.are_equal())
+            self.differs = not self._header.are_equal()
+            self._owes = int(self.differs)
             self._leave_queue()
-            if self._owes:
+            if self.differs:
                 raise self._mismatch(self._header_only()[1])
         except BaseException as error:
             if is_common(error):
                 self._leave_queue()
                 self._error = error
             elif self._work is not None:
-                self._owes = 0
+                self._owes, self.differs = 0, False
             elif self._owes or self._under_way is not None:
                 # The call that completes this one does not know that it differs.
                 cause = type(error).__name__
@@ -355,8 +360,8 @@ class PendingCall(HeaderCall):
 
     def _leave_queue(self) -> None:
         self._work = None
-        if self.complete in self._state.pending:
-            self._state.pending.remove(self.complete)
+        if self in self._state.pending:
+            self._state.pending.remove(self)
 
     def _location_of_call(self) -> Location | None:
         return locate(self._location[0].co_filename, self._location[1])

@@ -146,13 +146,13 @@ class HeaderExchange:
         """
         self._exchanges, self._more = True, more
         pending, log, header = self._state.pending, self._state.log, self._state.header
-        try:
-            while pending:
-                pending[0]()
-        except ShapeMismatch as error:
-            # If all processes raise it here, they do not wait for the header of this call.
-            self._owes -= is_common(error)
-            raise
+        while pending:
+            oldest = pending[0]
+            try:
+                oldest.complete()
+            finally:
+                # If it differs, all processes raise its error here, and do not wait for the header of this call.
+                self._owes -= oldest.differs
         log.fingerprint = fingerprint
         fields = HeaderFields(self._marked(fingerprint), flags or log.messages << FLAG_BITS, length, log.number)
         self._under_way = header.all_gather(self._transport, fields)

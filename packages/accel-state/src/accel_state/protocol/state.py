@@ -16,6 +16,7 @@ from accel_state.transport.base import Transport
 
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor
+    from accel_state.protocol.call import PendingCall
 
 __all__ = ("ProtocolState", "add_group_state", "protocol_state")
 
@@ -30,7 +31,7 @@ class ProtocolState:
     Attributes:
         plans: cache of upper layers for calls with the same structure.
         sites: cache of upper layers for the last call of each line of the user's code.
-        pending: functions that complete the calls which were started and not yet waited for, in order.
+        pending: the calls that were started and are not complete, in order.
         spare_headers: headers of pending calls that have ended, for reuse.
         listeners: called with `log.exchanges` whenever this process begins to wait for headers.
         world_size: number of processes of the run.
@@ -69,7 +70,7 @@ class ProtocolState:
         else:
             self.log, self.world_size = CallLog(), transport.world_size
             self.monitor = self._start_monitor(transport)
-        self.pending: deque[Callable[[], None]] = deque()
+        self.pending: deque[PendingCall] = deque()
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
         # Only runs of several processes need it.
