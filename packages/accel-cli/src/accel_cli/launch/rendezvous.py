@@ -5,6 +5,10 @@ programs, and a second launcher cannot reserve it, because a launcher sets SO_RE
 port. From then on, the store of torch, which sets this option too, can listen on it, even a second time after a process
 group was destroyed. (On Linux; on other systems the port is released right before the processes start.)
 
+A port that has connections of an earlier run can only be bound with SO_REUSEADDR, also by several programs. Therefore
+each launcher also binds the UDP port of that number on the loopback interface, as a mark for other launchers. It
+receives nothing there. A launcher without the mark reserves only a port that has no such connections.
+
 Any program that sets the option can do so first, also that of another user. Therefore the processes prove to each other
 that they know the secret of the run before they use the store; see `accel_state.transport.rendezvous`.
 
@@ -57,16 +61,15 @@ class Port:
     """
 
     def __init__(self, wanted: int | None = None, origin: str = "") -> None:
-        self._socket: socket.socket | None = _reserved(wanted or 0, origin)
-        self.number = int(self._socket.getsockname()[1])
+        self._sockets = _reserved(wanted or 0, origin)
+        self.number = int(self._sockets[0].getsockname()[1])
         if not _CAN_BE_KEPT:
             self.close()
 
     def close(self) -> None:
         """Release the port."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        while self._sockets:
+            self._sockets.pop().close()
 
     def __enter__(self) -> Port:
         return self
@@ -77,31 +80,48 @@ class Port:
         self.close()
 
 
-def _reserved(number: int, origin: str = "") -> socket.socket:
-    """A socket that is bound to the port on all addresses, as the store's socket is.
+def _reserved(number: int, origin: str = "") -> list[socket.socket]:
+    """A socket that is bound to the port on all addresses, as the store's socket is, and the mark, if it was free.
 
     Raises:
         SettingError: the port is in use or not allowed.
         LaunchError: no port could be bound at all.
     """
     refusal: OSError | None = None
+    mark = _mark(number) if number else None
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
-            return _bind(family, address, number)
+            bound = _bind(family, address, number, marked=mark is not None)
         except OSError as error:
             refusal = error
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 break
+        else:
+            mark = mark or _mark(bound.getsockname()[1])
+            return [bound] if mark is None else [bound, mark]
+    if mark is not None:
+        mark.close()
     raise _refused(number, origin, refusal)
 
 
-def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.socket:
+def _mark(number: int) -> socket.socket | None:
+    """The mark of a port; None if another launcher, or a program that uses the number for datagrams, has it."""
+    mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        mark.bind(("127.0.0.1", number))
+    except OSError:
+        mark.close()
+        return None
+    return mark
+
+
+def _bind(family: socket.AddressFamily, address: str, number: int, *, marked: bool) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         if _CAN_BE_KEPT:
-            _bind_alone(bound, address, number)
+            _bind_alone(bound, address, number, marked=marked)
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if not _CAN_BE_KEPT:
@@ -112,7 +132,7 @@ def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.soc
     return bound
 
 
-def _bind_alone(bound: socket.socket, address: str, number: int) -> None:
+def _bind_alone(bound: socket.socket, address: str, number: int, *, marked: bool) -> None:
     """Bind a socket to a port that no other socket is bound to, except for connections of a run that has ended.
 
     Raises:
@@ -122,7 +142,7 @@ def _bind_alone(bound: socket.socket, address: str, number: int) -> None:
         bound.bind((address, number))
     except OSError as error:
         states = [row[_STATE] for row in _sockets_at(number)]
-        if error.errno != errno.EADDRINUSE or not states or _LISTENING in states:
+        if error.errno != errno.EADDRINUSE or not marked or not states or _LISTENING in states:
             raise
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address, number))
