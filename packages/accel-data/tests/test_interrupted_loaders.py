@@ -22,6 +22,12 @@ from accel_testing.processes import Processes
 
 INTERRUPTED = "interrupted"
 
+LATE = 16
+"""The first number that comes late: the main process has read the four steps before it, each of four numbers."""
+
+RECEIVED = 2
+"""Batches that a process receives before: the main process reads two steps ahead of the one that it returns."""
+
 
 class Stop(RuntimeError):
     """What the handler raises."""
@@ -42,22 +48,20 @@ class LateStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(64):
-            if number == 16 and PartialState().process_index == 0:
+            if number == LATE and PartialState().process_index == 0:
                 wait_until_interrupted()
             yield torch.tensor(number)
 
 
-def interrupt_the_wait_for_a_batch() -> None:
-    """Send a signal to this process when the main thread has been in a call of the loader for a while."""
+def interrupt_the_wait_for_a_batch(received: list[Any]) -> None:
+    """Send a signal to this process when it is in the call for the first batch that cannot come."""
     log = protocol_state(current.process().transport).log
-    seen = None
     while True:
-        call = log.active()
-        # The same call at two looks: it waits.
-        if call is not None and call.operation == "DataLoader.__next__" and call.number == seen:
+        # In this order: the batch before it has been received, so an active call is for this one.
+        complete, call = len(received) == RECEIVED, log.active()
+        if complete and call is not None and call.operation == "DataLoader.__next__":
             break
-        seen = call.number if call is not None else None
-        time.sleep(0.2)
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
@@ -73,10 +77,11 @@ def interrupted() -> list[Any]:
     loader = prepare_data_loader(DataLoader(LateStream(), batch_size=2), dispatch_batches=True, put_on_device=False)
     previous = signal.signal(signal.SIGUSR1, stop)
     if rank == 1:
-        thread = threading.Thread(target=interrupt_the_wait_for_a_batch)
+        received: list[Any] = []
+        thread = threading.Thread(target=interrupt_the_wait_for_a_batch, args=(received,))
         thread.start()
         with pytest.raises(Stop):
-            list(loader)
+            received.extend(loader)
         thread.join()
         store: Any = current.process().transport.store()
         store.add(INTERRUPTED, 1)

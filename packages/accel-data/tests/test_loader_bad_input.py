@@ -298,11 +298,15 @@ def test_a_dataloader_worker_that_dies_during_a_step_is_an_error_of_a_later_read
 
 
 class Unreachable(Samples):
-    """Its worker removes the sockets over which the main process fetches tensors, as at its end, and ends later."""
+    """Its worker removes the sockets over which the main process fetches tensors, as at its end.
+
+    It ends when the main process has noticed that.
+    """
 
     def __init__(self, length: int, mark: Path) -> None:
         super().__init__(length)
         self.mark = mark
+        self.refused = mark.with_name("refused")
 
     def __getitem__(self, index: int) -> int:
         # The first call makes the folder, before another thread of the worker opens a socket in it for the first batch.
@@ -313,20 +317,29 @@ class Unreachable(Samples):
             for socket in sockets:
                 socket.unlink()
             self.mark.touch()
-            time.sleep(1)
+            while not self.refused.exists():
+                time.sleep(0.01)
             os._exit(1)
         return index
 
 
 class AwaitedMark(DataLoader[int]):
-    """Returns its iterator after its worker has become unreachable."""
+    """Returns its iterator after its worker has become unreachable, and tells the worker when a read has failed."""
 
     def __iter__(self) -> Any:
-        batches = super().__iter__()
-        mark = self.dataset.mark  # type: ignore[attr-defined]
-        while not mark.exists():
+        batches, unreachable = super().__iter__(), self.dataset
+        assert isinstance(unreachable, Unreachable)
+        while not unreachable.mark.exists():
             time.sleep(0.01)
-        return batches
+        return telling_of_a_broken_connection(batches, unreachable.refused)
+
+
+def telling_of_a_broken_connection(batches: Iterator[int], refused: Path) -> Iterator[int]:
+    try:
+        yield from batches
+    except (EOFError, OSError):
+        refused.touch()
+        raise
 
 
 def dies_after_its_connection(mark: Path) -> tuple[str, list[int]]:
