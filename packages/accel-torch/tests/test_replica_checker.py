@@ -52,6 +52,8 @@ def spoil(wrong: str, accelerator: Accelerator, model: Any, optimizer: Any, load
         torch.rand(1)
     if wrong == "loader":
         loader.progress.steps += 1
+    if wrong == "group":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     if wrong == "step":
         optimizer._step = lambda inner, closure: False
 
@@ -66,6 +68,7 @@ def test_replicas_that_stay_replicas_train_on(two: Processes) -> None:
         ("weight", "the tensor 'module.1.weight'"),
         ("generator", "the generator 'torch_manual_seed'"),
         ("loader", "the position of loader 0"),
+        ("group", "the number of the optimizer's parameters"),
     ],
 )
 def test_the_first_difference_is_named_on_every_process(two: Processes, wrong: str, named: str) -> None:
@@ -100,6 +103,20 @@ def flat(wrong: str) -> Any:
 
 def test_flat_parameters_have_no_replicas(two: Processes) -> None:
     assert two.run(flat, "nothing") == ["well", "well"]
+
+
+def ignored(version: int) -> Any:
+    from accel_torch import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(version, ignored_modules="1", auto_wrap_policy="NO_WRAP")
+    return trained("weight", options={"fsdp_plugin": plugin})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_modules_that_sharding_ignores_are_compared(two: Processes, version: int) -> None:
+    for message in two.run(ignored, version):
+        assert "1.weight'" in message
+        assert "agree with each other: process 0; process 1." in message
 
 
 def sharded(wrong: str) -> Any:

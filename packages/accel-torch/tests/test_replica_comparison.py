@@ -146,7 +146,7 @@ def test_the_comparison_can_be_turned_off(two: Processes, loop: Any) -> None:
 
 def message(rank: int, **changes: Any) -> dict[str, Any]:
     posted = {"places": ["a", "a"], "sums": [1, 2], "names": ["w", "b"], "data": rank, "inputs": [str(rank), "x"]}
-    return {**posted, **changes}
+    return {"count": 2, **posted, **changes}
 
 
 def test_findings_name_the_first_parameter_and_the_sides() -> None:
@@ -158,6 +158,20 @@ def test_findings_name_the_first_parameter_and_the_sides() -> None:
     # Only the second tensor is sharded.
     (sentence,) = findings([message(0, places=["a", "b"]), message(1, places=["a", "c"], sums=[3, 4])])
     assert "first in 'w'" in sentence
+
+
+def more_parameters(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    if accelerator.process_index == 0:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    train(accelerator, loader, optimizer, model)
+
+
+def test_optimizers_with_different_numbers_of_parameters_are_reported(two: Processes) -> None:
+    (message,), second = two.run(logged, more_parameters, {})
+    assert second == []
+    assert "first in the number of the optimizer's parameters" in message
+    assert "0; 1" in message
 
 
 def test_findings_on_inputs_need_processes_that_should_read_different_samples() -> None:

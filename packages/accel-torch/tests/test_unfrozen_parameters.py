@@ -15,11 +15,13 @@ from torch.nn.utils import parametrize
 from accel_state.errors import NotOffered
 from accel_testing.backends.reference_loop import near
 from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 from accel_torch import (
     Accelerator,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     LocalSGD,
+    ReplicasDiffer,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -208,6 +210,233 @@ class Branches(nn.Module):
         return outputs
 
 
+class Optional(nn.Module):
+    """A model of which some micro-batches do not use the layer `extra`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.extra = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, inputs: Tensor, extra: bool) -> Tensor:
+        outputs: Tensor = self.always(inputs)
+        return outputs + self.extra(inputs) if extra else outputs
+
+
+USES = {"first micro-batch": lambda rank, index: index == 0, "one process": lambda rank, index: rank == 1}
+
+
+def optional_of(backend: str, pieces: int) -> tuple[Accelerator, Any]:
+    """An Accelerator, and the model whose layer `extra` the wrapper leaves alone."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": pieces}
+    if backend.startswith("fsdp"):
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=int(backend[-1]), ignored_modules="extra", auto_wrap_policy="NO_WRAP"
+        )
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[] if backend.startswith("fsdp") else handlers, **options)
+    model = Optional()
+    if backend == "ddp frozen":
+        model.extra.requires_grad_(False)
+    if backend == "ddp all frozen":
+        model.requires_grad_(False)
+    return accelerator, model
+
+
+def train_windows(backend: str, use: str) -> list[float]:
+    """The weights of `extra` after two windows of two micro-batches."""
+    accelerator, user = optional_of(backend, 2)
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    user.requires_grad_(True)
+    for index in range(4):
+        with accelerator.accumulate(model):
+            inputs = torch.full((1, 2), accelerator.process_index + index + 1.0)
+            extra = USES[use](accelerator.process_index, index % 2)
+            accelerator.backward(model(inputs, extra).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights: list[float] = accelerator.unwrap_model(model).extra.weight.flatten().tolist()
+    return weights
+
+
+def windows_in_one_process(use: str) -> list[float]:
+    model = Optional()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(4):
+        for rank in range(2):
+            loss = model(torch.full((1, 2), rank + index + 1.0), USES[use](rank, index % 2)).square().sum()
+            (loss / 4).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights: list[float] = model.extra.weight.flatten().tolist()
+    return weights
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("backend", ["ddp", "ddp frozen", "ddp all frozen", "fsdp 1", "fsdp 2"])
+def test_parameters_that_some_micro_batches_do_not_use(two: Processes, backend: str, use: str) -> None:
+    for weights in two.run(train_windows, backend, use):
+        assert weights == near(windows_in_one_process(use))
+
+
+def collectives_of_a_window() -> list[str]:
+    """Each micro-batch has a gradient, and the norm is clipped."""
+    with recording() as records:
+        accelerator, user = optional_of("ddp frozen", 4)
+        model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+        user.requires_grad_(True)
+        for window in range(2):
+            if window:
+                records.clear()
+            for _ in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 2), True).sum())
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [record.operation for record in records]
+
+
+def test_a_window_is_averaged_once(two: Processes) -> None:
+    assert two.run(collectives_of_a_window) == [["all_reduce"]] * 2
+
+
+def train_by(how: str) -> list[Any]:
+    """Train without the calls of the Accelerator that usually average the gradients."""
+    accelerator, user = optional_of("ddp frozen", 1)
+    prepared = how != "script's optimizer"
+    optimizer = torch.optim.SGD(user.parameters(), lr=0.1)
+    model = accelerator.prepare(user)
+    optimizer = accelerator.prepare(optimizer) if prepared else optimizer
+    user.requires_grad_(True)
+    inputs = torch.full((1, 2), accelerator.process_index + 1.0)
+
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(inputs, accelerator.is_main_process).square().sum()
+        if how == "loss.backward()":
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            accelerator.backward(loss)
+        return loss
+
+    for _ in range(2):
+        if how == "closure":
+            optimizer.step(compute)
+            continue
+        compute()
+        if how == "script's clipping":
+            nn.utils.clip_grad_norm_(user.parameters(), 0.1)
+        optimizer.step()
+    weights: list[Any] = user.extra.weight.tolist()
+    return [weights, user.always.weight.tolist()]
+
+
+@pytest.mark.parametrize("how", ["loss.backward()", "closure", "script's optimizer", "script's clipping"])
+def test_replicas_stay_equal_with_calls_of_the_script(two: Processes, how: str) -> None:
+    first, second = two.run(train_by, how)
+    assert first == second
+    assert first[0] != Optional().extra.weight.tolist()
+
+
+def unfreeze_one() -> str:
+    accelerator = accelerator_of("ddp", check_replicas_every=1)
+    user = net("first")
+    model, optimizer = accelerator.prepare(user, optimizer_of(user))
+    if accelerator.is_main_process:
+        user[0].weight.requires_grad_(True)
+    try:
+        for step in range(2):
+            accelerator.backward(model(batch(step)[0]).sum())
+            optimizer.step()
+    except ReplicasDiffer as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def unfreeze_others() -> str:
+    """Each process unfreezes another parameter."""
+    accelerator = accelerator_of("ddp")
+    user = net("first")
+    model = accelerator.prepare(user)
+    (user[0].weight if accelerator.is_main_process else user[0].bias).requires_grad_(True)
+    try:
+        accelerator.backward(model(batch(0)[0]).sum())
+    except ReplicasDiffer as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_parameter_that_one_process_unfreezes_is_an_error_on_all(two: Processes) -> None:
+    first, second = two.run(unfreeze_one)
+    assert "The processes train different parameters." in first
+    assert "On this process 0.weight train" in first
+    assert "The replicas differ after 1 optimizer steps" in second
+    for message in (first, second):
+        assert "backward() at" in message
+
+
+def test_processes_that_unfreeze_different_parameters_all_raise(two: Processes) -> None:
+    first, second = two.run(unfreeze_others)
+    assert "On this process 0.weight train" in first
+    assert "On this process 0.bias train" in second
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.others = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2, sparse=True)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, indices: Tensor, others: bool) -> Tensor:
+        outputs: Tensor = self.head(self.words(indices) + (self.others(indices) if others else 0))
+        return outputs
+
+
+def train_words() -> list[Any]:
+    """One process does not use the second embedding."""
+    accelerator = accelerator_of("ddp")
+    user = Words()
+    embeddings = [user.words.weight, user.others.weight]
+    for weight in embeddings:
+        weight.requires_grad_(False)
+    model, optimizer = accelerator.prepare(user, torch.optim.SparseAdam(embeddings, lr=0.1))
+    for weight in embeddings:
+        weight.requires_grad_(True)
+    for _ in range(2):
+        indices = torch.tensor([0, accelerator.process_index + 1])
+        accelerator.backward(model(indices, accelerator.is_main_process).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.tolist() for weight in embeddings]
+
+
+def test_sparse_gradients_are_averaged_and_stay_sparse(two: Processes) -> None:
+    model = Words()
+    optimizer = torch.optim.SparseAdam([model.words.weight, model.others.weight], lr=0.1)
+    for _ in range(2):
+        for rank in range(2):
+            (model(torch.tensor([0, rank + 1]), rank == 0).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in two.run(train_words):
+        assert weights == near([model.words.weight.tolist(), model.others.weight.tolist()])
+
+
+def prepare_for_inference() -> list[bool]:
+    accelerator = accelerator_of("ddp")
+    with torch.inference_mode():
+        model = nn.Linear(2, 2).requires_grad_(False)
+    return [parameter.requires_grad for parameter in accelerator.prepare(model).parameters()]
+
+
+def test_a_model_that_was_made_in_inference_mode_is_prepared(two: Processes) -> None:
+    assert two.run(prepare_for_inference) == [[False, False]] * 2
+
+
 def use_one_branch() -> dict[str, Any]:
     """Each process uses another of the branches that were unfrozen."""
     accelerator = accelerator_of("ddp")
@@ -229,22 +458,27 @@ def test_a_process_that_did_not_use_a_parameter_takes_part(two: Processes) -> No
         assert answer == near(expected)
 
 
-def join() -> str:
+def join(*frozen: str) -> str:
+    """Processes with two batches and with one train models together, which are unfrozen after `prepare`."""
     accelerator = accelerator_of("ddp")
-    user = net("first")
-    model = accelerator.prepare(user)
-    user.requires_grad_(True)
+    users = [net(kind) for kind in frozen]
+    models = [accelerator.prepare(user) for user in users]
+    for user in users:
+        user.requires_grad_(True)
     try:
-        with accelerator.join_uneven_inputs([model]):
-            accelerator.backward(model(batch(0)[0]).sum())
+        with accelerator.join_uneven_inputs(models):
+            for step in range(2 - accelerator.process_index):
+                accelerator.backward(sum((model(batch(step)[0]).sum() for model in models), torch.zeros(())))
     except NotOffered as error:
         return str(error)
     return "nothing was raised"
 
 
-def test_processes_that_run_out_of_batches_are_refused(two: Processes) -> None:
-    for answer in two.run(join):
-        assert "0.weight, 0.bias were frozen or absent" in answer
+@pytest.mark.parametrize("frozen", [("first",), ("", "all"), ("", "first")], ids="-".join)
+def test_processes_that_run_out_of_batches_are_refused(two: Processes, frozen: tuple[str, ...]) -> None:
+    for answer in two.run(join, *frozen):
+        assert "0.weight, 0.bias" in answer
+        assert "were frozen or absent" in answer
 
 
 def train_alone() -> list[Any]:

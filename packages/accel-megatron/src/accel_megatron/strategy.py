@@ -108,8 +108,11 @@ class MegatronStrategy(Strategy):
     def shards(self) -> Shards:
         return Shards(parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())
 
-    def shard_key(self) -> Hashable:
-        return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+    def shard_key(self, tensor: Tensor) -> Hashable:
+        # Megatron-LM marks the parameters that it divides between tensor-parallel ranks.
+        sharded = getattr(tensor, "tensor_model_parallel", False)
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank() if sharded else None
+        return (tensor_rank, parallel_state.get_pipeline_model_parallel_rank())
 
     def setup(self, bundle: Bundle) -> Bundle:
         if not bundle.models:

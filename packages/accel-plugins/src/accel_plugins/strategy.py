@@ -170,10 +170,11 @@ class Strategy:
         """
         return self.shards().count
 
-    def shard_key(self) -> Hashable:
-        """A key for this process's shard of the parameters, for strategies without DTensor parameters.
+    def shard_key(self, tensor: Tensor) -> Hashable:
+        """A key for this process's shard of a parameter, for strategies whose shards are not DTensors.
 
-        Called by code that compares replicas: processes with the same key must have equal tensors.
+        Called by code that compares replicas: processes with the same key must have equal values in the tensor. None
+        for a tensor that all processes have in full.
         """
         return None
 

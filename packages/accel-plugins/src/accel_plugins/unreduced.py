@@ -1,16 +1,19 @@
 """Gradients that the wrapper of a model does not reduce: of parameters that it ignores, that were frozen when the model
-was wrapped, or that are added later. They are averaged at the end of each backward in which the wrapper reduces others.
+was wrapped, or that are added later.
+
+They are averaged after each `backward` in which the wrapper reduces others, and at the latest before a step. Processes
+may use different parameters, and some of them none, so nothing depends on which gradients a process has: all processes
+average the gradients of all such parameters that train.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -18,27 +21,36 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_plugins.context import Context
 from accel_plugins.parameters import canonical_name
-from accel_state.errors import NotOffered
+from accel_plugins.strategy import Strategy
+from accel_state.errors import NotOffered, ReplicasDiffer, ShapeMismatch
+from accel_state.protocol.call import HeaderCall
 from accel_state.transport.base import Transport
 
-__all__ = ("UnreducedGradients",)
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_plugins.precision.base import Closure
+
+__all__ = ("AveragingStrategy", "UnreducedGradients")
 
 
 class UnreducedGradients:
     """Averages the gradients of some parameters of a model, and of all that are registered in it later.
 
-    Parameters cost nothing while they are frozen. All processes unfreeze and add the same ones.
+    Parameters cost no collective while they are frozen. All processes unfreeze and add the same ones.
 
     Args:
         model: the model, with the parameters that train.
         parameters: those whose gradients nothing reduces, frozen or not.
         transport: connects the processes.
-        reduces: whether the current backward reduces gradients.
+        reduces: whether backward reduces gradients now.
         replaces: whether the wrapper itself assigns new parameters under names that exist.
 
     Attributes:
         joins: whether processes may have run out of batches, so that they do not take part.
+        are_complete: whether the gradients for the next step are averaged.
     """
 
     def __init__(
@@ -49,13 +61,13 @@ class UnreducedGradients:
         reduces: Callable[[], bool],
         replaces: bool = False,
     ) -> None:
-        self.joins = False
+        self.joins = self.are_complete = False
         self._model, self._transport, self._reduces, self._replaces = weakref.ref(model), transport, reduces, replaces
-        self._parameters: list[weakref.ref[Parameter]] = []
-        self._backward = -1
-        for parameter in parameters:
-            self._average(parameter)
+        self._parameters: Any = WeakIdKeyDictionary()
+        self._agreed: list[str] = []
         self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
+        for parameter in parameters:
+            self._add(parameter)
         _follow(model, self)
 
     def added(self, module: Module, name: str, added: Module | Parameter) -> None:
@@ -68,73 +80,164 @@ class UnreducedGradients:
         for parameter in new:
             if parameter not in self._known:
                 self._known[parameter] = None
-                self._average(parameter)
+                self._add(parameter)
 
-    def _average(self, parameter: Parameter) -> None:
-        trainable = parameter.is_floating_point() or parameter.is_complex()
+    def _add(self, parameter: Parameter) -> None:
         # Who shards a parameter reduces its gradient.
-        if not trainable or hasattr(parameter, "placements") or self._transport.world_size == 1:
-            return
-        self._parameters.append(weakref.ref(parameter))
-        trains = parameter.requires_grad
-        # torch refuses hooks of frozen parameters, and keeps them when a parameter is frozen.
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trains)
+        if not hasattr(parameter, "placements"):
+            self._parameters[parameter] = None
 
-    def _computed(self, parameter: Tensor) -> None:
-        """Let the end of this backward average all gradients.
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._parameters
 
-        Not each gradient at once: processes may compute them in another order, and some of them not at all.
-        """
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward and self._reduces():
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self._average_all)
+    def average(self) -> None:
+        """Average the gradients over the processes, if backward reduces now. Called after each backward."""
+        self.are_complete = self._reduces()
+        if self.are_complete and self._transport.world_size > 1:
+            self._average(self._trained())
+
+    def complete(self, optimizer: Optimizer) -> None:
+        """Average gradients that another call than the strategy's `backward` computed, before an optimizer steps."""
+        if not self.are_complete and self._some_train() and self._has_parameter_of(optimizer):
+            self.average()
+
+    def _some_train(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._parameters)
+
+    def _has_parameter_of(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def _trained(self) -> dict[str, Parameter]:
+        """The parameters that train, by name, in the order of the model, which is that of all processes."""
+        model = self._model()
+        if model is None or not self._some_train():
+            return {}
+        return {
+            canonical_name(name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter in self._parameters
+        }
 
     @torch.no_grad()
-    def _average_all(self) -> None:
+    def _average(self, trained: dict[str, Parameter]) -> None:
+        if self.joins and trained:
+            raise _refusal(list(trained))
+        self._agree(trained)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        self._parameters = [reference for reference in self._parameters if reference() is not None]
-        for reference in self._parameters:
-            parameter = reference()
-            if parameter is not None and parameter.requires_grad:
-                kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        if self.joins:
-            raise self._refusal(kinds)
+        for parameter in trained.values():
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for parameters in kinds.values():
             self._average_alike(parameters)
+
+    def _agree(self, trained: dict[str, Parameter]) -> None:
+        """Compare with the other processes what trains, when it has changed.
+
+        Raises:
+            ReplicasDiffer: on every process that makes this call.
+        """
+        described = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trained.items()]
+        if described == self._agreed:
+            return
+        try:
+            with HeaderCall(self._transport, "backward", parameters=described) as call:
+                call.barrier()
+        except ShapeMismatch as error:
+            raise ReplicasDiffer(
+                "The processes train different parameters.",
+                f"On this process {_first(list(trained)) or 'no parameters'} train, of those that were frozen or "
+                f"absent when the model was prepared. {error.obstacle}",
+                "Unfreeze, freeze and add parameters on all processes at the same step.",
+            ) from error
+        self._agreed = described
 
     def _average_alike(self, parameters: list[Tensor]) -> None:
         """Average the gradients of parameters of one device and dtype; a process without one contributes zeros."""
         gradients = [parameter.grad for parameter in parameters]
         pieces = [
-            torch.zeros_like(parameter) if gradient is None else gradient
+            torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         exist = pieces[0].new_tensor([gradient is not None for gradient in gradients])
-        flat = torch.cat([*(piece.reshape(-1) for piece in pieces), exist])
+        sparse = pieces[0].new_tensor([gradient is not None and gradient.is_sparse for gradient in gradients])
+        flat = torch.cat([*(piece.reshape(-1) for piece in pieces), exist, sparse])
         self._transport.all_reduce(flat).wait()
-        sizes = [*(piece.numel() for piece in pieces), len(pieces)]
-        *means, exist = torch.split(flat / self._transport.world_size, sizes)
-        # Reading it waits for the device.
-        elsewhere = exist.tolist() if any(gradient is None for gradient in gradients) else ()
-        for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean.view_as(parameter))
-            elif elsewhere[index]:
-                parameter.grad = mean.view_as(parameter).clone()
+        sizes = [*(piece.numel() for piece in pieces), len(pieces), len(pieces)]
+        *means, exist, sparse = torch.split(flat / self._transport.world_size, sizes)
+        # Reading them waits for the device.
+        absent = any(gradient is None for gradient in gradients)
+        elsewhere = torch.stack([exist, sparse]).tolist() if absent else ()
+        for index, (parameter, gradient, mean) in enumerate(zip(parameters, gradients, means, strict=True)):
+            mean = mean.view_as(parameter)
+            if gradient is None:
+                if elsewhere[0][index]:
+                    parameter.grad = mean.to_sparse(1) if elsewhere[1][index] else mean.clone()
+            elif gradient.is_sparse:
+                # As embeddings make them: optimizers for sparse gradients take no others.
+                parameter.grad = mean.to_sparse(gradient.sparse_dim())
+            else:
+                gradient.copy_(mean)
 
-    def _refusal(self, kinds: dict[Any, list[Tensor]]) -> NotOffered:
-        model = self._model()
-        own = {id(parameter) for parameters in kinds.values() for parameter in parameters}
-        named = [] if model is None else model.named_parameters()
-        names = [canonical_name(name) for name, parameter in named if id(parameter) in own]
-        return NotOffered(
-            "Cannot average gradients inside join_uneven_inputs.",
-            f"{', '.join(names[:3])}{', ...' if names[3:] else ''} were frozen or absent when the model was prepared. "
-            "Processes that have run out of batches do not take part in averaging such gradients.",
-            "Unfreeze or add these parameters before prepare().",
-        )
+
+class AveragingStrategy(Strategy):
+    """A strategy whose wrapper reduces the gradients of some parameters; those of all others are averaged here.
+
+    Attributes:
+        unreduced: the gradients that the wrapper of a model that `setup` returned does not reduce, by model.
+    """
+
+    def __init__(self, context: Context, config: Any = None) -> None:
+        super().__init__(context, config)
+        self.unreduced: weakref.WeakKeyDictionary[Module, UnreducedGradients] = weakref.WeakKeyDictionary()
+
+    def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
+        super().backward(loss, model, **kwargs)
+        for prepared, gradients in list(self.unreduced.items()):
+            if model is None or prepared is model:
+                gradients.average()
+
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        super().finalize_gradients(optimizer)
+        for gradients in list(self.unreduced.values()):
+            gradients.complete(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        stepped = super().step(optimizer, None if closure is None else self._completing(optimizer, closure))
+        self._begin_step()
+        return stepped
+
+    def _completing(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """A closure that averages the gradients after it computes them."""
+
+        def compute() -> Any:
+            self._begin_step()
+            loss = closure()
+            self.finalize_gradients(optimizer)
+            return loss
+
+        return compute
+
+    def _begin_step(self) -> None:
+        for gradients in self.unreduced.values():
+            gradients.are_complete = False
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        for model in models:
+            self.unreduced.pop(model, None)
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
+
+
+def _refusal(names: list[str]) -> NotOffered:
+    return NotOffered(
+        "Cannot average gradients inside join_uneven_inputs.",
+        f"{_first(names)} were frozen or absent when the model was prepared. "
+        "Processes that have run out of batches do not take part in averaging such gradients.",
+        "Unfreeze or add these parameters before prepare().",
+    )
 
 
 _followed: Final[weakref.WeakKeyDictionary[Module, UnreducedGradients]] = weakref.WeakKeyDictionary()

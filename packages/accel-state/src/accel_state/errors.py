@@ -23,6 +23,7 @@ __all__ = (
     "NotReady",
     "OutOfMemory",
     "PluginError",
+    "ReplicasDiffer",
     "SettingError",
     "ShapeMismatch",
     "StoreUnreachable",
@@ -95,6 +96,10 @@ class OutOfMemory(AccelError, RuntimeError):
 
 class PluginError(AccelError, RuntimeError):
     """Raised when a plugin that was selected by name cannot be loaded; the cause is chained."""
+
+
+class ReplicasDiffer(AccelError, RuntimeError):
+    """Raised on every process when processes that should have equal weights and equal positions differ."""
 
 
 class ShapeMismatch(AccelError, ValueError):

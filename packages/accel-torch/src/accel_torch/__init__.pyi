@@ -3,6 +3,7 @@ from accel_data import *  # noqa: F403
 from accel_ops import *  # noqa: F403
 from accel_plugins import *  # noqa: F403
 from accel_state import *  # noqa: F403
+from accel_state.errors import ReplicasDiffer as ReplicasDiffer
 from accel_torch.accelerator import Accelerator as Accelerator
 from accel_torch.local_sgd import LocalSGD as LocalSGD
 from accel_torch.micro_batches import MicroBatches as MicroBatches
@@ -10,7 +11,6 @@ from accel_torch.micro_batches import find_micro_batch_size as find_micro_batch_
 from accel_torch.misuse import MisuseWarning as MisuseWarning
 from accel_torch.profile import ProfileKwargs as ProfileKwargs
 from accel_torch.profile import ProfilerActivity as ProfilerActivity
-from accel_torch.replicas import ReplicasDiffer as ReplicasDiffer
 from accel_tracking import *  # noqa: F403
 
 __version__: str

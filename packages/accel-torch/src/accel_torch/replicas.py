@@ -30,7 +30,7 @@ from accel_ops import gather_object
 from accel_ops.rng import snapshot
 from accel_ops.tree import leaves_with_paths
 from accel_state import current
-from accel_state.errors import AccelError, StoreUnreachable
+from accel_state.errors import ReplicasDiffer, ShapeMismatch, StoreUnreachable
 from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_state.transport.control import ControlStore
 
-__all__ = ("ReplicaChecker", "ReplicaComparison", "ReplicasDiffer", "bit_sums", "digest_of")
+__all__ = ("ReplicaChecker", "ReplicaComparison", "bit_sums", "digest_of")
 
 # ---------------------------------------------------------------------- periodic checks
 
@@ -53,8 +53,11 @@ _PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
 """Types whose text represents the value exactly; the states of generators have hundreds of such values."""
 
 
-class ReplicasDiffer(AccelError, RuntimeError):
-    """Raised on every process when processes that should have equal weights and equal positions differ."""
+_LOOK_FOR: Final = (
+    "Look for code that only some processes run: conditional steps, weights changed by hand, another seed, "
+    "parameters unfrozen or added on some processes, or data read outside of prepared loaders. Look also for calls "
+    "that bypass the model that prepare() returned."
+)
 
 
 class ReplicaState(NamedTuple):
@@ -104,8 +107,16 @@ class ReplicaChecker(Hook):
         for place, bits in zip(places, sums, strict=True):
             by_place.setdefault(place, []).append(bits)
         weights = {place: digest(bits) for place, bits in by_place.items()}
-        state = ReplicaState(weights, {"optimizer steps": steps, **self._values()})
-        states: list[ReplicaState] = gather_object([state])
+        counts = {"optimizer steps": steps, "the number of the optimizer's parameters": len(tensors)}
+        state = ReplicaState(weights, {**counts, **self._values()})
+        try:
+            states: list[ReplicaState] = gather_object([state])
+        except ShapeMismatch as error:
+            raise ReplicasDiffer(
+                f"The replicas differ after {steps} optimizer steps (check_replicas_every).",
+                f"Some processes are at another call than this check. {error.obstacle}",
+                _LOOK_FOR,
+            ) from error
         self._compare_values(states, steps)
         if _agree(states):
             return
@@ -168,10 +179,8 @@ def local_part(tensor: Any) -> Tensor:
 
 def places_of(strategy: Strategy, tensors: Iterable[Tensor]) -> list[bytes]:
     """For each tensor, a key of the shard that this process has; processes with an equal key are replicas of it."""
-    key, digests = strategy.shard_key(), {}
-    parts = [part_of(tensor) for tensor in tensors]
-    for part in set(parts):
-        digests[part] = digest([key, part])
+    parts = [(strategy.shard_key(tensor), part_of(tensor)) for tensor in tensors]
+    digests = {part: digest(list(part)) for part in set(parts)}
     return [digests[part] for part in parts]
 
 
@@ -236,9 +245,7 @@ def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
     return ReplicasDiffer(
         f"The replicas differ after {steps} optimizer steps (check_replicas_every).",
         f"They differ first in {what}. Processes that agree with each other: {groups}.",
-        "Look for code that only some processes run: conditional steps, weights changed by hand, another seed, "
-        "parameters unfrozen or added on some processes, or data read outside of prepared loaders. Look also for calls "
-        "that bypass the model that prepare() returned.",
+        _LOOK_FOR,
     )
 
 
@@ -298,6 +305,7 @@ class ReplicaComparison:
         message = {
             "places": [place.hex() for place in places_of(self._strategy, chosen)],
             "sums": bit_sums([_sample(tensor) for tensor in chosen]),
+            "count": len(tensors),
             "names": [name_of(tensor) or f"parameter {index}" for index, tensor in enumerate(chosen)],
             "data": self._strategy.shards().index,
             "inputs": list(inputs),
@@ -354,9 +362,9 @@ def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
     """The differences between the messages of all processes, as warnings."""
     found = []
     if messages and (differing := _differing(messages)) is not None:
-        name, sides = differing
+        what, sides = differing
         found.append(
-            f"Replicas differ after the second optimizer step, first in {name!r}. Processes that agree with each "
+            f"Replicas differ after the second optimizer step, first in {what}. Processes that agree with each "
             f"other: {'; '.join(', '.join(map(str, side)) for side in sides)}. Each group trains independently. Call "
             "the model that prepare() returned, and change, unfreeze and add weights equally on all processes. "
             "(Accelerator(check_replicas_every=0) disables this check; =100 compares all weights every 100 steps.)"
@@ -370,11 +378,14 @@ def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _differing(messages: Sequence[dict[str, Any]]) -> tuple[str, list[list[int]]] | None:
-    """The first parameter that differs, and the groups of processes that agree."""
+    """What differs first, and the groups of processes that agree."""
+    sides = _sides([(b"", message["count"]) for message in messages])
+    if sides:
+        return "the number of the optimizer's parameters", sides
     for index, name in enumerate(messages[0]["names"]):
         sides = _sides([(message["places"][index], message["sums"][index]) for message in messages])
         if sides:
-            return name, sides
+            return repr(name), sides
     return None
 
 

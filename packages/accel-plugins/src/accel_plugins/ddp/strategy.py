@@ -17,15 +17,14 @@ from accel_ops.reduction import reduce
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
-from accel_plugins.strategy import Strategy
-from accel_plugins.unreduced import UnreducedGradients
+from accel_plugins.unreduced import AveragingStrategy, UnreducedGradients
 from accel_state.errors import Conflict, NotOffered
 from accel_state.labels import DEVICE_MAP
 
 __all__ = ("DDPStrategy",)
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(AveragingStrategy):
     """Every process has the whole model; backward averages the gradients."""
 
     config: DistributedDataParallelKwargs
@@ -33,7 +32,6 @@ class DDPStrategy(Strategy):
     def __init__(self, context: Context, config: DistributedDataParallelKwargs) -> None:
         super().__init__(context, config)
         self._unwrapped: weakref.WeakKeyDictionary[Module, _Unwrapped] = weakref.WeakKeyDictionary()
-        self._unreduced: weakref.WeakKeyDictionary[Module, UnreducedGradients] = weakref.WeakKeyDictionary()
 
     def check(self, bundle: Bundle) -> None:
         for model in bundle.models:
@@ -52,7 +50,7 @@ class DDPStrategy(Strategy):
     def _wrap(self, model: Module) -> Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             unwrapped = self._unwrapped[model] = _Unwrapped()
-            self._average(model, model.parameters(), unwrapped)
+            self.unreduced[model] = self._average(model, model.parameters(), unwrapped)
             return model
         device = self.context.process.device
         # torch requires a list of ids for devices that have an index, and no list for others.
@@ -61,12 +59,12 @@ class DDPStrategy(Strategy):
         self.config.register_comm_hook(wrapped)
         ignored = wrapped.parameters_to_ignore
         frozen = (one for name, one in model.named_parameters() if not one.requires_grad and name not in ignored)
-        self._average(model, frozen, wrapped)
+        self.unreduced[wrapped] = self._average(model, frozen, wrapped)
         return wrapped
 
     def _average(
         self, model: Module, parameters: Iterable[Parameter], wrapper: DistributedDataParallel | _Unwrapped
-    ) -> None:
+    ) -> UnreducedGradients:
         """Average the gradients of parameters that `DistributedDataParallel` does not reduce."""
         referred = weakref.ref(wrapper)
 
@@ -74,8 +72,7 @@ class DDPStrategy(Strategy):
             wrapper = referred()
             return wrapper is not None and wrapper.require_backward_grad_sync
 
-        gradients = UnreducedGradients(model, parameters, self.context.process.transport, reduces)
-        self._unreduced[model] = gradients
+        return UnreducedGradients(model, parameters, self.context.process.transport, reduces)
 
     def unwrap(self, model: Module) -> Module:
         parallel = _parallel(model)
@@ -115,13 +112,11 @@ class DDPStrategy(Strategy):
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         joinable: list[Any] = [parallel for model in models if (parallel := _parallel(model)) is not None]
-        if not joinable:
-            return super().join(models, even_batches)
-        return self._joining([parallel.module for parallel in joinable], Join(joinable))
+        return self._joining(models, Join(joinable) if joinable else super().join(models, even_batches))
 
     @contextmanager
     def _joining(self, models: Sequence[Module], inside: AbstractContextManager[None]) -> Iterator[None]:
-        unreduced = [gradients for model in models if (gradients := self._unreduced.get(model)) is not None]
+        unreduced = [gradients for model in models if (gradients := self.unreduced.get(model)) is not None]
         for gradients in unreduced:
             gradients.joins = True
         try:

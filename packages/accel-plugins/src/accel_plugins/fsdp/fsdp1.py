@@ -137,10 +137,10 @@ class FSDP1Strategy(ShardedStrategy):
             device_mesh=self._mesh(),
         )
 
-    def shard_key(self) -> Hashable:
-        # Parameters are plain tensors, which do not identify the shard.
+    def shard_key(self, tensor: Tensor) -> Hashable:
+        # Shards are plain tensors, as are the parameters of ignored and of added modules.
         process, shards = self.context.process, submesh(self.context.mesh, Axis.SHARD)
-        if self._strategy_name == "NO_SHARD":
+        if self._strategy_name == "NO_SHARD" or any(tensor in unsharded for unsharded in self.unreduced.values()):
             return None
         if shards is not None:
             return shards.get_local_rank()
@@ -186,7 +186,7 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def _models(self) -> set[FullyShardedDataParallel]:
-        """The models with trainable parameters."""
+        """The models that have an optimizer."""
         return {sharded for model in self._owners.values() if (sharded := _sharded(model)) is not None}
 
     def gradients(self, model: Module) -> dict[str, Tensor]:
@@ -202,5 +202,5 @@ class FSDP1Strategy(ShardedStrategy):
 
 
 def _sharded(model: Any) -> FullyShardedDataParallel | None:
-    """The wrapper that `setup` added to a model, or None for a model without trainable parameters."""
+    """The wrapper that `setup` added to a model, or None for any other module."""
     return model if isinstance(model, FullyShardedDataParallel) else None

@@ -26,10 +26,9 @@ from accel_plugins.fsdp.weights import put_full_weights
 from accel_plugins.manifest import Axis, ObjectKind
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name, find_tied_parameters
-from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
-from accel_plugins.unreduced import UnreducedGradients
+from accel_plugins.unreduced import AveragingStrategy, UnreducedGradients
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
@@ -38,7 +37,7 @@ from accel_state.settings.schema import plain_value
 __all__ = ("ShardedStrategy", "owner")
 
 
-class ShardedStrategy(Strategy):
+class ShardedStrategy(AveragingStrategy):
     """Shards parameters, gradients and optimizer state over the processes; subclasses implement the versions.
 
     A subclass implements `shard`, which receives a model on its device and returns the sharded one, and
@@ -144,7 +143,8 @@ class ShardedStrategy(Strategy):
             model = referred()
             return model is not None and self.reduces_gradients(model)
 
-        UnreducedGradients(sharded, unsharded, self.context.process.transport, reduces, replaces=True)
+        transport = self.context.process.transport
+        self.unreduced[sharded] = UnreducedGradients(sharded, unsharded, transport, reduces, replaces=True)
         return sharded
 
     def shard(self, model: Module) -> Module:
@@ -226,6 +226,7 @@ class ShardedStrategy(Strategy):
     # ------------------------------------------------------------------ the end
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        super().release(models, optimizers)
         self._sharded.difference_update(models)
         for optimizer in optimizers:
             self._owners.pop(inner_optimizer(optimizer), None)
