@@ -312,7 +312,7 @@ def test_messages_are_read_where_errors_are_made(tmp_path: Path) -> None:
 def test_every_class_of_errors_is_in_the_catalogue(modules: Modules, links: Links) -> None:
     pages = error_pages(modules, links)
     published = [name for name in modules["accel_state.errors"].__all__ if name != "AccelError"]
-    for name in (*published, "CannotPickle", "ReplicasDiffer", "UnknownName"):
+    for name in (*published, "CannotPickle", "UnknownName"):
         assert f"| [{name}]({name}.md) |" in pages["errors/index.md"]
     assert {name for name in published if "## Messages" not in pages[f"errors/{name}.md"]} == set()
     assert "ProcessesFailed" in pages["errors/index.md"].partition("## Outside of this tree")[2]

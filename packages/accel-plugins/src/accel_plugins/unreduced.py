@@ -166,13 +166,13 @@ class UnreducedGradients:
         sizes = [*(piece.numel() for piece in pieces), len(pieces), len(pieces)]
         *means, exist, sparse = torch.split(flat / self._transport.world_size, sizes)
         # Reading them waits for the device.
-        absent = any(gradient is None for gradient in gradients)
-        elsewhere = torch.stack([exist, sparse]).tolist() if absent else ()
+        if any(gradient is None for gradient in gradients):
+            elsewhere, sparse_elsewhere = torch.stack([exist, sparse]).tolist()
         for index, (parameter, gradient, mean) in enumerate(zip(parameters, gradients, means, strict=True)):
             mean = mean.view_as(parameter)
             if gradient is None:
-                if elsewhere[0][index]:
-                    parameter.grad = mean.to_sparse(1) if elsewhere[1][index] else mean.clone()
+                if elsewhere[index]:
+                    parameter.grad = mean.to_sparse(1) if sparse_elsewhere[index] else mean.clone()
             elif gradient.is_sparse:
                 # As embeddings make them: optimizers for sparse gradients take no others.
                 parameter.grad = mean.to_sparse(gradient.sparse_dim())
