@@ -187,6 +187,16 @@ def test_a_static_graph_averages_in_each_backward(two: Processes) -> None:
     assert two.run(gradients_around_no_sync, True) == [[1.5, 6.0, 7.5]] * 2
 
 
+def passes_are_local(static_graph: bool) -> bool:
+    strategy = started(static_graph=static_graph)
+    return strategy.passes_are_local(strategy.setup(Bundle.of([nn.Linear(1, 1)])).models[0])
+
+
+def test_only_a_static_graph_has_collectives_under_no_sync(two: Processes) -> None:
+    assert two.run(passes_are_local, False) == [True, True]
+    assert two.run(passes_are_local, True) == [False, False]
+
+
 def late_sync_with_unused_parameters() -> str:
     strategy = started(find_unused_parameters=True)
     wrapped = strategy.setup(Bundle.of([nn.Linear(1, 1)])).models[0]

@@ -248,13 +248,14 @@ def test_a_batch_that_is_left_in_its_middle_is_named() -> None:
         list(plan.split(torch.ones(8, 3)))
 
 
-def test_a_sharded_run_ends_where_memory_runs_out_and_goes_on_with_smaller_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "static"])
+def test_a_run_whose_passes_have_collectives_ends_and_goes_on_with_smaller_sizes(tmp_path: Path, kind: str) -> None:
     script = str(Path(__file__).with_name("micro_batch_script.py"))
     command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", script]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     codes = []
     while not codes or codes[-1]:
-        finished = run_command([*command, str(tmp_path), "2"], timeout=250, env=environment)
+        finished = run_command([*command, str(tmp_path), "2", kind], timeout=250, env=environment)
         codes.append(finished.returncode)
         assert finished.returncode in (0, RESUME), str(finished)
         assert len(codes) <= 3

@@ -188,6 +188,14 @@ class Strategy:
         """
         return _NULL_CONTEXT
 
+    def passes_are_local(self, model: Module) -> bool:
+        """Whether forward and backward of a model under `no_sync` call no collectives.
+
+        One process may then stop in the middle. By default, the capability `local_passes`; a strategy in which it
+        depends on the model or its settings overrides this.
+        """
+        return self.capabilities.local_passes
+
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
         """A context in which backward reduces all accumulated gradients, although forward ran under `no_sync`.
 

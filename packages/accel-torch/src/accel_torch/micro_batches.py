@@ -140,7 +140,7 @@ def find_micro_batch_size(
     the micro-batches.
 
     Trials restore gradients, buffers and random-number generators, and do not synchronise gradients. If forward or
-    backward of the backend has collectives (it lacks `local_passes`, or processes shard the layers), the
+    backward has collectives (see `Strategy.passes_are_local`; or processes shard the layers), the
     ranks cannot continue after one of them ran out of memory. Such a run ends on every rank with the exit code
     `accel_state.exit_codes.RESUME`, within the deadline. After a restart it reads the file and tries smaller sizes.
 
@@ -203,7 +203,8 @@ def _passes_are_local(accelerator: Accelerator) -> bool:
         return True
     mesh = accelerator.state.device_mesh
     axes = () if mesh is None else mesh.mesh_dim_names or ()
-    return accelerator.session.backend.capabilities.local_passes and _INNER_AXES.isdisjoint(axes)
+    strategy, models = accelerator.session.strategy, accelerator.session.prepared.models
+    return _INNER_AXES.isdisjoint(axes) and all(map(strategy.passes_are_local, models))
 
 
 class Search:

@@ -88,6 +88,10 @@ class DDPStrategy(AveragingStrategy):
             return super().no_sync(model)
         return _Syncing(wrapper, False)
 
+    def passes_are_local(self, model: Module) -> bool:
+        wrapper = _parallel(model) or self._unwrapped.get(model)
+        return super().passes_are_local(model) and not (wrapper is not None and wrapper.static_graph)
+
     def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
         parallel = _parallel(model)
         if parallel is None:
