@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_state.hang_report.call_log import CallLog
 from accel_state.protocol.description import CallDescription
@@ -16,9 +16,23 @@ from accel_state.transport.base import Transport
 
 if TYPE_CHECKING:
     from accel_state.hang_report.monitor import HangMonitor
-    from accel_state.protocol.call import PendingCall
 
-__all__ = ("ProtocolState", "add_group_state", "protocol_state")
+__all__ = ("ProtocolState", "StartedCall", "add_group_state", "protocol_state")
+
+
+class StartedCall(Protocol):
+    """A call that was started and is not complete, as a later call sees it; `call.PendingCall` is one.
+
+    The module of calls imports the state that they share, so this module cannot import that class.
+
+    Attributes:
+        differs: whether it has ended because the calls of the processes differ.
+    """
+
+    differs: bool
+
+    def complete(self) -> None:
+        """Wait for this call, the oldest pending one."""
 
 
 class ProtocolState:
@@ -70,7 +84,7 @@ class ProtocolState:
         else:
             self.log, self.world_size = CallLog(), transport.world_size
             self.monitor = self._start_monitor(transport)
-        self.pending: deque[PendingCall] = deque()
+        self.pending: deque[StartedCall] = deque()
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
         # Only runs of several processes need it.
