@@ -39,7 +39,7 @@ from accel_state.process import wait_for_everyone
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.exchange import HeaderExchange
 from accel_state.protocol.state import protocol_state
-from accel_state.protocol.turn import Turn
+from accel_state.protocol.turn import Turn, is_raised_by_handler
 from accel_testing.processes import Processes
 
 LARGE = 200_000
@@ -186,6 +186,20 @@ HANDLERS: dict[str, Any] = {
     "object": Stopping(),
     "method": Stopping().__call__,
 }
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_an_error_of_every_kind_of_handler_is_told_from_others(handler: str) -> None:
+    previous = signal.signal(signal.SIGUSR1, HANDLERS[handler])
+    try:
+        with pytest.raises(Stop) as raised:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert is_raised_by_handler(raised.value)
+        with pytest.raises(Stop) as raised:
+            HANDLERS[handler](signal.SIGUSR1, None)
+        assert is_raised_by_handler(raised.value) == (handler == "deletes its arguments")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
