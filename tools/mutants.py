@@ -57,7 +57,8 @@ AREAS: Final[Mapping[str, Sequence[str]]] = {
     "collectives": [
         *_sources("accel_ops", "agreement", "checked_call", "collectives", "objects", "packing", "pending"),
         *_sources("accel_ops", "reduction", "shape", "tree"),
-        *_sources("accel_state", "protocol", "transport/torch_dist"),
+        *_sources("accel_state", "protocol/call", "protocol/description", "protocol/exchange", "protocol/header"),
+        *_sources("accel_state", "protocol/state", "protocol/turn", "transport/torch_dist"),
     ],
     "accumulation": [
         *_sources("accel_state", "gradient"),

@@ -102,8 +102,7 @@ class TestWrong(BackendSuite):
     )
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     done = run_command([*command, "-k", "fits_this_version", str(tmp_path)], timeout=240)
-    assert "assert None is not None" in done.stdout
-    assert "protocol=9" in done.stdout
+    assert "assert 9 <= 3" in done.stdout
 
 
 def test_a_test_may_not_be_overridden_in_silence() -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from accel_plugins.checkpoint.store import CheckpointStore, FileStore, StoredFile
+from accel_state import library
 from accel_testing.stores import StoreSuite
 
 
@@ -85,6 +86,8 @@ def installed(site: Path, scheme: str, target: str, patch: pytest.MonkeyPatch) -
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {scheme}-store\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[accel.checkpoint_stores]\n{scheme} = {target}\n")
     patch.syspath_prepend(str(site))
+    # The plugin is in the module of this test, whose lines stay the user's in other tests.
+    patch.setattr(library, "_libraries", set(library._libraries))
 
 
 # ------------------------------------------------------------------ planted faults

@@ -36,7 +36,7 @@ def mark(name: str, text: str = "") -> None:
 def train() -> None:
     steps_after_report = 0
     transport = accelerator.state._process.transport
-    told = {"pid": os.getpid(), "port": os.environ["MASTER_PORT"], "scope": transport._scope}
+    told = {"pid": os.getpid(), "port": os.environ["MASTER_PORT"], "scope": transport.scope}
     while True:
         for (batch,) in data:
             model(batch).sum().backward()

@@ -29,7 +29,7 @@ def no_cached_versions(fresh_state: None) -> Iterator[None]:
 @simulated
 def test_get_current_device_type() -> None:
     expected = best_family()
-    assert get_current_device_type() == (expected.name, expected.label.value)
+    assert get_current_device_type() == (expected.name, expected.spec.label.value)
     with simulated_device():
         assert get_current_device_type() == (NAME, "MULTI_GPU")
 

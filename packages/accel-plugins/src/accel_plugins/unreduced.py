@@ -165,8 +165,10 @@ class UnreducedGradients:
         self._transport.all_reduce(flat).wait()
         sizes = [*(piece.numel() for piece in pieces), len(pieces), len(pieces)]
         *means, exist, sparse = torch.split(flat / self._transport.world_size, sizes)
-        # Reading them waits for the device.
+        elsewhere: list[float] = []
+        sparse_elsewhere: list[float] = []
         if any(gradient is None for gradient in gradients):
+            # Reading them waits for the device.
             elsewhere, sparse_elsewhere = torch.stack([exist, sparse]).tolist()
         for index, (parameter, gradient, mean) in enumerate(zip(parameters, gradients, means, strict=True)):
             mean = mean.view_as(parameter)

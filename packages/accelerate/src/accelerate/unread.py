@@ -175,7 +175,7 @@ def _warn_of_replaced() -> None:
             classes += type.__subclasses__(kind)
             attributes = vars(kind)
             for name in names:
-                # Each Accelerator comes here, and nearly every value is a descriptor: it is asked for first.
+                # Each Accelerator comes here, and nearly every value is a descriptor, so this check is the first.
                 if name not in attributes or type(attributes[name]) is Absent:
                     continue
                 if not _is_inherited(attributes[name], name, owner):

@@ -163,7 +163,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def _step_with(self, closure: Closure | None) -> Any:
         """Step with the hooks, or with a closure."""
-        optimizer, hooks, losses = self.optimizer, self.step_hooks, []  # type: tuple[Optimizer, StepHooks, list[Any]]
+        optimizer, hooks = self.optimizer, self.step_hooks
+        losses: list[Any] = []
         for before_step in hooks.before_step:
             before_step(optimizer)
         stepped = self._step(optimizer, None if closure is None else _recording(closure, losses))

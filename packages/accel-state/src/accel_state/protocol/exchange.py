@@ -170,7 +170,7 @@ class HeaderExchange:
         """A fingerprint that is equal only for calls of the same thread; most calls come from where the run began."""
         if not self._thread or fingerprint == NO_FINGERPRINT:
             return fingerprint
-        # A thread that cannot be told apart is that of no other process.
+        # A thread that has the same name as another is that of no other process.
         mark = f"{self._transport.rank} {self._thread}" if self._is_of_overlapping_calls() else self._thread
         return fingerprint ^ hash_of(mark)
 

@@ -11,7 +11,7 @@ name that the user gave them. The workers of a pool have one name together, sinc
 task. Python numbers threads and pools without a name over the whole process, and other processes may have started more
 of them, so that here each kind is numbered in the order of start.
 
-Threads with one name, such as those of a pool, cannot be told apart. So a call that begins in another thread than the
+Threads with one name, such as those of a pool, look the same here. So a call that begins in another thread than the
 first during a call is refused on all processes, as are all later ones of threads with that name. What is not noticed:
 two tasks of a pool, or two threads with one name, whose calls have not overlapped yet and come in another order on each
 process; and threads without names that were started in another order on each process.
