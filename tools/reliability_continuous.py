@@ -52,6 +52,9 @@ __all__ = ("CharGPT", "random_kills")
 
 KILLS: Final = 100
 CONTEXT, WIDTH, LAYERS, HEADS = 32, 64, 2, 4
+_PROCESSES: Final = multiprocessing.get_context("spawn")
+"""Not forked: this process may have threads of autograd, without which backward fails in a forked one."""
+
 _FIRST, _LAST = 1.0, 6.0
 """Seconds from the first step of a run to its kill."""
 _SAVES: Final = 6
@@ -185,13 +188,19 @@ def _train(project: Path, log: Path, policy: ContinuousSavePolicy | None, second
 
 
 def _killed(project: Path, log: Path, seconds: float, policy: ContinuousSavePolicy) -> tuple[_Life, float]:
-    """A run that is killed some seconds after its first step, and when."""
-    process = multiprocessing.get_context("fork").Process(target=_train, args=(project, log, policy, 600.0))
+    """A run that is killed some seconds after its first step, and when.
+
+    Raises:
+        RuntimeError: the run has ended by itself.
+    """
+    process = _PROCESSES.Process(target=_train, args=(project, log, policy, 600.0))
     process.start()
     assert process.pid is not None
     while not (log.exists() and log.stat().st_size) and process.is_alive():
         time.sleep(0.01)
-    time.sleep(seconds)
+    process.join(seconds)
+    if process.exitcode is not None:
+        raise RuntimeError(f"The run that was to be killed ended by itself, with exit code {process.exitcode}.")
     os.kill(process.pid, signal.SIGKILL)
     at = time.time()
     process.join()
@@ -335,9 +344,7 @@ def _measured(seconds: float, policy: ContinuousSavePolicy | None) -> _Life:
     """A run of some seconds that nobody kills."""
     with tempfile.TemporaryDirectory(prefix="continuous-") as place:
         log = Path(place) / "log"
-        process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(Path(place) / "project", log, policy, seconds)
-        )
+        process = _PROCESSES.Process(target=_train, args=(Path(place) / "project", log, policy, seconds))
         process.start()
         process.join()
         life = _Life.read(log)
