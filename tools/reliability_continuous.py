@@ -200,7 +200,7 @@ def _killed(project: Path, log: Path, seconds: float, policy: ContinuousSavePoli
         time.sleep(0.01)
     process.join(seconds)
     if process.exitcode is not None:
-        raise RuntimeError(f"The run that was to be killed ended by itself, with exit code {process.exitcode}.")
+        raise RuntimeError(f"The run ended by itself before it was killed, with exit code {process.exitcode}.")
     os.kill(process.pid, signal.SIGKILL)
     at = time.time()
     process.join()

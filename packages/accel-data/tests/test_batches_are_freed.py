@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
+from accel_data.hooks import accompanied
 from accel_testing.processes import Processes
 
 SAMPLES = 11
@@ -60,6 +61,23 @@ def alive_after_two_epochs(kind: str, dispatch: bool, workers: int, drop_last: b
 @pytest.mark.usefixtures("fresh_state")
 def test_no_batch_of_one_process_is_left(kind: str, dispatch: bool, workers: int, drop_last: bool) -> None:
     assert alive_after_two_epochs(kind, dispatch, workers, drop_last) == 0
+
+
+def test_a_batch_is_free_before_the_next_is_read() -> None:
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            assert [reference() for reference in references] == [None] * len(references)
+            batch = torch.zeros(4)
+            references.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    for batch in accompanied(batches(), lambda first: None, None):
+        assert batch is references[-1]()
+        del batch
+    assert len(references) == 3
 
 
 def all_kinds() -> dict[str, int]:

@@ -60,7 +60,7 @@ class MemoryStore(CheckpointStore):
 
 
 class TestMemoryStore(StoreSuite):
-    """A store that is no folder, and answers at once."""
+    """A store in memory, which answers at once."""
 
     store_class = MemoryStore
     many = 50

@@ -28,12 +28,13 @@ from accel_data.batch_codec import (
     samples_in,
 )
 from accel_data.hooks import transferred
-from accel_data.loader import NO_BATCH, LoaderEpoch, LoaderOptions, PreparedLoader, source_of
+from accel_data.loader import NO_BATCH, LoaderEpoch, LoaderOptions, PreparedLoader
 from accel_data.mesh import coordinates
 from accel_data.order import RNGState
 from accel_data.progress import EpochInfo, Position, Progress
 from accel_data.sharding import Padding, shortage
 from accel_data.source import Source, WrappedSource, first_batches
+from accel_data.source_choice import source_of
 from accel_ops.conversion import send_to_device
 from accel_ops.objects import broadcast_object_list, gather_object
 from accel_ops.pending import ScatterStream, open_scatter_stream

@@ -103,6 +103,8 @@ def accompanied(
         if (batch := next(batches, end)) is end:
             return
         yield batch
+        # Its memory must be free before the next batch is read.
+        del batch
 
 
 def observed(batches: Generator[Any, None, None], observer: LoaderObserver) -> Generator[Any, None, None]:

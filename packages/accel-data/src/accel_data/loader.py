@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
@@ -19,10 +19,9 @@ from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, accomp
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
-from accel_data.sharding import BatchSamplerShard, Padding, batching_of, innermost_sampler
-from accel_data.source import MapSource, SelfContainedSource, Source
-from accel_data.stateful import knows_its_order
-from accel_data.stream_source import StreamSource
+from accel_data.sharding import Padding, batching_of, innermost_sampler
+from accel_data.source import Source
+from accel_data.source_choice import source_of
 from accel_data.workers import is_of_a_worker
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
@@ -39,7 +38,6 @@ __all__ = (
     "LoaderOptions",
     "PreparedLoader",
     "SkipDataLoader",
-    "source_of",
 )
 
 P = TypeVar("P", bound="PreparedLoader")
@@ -696,16 +694,3 @@ def _replaced(item: Any, batch: Any) -> Any:
 def _on(device: torch.device) -> Callable[[Any], bool]:
     """Returns a check whether a tensor is on a device; tensors have a faster one for the CPU."""
     return attrgetter("is_cpu") if device.type == "cpu" else lambda tensor: tensor.device == device
-
-
-def source_of(loader: DataLoader[Any]) -> Source:
-    """The source of a loader whose samplers are already those of this process."""
-    contained = knows_its_order(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader, 1, loader.batch_size, self_contained=contained)
-    if contained:
-        return SelfContainedSource(loader)
-    batching = batching_of(loader)
-    if isinstance(batching, BatchSamplerShard):
-        return MapSource(loader, batching)
-    return MapSource.reading(loader, BatchSamplerShard(batching or BatchSampler(loader.sampler, 1, False)))

@@ -36,9 +36,10 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             "Give the number of completed batches of this epoch.",
         )
     # Scripts that import this function may prepare no loader.
-    from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader, source_of
+    from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
     from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
     from accel_data.source import rebuilt
+    from accel_data.source_choice import source_of
 
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

@@ -160,7 +160,7 @@ class DeviceFamily:
         self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Free the memory that the allocator caches; does nothing if there is no cache."""
+        """Free the memory that the allocator caches. Without such a cache, do nothing."""
         release = getattr(self.module, "empty_cache", None)
         if release is not None:
             release()

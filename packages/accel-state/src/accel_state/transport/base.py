@@ -154,7 +154,7 @@ class Transport(ABC):
         """The key-value store that the processes share; None with a single process or with simulated ones."""
 
     def control(self) -> ControlStore | None:
-        """The control messages between the processes, one object for this process; None when there is no store."""
+        """The control messages between the processes: one object for each process, or None without a store."""
         store = self.store()
         if self._control is None and store is not None:
             # Imports torch.distributed, which a single process does not need.
