@@ -45,7 +45,9 @@ class MemoryStore(CheckpointStore):
             raise FileNotFoundError(name) from None
 
     def write(self, name: str, source: Path) -> None:
-        self.everything[self._place(name)] = source.read_bytes()
+        content = source.read_bytes()
+        with self.lock:
+            self.everything[self._place(name)] = content
 
     def create(self, name: str, content: bytes) -> None:
         with self.lock:

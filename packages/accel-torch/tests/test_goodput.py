@@ -1,7 +1,8 @@
 """What an Accelerator charges to which category: scripts whose time is known, some of them killed and resumed.
 
-Each script says how long it meant to spend on what. Sleeps are long against what a loaded machine adds, and what a
-script measures by its own clock counts in place of what it meant.
+Each script says by its own clock how long it spent on what. The category is charged at least that: what is charged to a
+wrong one is missing there, because all categories together are the wall time. How much a loaded machine adds to a
+category is not compared with anything.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,6 @@ def truth_of(folder: Path, rank: int) -> dict[str, float]:
     return total
 
 
-def allowed(seconds: float) -> float:
-    return max(0.05 * seconds, 0.2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_time_is_charged_to_what_it_was_spent_on(name: str, tmp_path: Path) -> None:
@@ -173,15 +170,13 @@ def test_time_is_charged_to_what_it_was_spent_on(name: str, tmp_path: Path) -> N
     summary = read_goodput(tmp_path / "run")
     assert summary.unattributed <= 0.02 * summary.wall
     for rank in range(processes):
-        spent = summary.ranks[rank].seconds
-        for category, seconds in truth_of(tmp_path / "run", rank).items():
-            # Start-up and the first step have more in them than the script's own sleep.
-            more = 60.0 if category in ("start-up", "first step") else 0.0
-            assert -allowed(seconds) <= spent[category] - seconds <= allowed(seconds) + more, (category, spent)
+        _holds(summary.ranks[rank].seconds, truth_of(tmp_path / "run", rank))
     if processes == 2:
-        waited = summary.ranks[0].seconds["waiting for other processes"]
-        slow = sum(truth_of(tmp_path / "run", 1).values())
-        assert waited == pytest.approx(slow, abs=allowed(slow) + 0.2)
+        quick, slow = (one.seconds for one in summary.ranks)
+        # While the slow process sleeps, the other one reads the same batch, works on the same step, or waits for it.
+        meanwhile = ("waiting for data", "first step", "step", "waiting for other processes")
+        assert sum(quick[category] for category in meanwhile) >= sum(truth_of(tmp_path / "run", 1).values())
+        assert quick["waiting for other processes"] > slow["waiting for other processes"]
     _adds_up(summary)
 
 
@@ -192,11 +187,15 @@ def test_an_account_goes_on_over_a_restart(tmp_path: Path) -> None:
     summary = read_goodput(tmp_path / "run")
     assert (summary.restarts, summary.running, summary.damaged) == (1, False, 0)
     spent = summary.ranks[0].seconds
-    for category, seconds in truth_of(tmp_path / "run", 0).items():
-        # Every sleep is inside of what is charged, to the precision of the lines.
-        assert spent[category] >= seconds - 0.001, (category, spent)
+    _holds(spent, truth_of(tmp_path / "run", 0))
     assert spent["down"] > 0
     _adds_up(summary)
+
+
+def _holds(spent: Mapping[str, float], truth: Mapping[str, float]) -> None:
+    """Every sleep lies inside of what is charged, to the precision of the lines."""
+    for category, seconds in truth.items():
+        assert spent[category] >= seconds - 0.001, (category, spent)
 
 
 def _adds_up(summary: GoodputSummary) -> None:
