@@ -102,7 +102,7 @@ TESTS: Final[Mapping[str, Sequence[str]]] = {
         *_tests(
             "accel-torch", "test_verified_loads", "test_saving_behind", "test_loads_before_prepare", "test_failures_*"
         ),
-        *_tests("accel-torch", "test_torn_saves", "test_changed_bytes"),
+        *_tests("accel-torch", "test_changed_bytes"),
     ],
 }
 """Files of tests that are measured before an area is run; a mutant is run with tests of all measured files."""

@@ -56,8 +56,8 @@ exchange two names, as NFS does. Containers are namespaces of the kernel. Rows t
 attack the reader: there *survived* means that the file was read, or refused with a typed error, without running code,
 crashing, hanging or exceeding its memory limit. The harness is `tests-integration/faults`.
 
-Writes through `.data` happen before each tensor that an asynchronous save copies during training; they stay, or are
-reverted before the copy is complete. The saved state must then be that of a single moment.
+Writes through `.data` happen before each file that the thread of an asynchronous save writes. The saved state must
+then be that of the call.
 
 In rows that begin with "hang", processes wait for another one in `gather`, `wait_for_everyone`, a backward under ddp
 and fsdp2, and `save_state`. There *survived* means that each waiting process ended within 5 seconds after its

@@ -1,8 +1,7 @@
-"""Writes through `.data` while an asynchronous save copies, which torch does not count; see `tools/reliability.py`."""
+"""Writes through `.data` while an asynchronous save writes its copy; see `tools/reliability.py`."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from faults import sweeps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.checkpoint.background import Snapshot
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.state import CheckpointState
 from accel_testing.fresh import fresh
 from accel_torch import Accelerator, ProjectConfiguration
 
@@ -25,7 +24,7 @@ STEPS = 4
 
 
 class Training:
-    """A small run on one process, and every moment of it that a checkpoint may hold."""
+    """A small run on one process."""
 
     def __init__(self, project: Path) -> None:
         torch.manual_seed(3)
@@ -36,7 +35,6 @@ class Training:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         prepared: Any = self.accelerator.prepare(model, optimizer, loader)
         self.model, self.optimizer, self.loader = prepared
-        self.moments: list[list[Tensor]] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -44,7 +42,7 @@ class Training:
 
     @property
     def moment(self) -> list[Tensor]:
-        """Everything that a save copies behind training."""
+        """Everything that the writes change."""
         states = self.optimizer.state_dict()["state"]
         return [
             tensor.clone() for tensor in (*self.parameters, *(v for state in states.values() for v in state.values()))
@@ -98,108 +96,77 @@ WRITES: Final[Mapping[str, Write]] = {
 }
 
 
-class _Places(list[Any]):
-    """What is to be copied, with something done before a place of the first pass over it and undone at its end."""
-
-    def hit(self, place: int, do: Callable[[], object], undo: Callable[[], object]) -> _Places:
-        self._place, self._do, self._undo, self._passes = place, do, undo, 0
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        self._passes += 1
-        if self._passes > 1:
-            yield from list(self[:])
-            return
-        for index, pending in enumerate(self[:]):
-            if index == self._place:
-                self._do()
-            yield pending
-        self._undo()
-
-
 @contextmanager
-def _writing(place: int, do: Callable[[], object], undo: Callable[[], object]) -> Iterator[None]:
-    """Let the next copy be hit before a place, by the thread that copies."""
-    real = Snapshot.copy
+def _writing(place: int, do: Callable[[], object]) -> Iterator[list[Path]]:
+    """Let the next save be hit before its file of this number, by the thread that writes; yields the files."""
+    real, files = CheckpointState.write, list[Path]()
 
-    def hit(self: Snapshot) -> list[str]:
-        Snapshot.copy = real  # type: ignore[method-assign]
-        self._pending = _Places(self._pending).hit(place, do, undo)
-        return real(self)
+    def hit(self: CheckpointState, folder: Path, strategy: Any, *, written: Any, **options: Any) -> None:
+        def counted(path: Path) -> None:
+            files.append(path)
+            if len(files) == place:
+                do()
+            written(path)
 
-    Snapshot.copy = hit  # type: ignore[method-assign]
+        if not place:
+            do()
+        real(self, folder, strategy, written=counted, **options)
+
+    CheckpointState.write = hit  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield files
     finally:
-        Snapshot.copy = real  # type: ignore[method-assign]
+        CheckpointState.write = real  # type: ignore[method-assign]
 
 
-def _saved(project: Path, write: Write, place: int, taken_back: bool) -> tuple[list[list[Tensor]], int]:
-    """The moments of a run whose save is hit, and how many tensors it copied behind training."""
+def _saved(project: Path, write: Write, place: int) -> tuple[list[Tensor], int]:
+    """The moment of the call of a save that is hit, and the number of its files."""
     with fresh():
         run = Training(project)
-        copied = 0
         for number, (batch,) in enumerate(run.loader):
-            run.moments.append(run.moment)
             run.step(batch)
             if number == STEPS:
                 break
-            if number != 1:
-                continue
-            run.moments.append(run.moment)
-            before = run.moment
-
-            def undo(before: list[Tensor] = before) -> None:
-                if taken_back:
-                    for parameter, old in zip(run.parameters, before, strict=False):
-                        parameter.data.copy_(old)
-
-            with _writing(place, lambda: write(run), undo):
-                run.accelerator.save_state(str(project / "saved"), async_save=True)
-                _copied()
-            copied = len(before)
-        run.moments.append(run.moment)
+            if number == 1:
+                called = run.moment
+                with _writing(place, lambda: write(run)) as files:
+                    run.accelerator.save_state(str(project / "saved"), async_save=True)
+                    _written()
         run.accelerator.wait_for_checkpoint()
-        return run.moments, copied
+        return called, len(files)
 
 
-def _copied() -> None:
-    """Wait for the thread that copies and writes."""
+def _written() -> None:
+    """Wait for the thread that writes."""
     for thread in threading.enumerate():
         if thread.name == "accel-save":
             thread.join()
 
 
-def _wrong(project: Path, moments: list[list[Tensor]]) -> str | None:
-    """What is wrong with what was saved, or None: it is one of the moments, and nothing of another."""
+def _wrong(project: Path, called: list[Tensor]) -> str | None:
+    """What is wrong with what was saved, or None: it is the moment of the call."""
     if not verify(project / "saved", hashes=True).good:
         return "there is no good checkpoint"
     with fresh():
         run = Training(project)
         run.accelerator.load_state(str(project / "saved"))
         found = run.moment
-    same = any(
-        len(moment) == len(found) and all(torch.equal(a, b) for a, b in zip(found, moment, strict=True))
-        for moment in moments
-    )
-    return None if same else "what was loaded is of no single moment"
+    same = len(called) == len(found) and all(torch.equal(a, b) for a, b in zip(found, called, strict=True))
+    return None if same else "what was loaded is not the moment of the call"
 
 
 def data_writes(folder: Path, every: int) -> sweeps.Tally:
-    """Each write before each tensor that is copied, for good and taken back before the copy is complete."""
-    logging.getLogger("accel_torch").setLevel(logging.ERROR)
+    """Each write before each file."""
     tally = sweeps.Tally("write through .data")
-    place, number, tensors = 0, 0, 1
-    while place < tensors:
+    place, number, files = 0, 0, 1
+    while place < files:
         for name, write in WRITES.items():
-            for taken_back in (False, True):
-                number += 1
-                if (number - 1) % every:
-                    continue
-                project = folder / str(number)
-                project.mkdir()
-                moments, tensors = _saved(project, write, place, taken_back)
-                told = f"{name} before tensor {place}{', and taken back' if taken_back else ''}"
-                tally.count(told, _wrong(project, moments))
+            number += 1
+            if (number - 1) % every:
+                continue
+            project = folder / str(number)
+            project.mkdir()
+            called, files = _saved(project, write, place)
+            tally.count(f"{name} before file {place}", _wrong(project, called))
         place += 1
     return tally

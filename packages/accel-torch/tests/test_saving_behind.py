@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.checkpoint import background, state
+from accel_plugins.checkpoint import state
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import find_newest
 from accel_state.errors import CheckpointError
@@ -108,29 +108,91 @@ def test_what_is_saved_is_the_moment_of_the_call(
         assert session.counter.seen.item() == before + 6
 
 
-def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_copy, seen = threading.Event(), []
-    real = background.Snapshot.copy
+def clamp(session: Session) -> None:
+    for parameter in session.model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
 
-    def late(self: background.Snapshot) -> list[str]:
-        assert may_copy.wait(250)
-        seen.append("copied")
-        return real(self)
 
-    def backward_done() -> None:
-        seen.append("backward")
-        may_copy.set()
+def swap(session: Session) -> None:
+    """Put an average in the place of the parameters, as for an evaluation."""
+    for parameter in session.model.parameters():
+        parameter.data.copy_(parameter.data * 0.5)
 
-    monkeypatch.setattr(background.Snapshot, "copy", late)
+
+def one_element(session: Session) -> None:
+    session.model[0].bias.data[7] += 1
+
+
+def optimizer_state(session: Session) -> None:
+    for moments in session.optimizer.state.values():
+        moments["exp_avg"].data.mul_(2)
+
+
+def buffers(session: Session) -> None:
+    session.model[1].running_mean.fill_(9)
+
+
+def registered(session: Session) -> None:
+    session.counter.seen += 40
+
+
+@pytest.mark.parametrize("change", [clamp, swap, one_element, optimizer_state, buffers, registered])
+def test_whatever_is_changed_after_the_call_is_not_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Session], None]
+) -> None:
+    may_write, real = threading.Event(), state.CheckpointState.write
+
+    def late(self: state.CheckpointState, *arguments: Any, **options: Any) -> None:
+        assert may_write.wait(250)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(state.CheckpointState, "write", late)
     with fresh():
         session = Session()
         batches = iter(session.loader)
+        session.train(batches, 2)
         session.accelerator.save_state(str(tmp_path / "a"), async_save=True)
-        expected = session.train(batches, 1, backward_done)
+        change(session)
+        may_write.set()
         session.accelerator.wait_for_checkpoint()
+        resumed = resume(session, str(tmp_path / "a"), 2, 3)
+    with fresh():
+        straight = Session()
+        assert straight.train(iter(straight.loader), 5)[2:] == resumed
+        assert straight.counter.seen.item() == 5
 
-        assert seen == ["backward", "copied"]
-        assert resume(session, str(tmp_path / "a"), 0, 1) == expected
+
+def test_a_thread_that_cannot_start_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+    with fresh():
+        session = Session()
+        batches = iter(session.loader)
+        session.accelerator.save_state(str(tmp_path / "good"))
+        # No system has that much memory for a stack.
+        usual = threading.stack_size(1 << 46)
+        try:
+            with pytest.raises(CheckpointError, match="Cannot start the thread"):
+                session.accelerator.save_state(str(tmp_path / "bad"), async_save=True)
+        finally:
+            threading.stack_size(usual)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["good"]
+        session.train(batches, 1)
+        session.accelerator.save_state(str(tmp_path / "next"), async_save=True)
+        session.accelerator.wait_for_checkpoint()
+        assert verify(tmp_path / "next", hashes=True).good
+
+
+def test_memory_that_cannot_be_had_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+    with fresh():
+        session = Session()
+        usual, session.counter.seen = session.counter.seen, torch.zeros(1).expand(2**58)
+        with pytest.raises(CheckpointError, match="no host memory"):
+            session.accelerator.save_state(str(tmp_path / "bad"), async_save=True)
+        assert list(tmp_path.iterdir()) == []
+        session.counter.seen = usual
+        session.train(iter(session.loader), 1)
+        session.accelerator.save_state(str(tmp_path / "next"), async_save=True)
+        session.accelerator.wait_for_checkpoint()
+        assert verify(tmp_path / "next", hashes=True).good
 
 
 def failing_write(state: Any, path: Path) -> None:
@@ -269,6 +331,32 @@ def fail_on_two(folder: str) -> list[str]:
     state.pickled.write = real
     accelerator.wait_for_everyone()
     return told
+
+
+def no_thread_on_one(folder: str) -> tuple[bool, list[str]]:
+    session = Session()
+    usual = threading.stack_size(1 << 46 if session.accelerator.process_index == 1 else 0)
+    told = []
+    try:
+        session.accelerator.save_state(folder, async_save=True)
+    except CheckpointError as error:
+        told.append(str(error))
+    finally:
+        threading.stack_size(usual)
+    session.train(iter(session.loader), 2)
+    try:
+        session.accelerator.wait_for_checkpoint()
+    except CheckpointError as error:
+        told.append(str(error))
+    return Path(folder).exists(), told
+
+
+def test_a_thread_that_one_process_cannot_start_fails_the_save_on_all(two: Processes, tmp_path: Path) -> None:
+    for exists, told in two.run(no_thread_on_one, str(tmp_path / "a")):
+        assert not exists
+        assert len(told) == 1
+        assert "Cannot start the thread" in told[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_of_one_process_is_heard_on_all(two: Processes, tmp_path: Path) -> None:

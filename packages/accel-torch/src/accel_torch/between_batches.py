@@ -1,4 +1,4 @@
-"""Work between two batches of a prepared loader: save, repeat an inconsistent snapshot, or end the run after a signal.
+"""Work between two batches of a prepared loader: save, or end the run after a signal.
 
 Checkpoint modules are imported at their first use, since most runs do not need them here.
 """
@@ -14,7 +14,7 @@ from accel_state.errors import NotOffered
 from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
-    from accel_plugins.checkpoint.boundaries import Preemption, StepBoundaries
+    from accel_plugins.checkpoint.boundaries import Preemption
     from accel_torch.session import Session
 
 __all__ = ("BetweenBatches", "call_between_batches")
@@ -34,7 +34,7 @@ class BetweenBatches:
         saving: saves a checkpoint if one is due.
     """
 
-    __slots__ = ("_all_steps", "_ending", "_loader", "_saving", "_seen", "_session", "_steps")
+    __slots__ = ("_ending", "_loader", "_saving", "_session", "_steps")
 
     def __init__(
         self,
@@ -46,8 +46,7 @@ class BetweenBatches:
         # Weak references: the session has a reference to the loader, which has one to this object.
         self._session, self._loader = weakref.ref(session), weakref.ref(loader)
         self._ending, self._saving = ending, saving
-        self._seen: StepBoundaries | None = None
-        self._steps = self._all_steps = 0
+        self._steps = 0
 
     def __call__(self, first: bool) -> None:
         session, loader = self._session(), self._loader()
@@ -58,18 +57,10 @@ class BetweenBatches:
             after_boundary(loader, first)
 
     def _save_or_end(self, session: Session | None, first: bool) -> None:
-        saver = None if session is None else session.saver
-        if session is not None and saver is not None:
-            seen = saver.boundaries
-            trained = not first and seen is not None and seen is self._seen and seen.steps > self._steps
-            if trained and session.gradient.sync_gradients:
-                saver.between_steps()
-                seen = saver.boundaries
-            self._seen, self._steps = seen, 0 if seen is None else seen.steps
         if self._saving is not None and session is not None:
-            if not first and PROGRESS.steps > self._all_steps and session.gradient.sync_gradients:
+            if not first and PROGRESS.steps > self._steps and session.gradient.sync_gradients:
                 self._saving()
-            self._all_steps = PROGRESS.steps
+            self._steps = PROGRESS.steps
         if self._ending is not None and not first:
             self._ending()
 

@@ -87,8 +87,4 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        session = self.accelerator.session
-        if session.saver is not None:
-            # A checkpoint in the background must contain the parameters from before the average.
-            session.saver.wait_for_copy()
-        session.strategy.average_parameters(strategy_model(self.model))
+        self.accelerator.session.strategy.average_parameters(strategy_model(self.model))

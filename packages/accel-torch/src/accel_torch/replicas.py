@@ -313,12 +313,13 @@ class ReplicaComparison:
         keys = [f"replicas/{self._index}/{number}/{rank}" for rank in range(process.world_size)]
         ended = threading.Event()
         current.on_clear(ended.set)
-        threading.Thread(
-            target=_compare,
-            args=(control, keys, process.rank, json.dumps(message).encode(), ended),
-            name="accel-replica-comparison",
-            daemon=True,
-        ).start()
+        arguments = (control, keys, process.rank, json.dumps(message).encode(), ended)
+        comparing = threading.Thread(target=_compare, args=arguments, name="accel-replica-comparison", daemon=True)
+        try:
+            comparing.start()
+        except RuntimeError as error:
+            # A check of training must not end it.
+            _logger.warning("The replicas are not compared, because no thread can be started: %s", error)
 
 
 def digest_of(inputs: Any) -> str:

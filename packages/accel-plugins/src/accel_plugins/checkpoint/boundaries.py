@@ -54,14 +54,9 @@ _FAILED: Final = "Cannot save during training."
 
 
 class StepBoundaries:
-    """The boundaries since the start of a checkpoint; all processes pass the same ones in the same order.
-
-    Attributes:
-        steps: optimizer steps since then.
-    """
+    """Boundaries of training that all processes pass in the same order, and of which they choose one."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self._passed = 0
         self._chosen: int | None = None
         self._frozen = False

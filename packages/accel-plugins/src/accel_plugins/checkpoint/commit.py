@@ -20,7 +20,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache, partial
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from accel_state.current import Process
 
 __all__ = (
-    "Adopt",
-    "AllWrote",
     "CheckpointFinalizer",
     "exchange",
     "staging",
@@ -60,13 +58,6 @@ _RENAME_EXCHANGE: Final = 2
 _LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
-Adopt = Callable[[Sequence[str]], str]
-"""Called on the first process with all processes' reports about their files; see `CheckpointFinalizer.adopt`."""
-
-AllWrote = Callable[[StoreBarrier, str, Adopt], object]
-"""Called with the barrier, this process's report about its files, and an `Adopt` function; see `staging`."""
-
-
 @contextmanager
 def staging(
     target: str | os.PathLike[str],
@@ -77,7 +68,6 @@ def staging(
     deadline: float = 600.0,
     finalizer: CheckpointFinalizer | None = None,
     barrier: StoreBarrier | None = None,
-    all_wrote: AllWrote | None = None,
 ) -> Iterator[Path]:
     """A temporary folder for a checkpoint; it is renamed to `target` when the block ends without an error.
 
@@ -95,8 +85,6 @@ def staging(
         deadline: maximum time in seconds that processes wait for each other.
         finalizer: a finalizer that already flushes files while others are being written.
         barrier: a store barrier that the processes already use; it is continued here and ended at the end.
-        all_wrote: the phase in which each process reports that its files are written, with data about them; if it
-            raises, the folder is discarded.
 
     Raises:
         CheckpointError: this or another process failed; the existing folder is unchanged.
@@ -118,7 +106,7 @@ def staging(
             for shard in shards_of(path, process.rank):
                 finalizer.begin(shard)
             records = finalizer.records(path) if process.rank else ""
-            (all_wrote or _all_wrote)(barrier, records, partial(finalizer.adopt, path))
+            barrier.wait("write", records, partial(finalizer.adopt, path))
             if claim is not None:
                 finalizer.finalize(path, {"world_size": process.world_size, **(facts or {})})
             if owners != [0]:
@@ -137,10 +125,6 @@ def staging(
     finally:
         finalizer.close()
         _leave(claim)
-
-
-def _all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
-    barrier.wait("write", records, adopt)
 
 
 def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:

@@ -41,11 +41,10 @@ class SavingMixin(Facade):
         Args:
             output_dir: the checkpoint folder. With automatic checkpoint naming, the project configuration chooses it.
             safe_serialization: write weights as safetensors.
-            async_save: return after a snapshot of the state, and write it while training continues. At most one save
-                runs at a time: the next save, `load_state`, `wait_for_checkpoint` and `end_training` wait for it, and
-                raise its error if it failed. The snapshot needs host memory for one copy of the checkpoint, which later
-                saves reuse until `free_memory`. Call `wait_for_checkpoint` before you change parameters outside
-                `optimizer.step()`. Otherwise a warning names them, and the snapshot is taken again between two steps.
+            async_save: copy the state, return, and write the copy while training continues, which may change
+                everything. At most one save runs at a time: the next save, `load_state`, `wait_for_checkpoint` and
+                `end_training` wait for it, and raise its error if it failed. The copy needs host memory for all data of
+                the checkpoint, which later saves reuse until `free_memory`.
             save_model_func_kwargs: options for a backend that saves models itself, such as DeepSpeed.
 
         Returns:
@@ -71,11 +70,8 @@ class SavingMixin(Facade):
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint in the background is complete; call it on every process.
 
-        If parameters changed before they were copied, their snapshot is taken again here.
-
         Raises:
             CheckpointError: the checkpoint could not be written; earlier checkpoints are unchanged.
-            NotReady: the snapshot must be taken again, which this backend cannot do inside an accumulation window.
 
         Example:
             >>> accelerator.save_state("checkpoint", async_save=True)
