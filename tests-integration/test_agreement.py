@@ -14,7 +14,7 @@ from accel_ops import agreement
 from accel_ops.agreement import StoreBarrier, all_agree, raise_on_any_rank
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
-from accel_state.hang_report import report
+from accel_state.watch import report
 from accel_testing.processes import Processes
 
 PATIENT = 200.0

@@ -19,7 +19,8 @@ from typing import IO, Any
 
 import pytest
 
-from accel_state.run_status.stacks import py_spy_program
+from accel_state.proc import environment_of
+from accel_state.watch.stacks import py_spy_program
 from accel_testing.processes import Finished, ReservedPort, run_command
 from accel_testing.simulated_device import POSSIBLE
 
@@ -374,8 +375,11 @@ def test_the_curves_of_a_run_are_shown_by_the_same_name(job: Job, name: str) -> 
 
 
 def test_only_the_user_can_enter_the_folder_of_a_run(job: Job) -> None:
-    (folder,) = (job.folder / "temporary").glob("accel-launch-*")
-    assert folder.stat().st_mode & 0o777 == 0o700
+    status = Path(environment_of(job.look()["processes"][0]["pid"])["ACCEL_STATUS_FOLDER"])
+    assert {folder.stat().st_mode & 0o777 for folder in (status, status.parent)} == {0o700}
+    files = list(status.glob("*.status"))
+    assert len(files) == 2
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_watch_shows_a_run_until_it_ends_and_a_killed_process_as_dead(tmp_path: Path) -> None:

@@ -25,19 +25,18 @@ LIGHT = (
     ("accel-state", "accel_state/choices.py"),
     ("accel-state", "accel_state/creation.py"),
     ("accel-state", "accel_state/errors.py"),
-    ("accel-state", "accel_state/hang_report/activity.py"),
-    ("accel-state", "accel_state/hang_report/progress.py"),
-    ("accel-state", "accel_state/hang_report/rank_status.py"),
-    ("accel-state", "accel_state/hang_report/report.py"),
     ("accel-state", "accel_state/labels.py"),
     ("accel-state", "accel_state/lazy.py"),
     ("accel-state", "accel_state/library.py"),
     ("accel-state", "accel_state/network.py"),
     ("accel-state", "accel_state/plugins.py"),
     ("accel-state", "accel_state/proc.py"),
-    ("accel-state", "accel_state/run_status/*.py"),
     ("accel-state", "accel_state/topology.py"),
     ("accel-state", "accel_state/settings/**/*.py"),
+    *(
+        ("accel-state", f"accel_state/watch/{module}.py")
+        for module in ("goodput", "processes", "record", "report", "runs", "seconds", "stacks", "status")
+    ),
     ("accel-plugins", "accel_plugins/__init__.py"),
     ("accel-plugins", "accel_plugins/**/manifest.py"),
     ("accel-plugins", "accel_plugins/commands/*.py"),

@@ -265,9 +265,9 @@ def hang_report(world: int) -> dict[str, float]:
     """What the hang monitor of a rank takes while nothing hangs."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from accel_state.hang_report.call_log import CallLog
-    from accel_state.hang_report.monitor import HangMonitor
     from accel_state.transport.control import ControlStore
+    from accel_state.watch.calls import CallLog
+    from accel_state.watch.monitor import HangMonitor
 
     made: list[str] = []
 

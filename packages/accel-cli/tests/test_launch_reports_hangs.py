@@ -10,9 +10,8 @@ import pytest
 
 from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
-from accel_state.hang_report.call_log import IMPORT
-from accel_state.hang_report.progress import STATUS_FOLDER
-from accel_state.hang_report.rank_status import RankStatus, StatusFile
+from accel_state.watch.record import STATUS_FOLDER, StatusRecord
+from accel_state.watch.status import RankStatus
 
 WAITS = """
     import os, time
@@ -95,43 +94,46 @@ def test_a_backward_that_waits_for_another_process_is_reported_and_ends_the_run(
     assert "The run was ended after 25 s in one collective (hang_timeout)." in finished.stderr
 
 
-def stay(watch, write, seen, monkeypatch, used, seconds):
-    """Look once a second at a process that has used so much processor time by then."""
-    clock = time.time()
+def stay(watch, write, seen, monkeypatch, used, seconds, children=lambda second: 0.0):
+    """Look once a second at a process that, with its children, has used so much processor time by then."""
+    clock = time.monotonic()
     for second in range(seconds):
         monkeypatch.setattr(hangs, "_processor_seconds", lambda pid, second=second: used(second))
-        monkeypatch.setattr(time, "time", lambda second=second: clock + second)
+        monkeypatch.setattr(hangs, "seconds_of_descendants", lambda pid, second=second: children(second))
+        monkeypatch.setattr(time, "monotonic", lambda second=second: clock + second)
         write(0, seen(second))
         watch.look()
     monkeypatch.undo()
 
 
-def in_place(line, inside):
-    return RankStatus(2, "gather", "job.py:3", False, line, inside, has_stack=True)
+def in_place(line, inside, waits=True, steps=0):
+    return RankStatus(2, "gather", "job.py:3", False, line, inside, has_stack=True, waits_for_others=waits, steps=steps)
 
 
 @pytest.mark.parametrize(
-    ("seen", "used", "reports"),
+    ("seen", "used", "children", "reports"),
     [
-        (lambda second: in_place("job.py:7", "backward"), lambda second: 1.0, True),
-        (lambda second: in_place("job.py:7", "backward"), lambda second: 0.5 * second, False),
-        (lambda second: in_place(f"job.py:{second}", "backward"), lambda second: 1.0, False),
-        (lambda second: in_place("job.py:7", ""), lambda second: 1.0, False),
-        (lambda second: in_place("job.py:7", "__next__"), lambda second: 1.0, False),
-        (lambda second: in_place("job.py:7", IMPORT), lambda second: 1.0, False),
+        (lambda second: in_place("job.py:7", "backward"), 0.0, 0.0, True),
+        (lambda second: in_place("job.py:7", "backward"), 0.5, 0.0, False),
+        (lambda second: in_place("job.py:7", "backward"), 0.0, 0.9, False),
+        (lambda second: in_place(f"job.py:{second}", "backward"), 0.0, 0.0, False),
+        (lambda second: in_place("job.py:7", "backward", steps=second), 0.0, 0.0, False),
+        (lambda second: in_place("job.py:7", "load_inline", waits=False), 0.0, 0.0, False),
     ],
-    ids=["waits in backward", "computes in backward", "goes on", "sleeps by itself", "waits for its data", "imports"],
+    ids=["waits", "computes", "its children compute", "goes on", "makes steps", "waits for something else"],
 )
-def test_a_process_without_processor_time_in_a_library_waits(watched, capsys, monkeypatch, seen, used, reports):
+def test_a_process_in_a_collective_of_torch_waits_if_nothing_computes(
+    watched, capsys, monkeypatch, seen, used, children, reports
+):
     watch, write = watched()
-    stay(watch, write, seen, monkeypatch, used, 20)
+    stay(watch, write, seen, monkeypatch, lambda second: 1.0 + used * second, 20, lambda second: children * second)
     assert ("have waited in a collective" in capsys.readouterr().err) == reports
 
 
 def stop_the_clock(monkeypatch):
     """Waits have the length that a test writes, however slow the machine is."""
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
 
 
 def status(number, active, since):
@@ -144,8 +146,15 @@ def watched(tmp_path):
 
     def make(report_after=10.0, timeout=None, codes=dict):
         watch = HangWatch(str(tmp_path), report_after, timeout, 2, codes)
-        folder = watch.variables[STATUS_FOLDER]
-        return watch, lambda rank, seen: StatusFile(folder, rank).write(seen)
+        folder, records = watch.variables[STATUS_FOLDER], {}
+
+        def write(rank, seen):
+            if rank not in records:
+                records[rank] = StatusRecord()
+                records[rank].open(folder, rank)
+            records[rank].publish(seen.to_json())
+
+        return watch, write
 
     return make
 
@@ -155,14 +164,24 @@ def test_a_hang_is_reported_once_in_each_period_and_the_next_one_anew(watched, c
     watch, write = watched()
     total = 0
     for waited, reports in ((9.0, 0), (11.0, 1), (15.0, 1), (21.0, 2), (30.0, 2), (41.0, 3)):
-        write(0, status(2, True, time.time() - waited))
+        write(0, status(2, True, time.monotonic() - waited))
         assert not watch.look()
         text = capsys.readouterr().err
         total += text.count("have waited in a collective")
         assert total == reports, (waited, text)
-    write(0, status(3, True, time.time() - 12.0))
+    write(0, status(3, True, time.monotonic() - 12.0))
     watch.look()
     assert "rank 0 is in gather() at job.py:3 (call 3)" in capsys.readouterr().err
+
+
+def test_a_step_of_the_wall_clock_is_no_wait(watched, capsys, monkeypatch):
+    watch, write = watched(timeout=10.0)
+    write(0, status(2, True, time.monotonic() - 1.0))
+    for step in (-3600.0, 3600.0):
+        wall = time.time()
+        monkeypatch.setattr(time, "time", lambda wall=wall, step=step: wall + step)
+        assert not watch.look()
+    assert capsys.readouterr().err == ""
 
 
 def test_processes_that_do_not_wait_are_not_reported(watched, capsys):
@@ -176,7 +195,7 @@ def test_processes_that_do_not_wait_are_not_reported(watched, capsys):
 def test_zero_seconds_switch_the_report_off_and_a_signal_still_tells(watched, capsys, monkeypatch):
     stop_the_clock(monkeypatch)
     watch, write = watched(report_after=0.0)
-    write(0, status(2, True, time.time() - 500.0))
+    write(0, status(2, True, time.monotonic() - 500.0))
     assert not watch.look()
     assert capsys.readouterr().err == ""
     watch.tell()
@@ -185,7 +204,7 @@ def test_zero_seconds_switch_the_report_off_and_a_signal_still_tells(watched, ca
 
 def test_the_exit_codes_of_ended_processes_and_silent_ranks_are_told(watched, capsys):
     watch, write = watched(codes=lambda: {1: 0})
-    write(0, status(2, True, time.time() - 11.0))
+    write(0, status(2, True, time.monotonic() - 11.0))
     watch.look()
     text = capsys.readouterr().err
     assert "rank 1 is unknown" in text

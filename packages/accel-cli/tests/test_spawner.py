@@ -14,6 +14,7 @@ import pytest
 
 from accel_cli.launch.rendezvous import Port, owner_of
 from accel_state.errors import SettingError
+from accel_state.watch.runs import running_runs
 from accel_testing.processes import ReservedPort
 
 PLACE = """
@@ -282,13 +283,13 @@ def test_no_process_outlives_a_killed_launcher(start, script, gone, count, body)
     assert background.end().returncode == -9
 
 
-def announced(temporary, pid, timeout=250):
+def announced(pid, timeout=250):
     """The folder of a launcher, once it names the launcher."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        for file in Path(temporary).glob("accel-launch-*/status/run.json"):
-            if f'"pid": {pid},' in file.read_text(encoding="utf-8"):
-                return file.parents[1]
+        for run in running_runs():
+            if run.pid == pid:
+                return Path(run.status_folder).parent
         time.sleep(0.05)
     raise AssertionError(f"process {pid} has announced no run")
 
@@ -296,13 +297,12 @@ def announced(temporary, pid, timeout=250):
 def test_the_next_launch_removes_the_folders_of_killed_launchers_alone(accel, start, script, gone):
     waits = script("import time; time.sleep(600)", "waits.py")
     killed, living = (start("launch", "--cpu", waits) for _ in range(2))
-    left, kept = (announced(os.environ["TMPDIR"], launch.process.pid) for launch in (killed, living))
+    left, kept = (announced(launch.process.pid) for launch in (killed, living))
     killed.process.kill()
     assert gone(killed.process.pid)
     assert left.exists()
     assert accel("launch", "--cpu", script("")).returncode == 0
     assert (left.exists(), kept.exists()) == (False, True)
-    assert os.listdir(os.environ["TMPDIR"]) == [kept.name]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")

@@ -6,7 +6,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
 from accel_data.hooks import BatchPauses
-from accel_state.goodput.account import TimeAccount
+from accel_state.watch.record import StatusRecord
+from accel_state.watch.seconds import TimeAccount
 from accel_testing.fresh import fresh
 
 SLEEP = 0.02
@@ -66,12 +66,12 @@ Observed = Callable[..., tuple[Any, Observer]]
 
 
 @pytest.fixture
-def observed(tmp_path: Path) -> Observed:
+def observed() -> Observed:
     """A prepared loader and its observer, which receives the first batch after `due`; None: every batch."""
 
     def observe(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Observer]:
         loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatched)
-        account = None if due is None else TimeAccount(tmp_path, 0)
+        account = None if due is None else TimeAccount(StatusRecord())
         if account is not None and due is not None:
             account.due = due
         loader.observer = observer = Observer(account)

@@ -34,12 +34,12 @@ from accel_ops.rng import synchronize_rng_states
 from accel_ops.shared_memory import _poll
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
-from accel_state.hang_report.call_log import CallLog
 from accel_state.process import wait_for_everyone
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.exchange import HeaderExchange
 from accel_state.protocol.state import protocol_state
 from accel_state.protocol.turn import Turn, is_raised_by_handler
+from accel_state.watch.calls import CallLog
 from accel_testing.processes import Processes
 
 LARGE = 200_000

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.monitor import ALWAYS_READ_UP_TO, HangMonitor
 from accel_state.transport.control import ControlStore
+from accel_state.watch.calls import CallLog
+from accel_state.watch.monitor import ALWAYS_READ_UP_TO, HangMonitor
 
 PATIENT = 250.0
 
@@ -84,7 +84,7 @@ def test_a_rank_that_requests_stacks_reads_and_the_others_do_not(store: HashStor
         for control in controls:
             control.looks(1)
         monitors[2].request_stacks()
-        wait_for(lambda: sum(seen.has_stack for seen in monitors[2].snapshot().statuses.values()) == len(controls))
+        wait_for(lambda: sum(seen.has_stack for seen in monitors[2].world().statuses.values()) == len(controls))
         assert [key for key in controls[2].written if key == "hang_report/request"] == ["hang_report/request"]
         for control in controls[:2]:
             assert set(control.read) <= {"hang_report/request"}
@@ -93,5 +93,5 @@ def test_a_rank_that_requests_stacks_reads_and_the_others_do_not(store: HashStor
 def test_ranks_of_small_worlds_read_the_statuses_of_the_others_all_the_time(store: HashStore) -> None:
     controls = [Counting(store, rank) for rank in range(2)]
     with monitored(controls, 2) as monitors:
-        wait_for(lambda: len(monitors[0].snapshot().statuses) == 2)
+        wait_for(lambda: len(monitors[0].world().statuses) == 2)
         assert "hang_report/request" not in controls[0].written

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from accel_state import library
-from accel_state.hang_report.call_log import CallLog, Location, format_ranks, locate
-from accel_state.hang_report.rank_status import RankStatus, capture_status
-from accel_state.hang_report.report import describe_ranks
 from accel_state.plugins import Plugin
+from accel_state.watch.calls import CallLog, Location, format_ranks, locate
+from accel_state.watch.report import describe_ranks
+from accel_state.watch.status import RankStatus, capture_status
 
 IN_GATHER = RankStatus(17, "gather", "eval.py:88", True, "", "")
 IN_REDUCE = RankStatus(17, "reduce", "train.py:41", True, "", "")
@@ -29,7 +29,7 @@ NOWHERE = RankStatus(0, "", "", False, "train.py:2", "")
 
 def described_now(seen: dict[int, RankStatus], world_size: int) -> str:
     """The sentence for statuses that were captured just now."""
-    return describe_ranks({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
+    return describe_ranks({rank: replace(status, time=time.monotonic()) for rank, status in seen.items()}, world_size)
 
 
 def test_ranks_at_one_position_share_a_sentence_and_the_smallest_group_comes_first() -> None:

@@ -8,9 +8,9 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.monitor import HangMonitor
 from accel_state.transport.control import ControlStore
+from accel_state.watch.calls import CallLog
+from accel_state.watch.monitor import HangMonitor
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel_state.hang_report.call_log import CallLog
 from accel_state.library import OWN_PACKAGES, is_library
+from accel_state.watch.calls import CallLog
 
 
 @pytest.mark.parametrize("module", ["accel_mine", "accel_mine.train", "accel_statements", "accel_"])

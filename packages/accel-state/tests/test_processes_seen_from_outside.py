@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +16,13 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.hang_report.call_log import Location, UserFrame, locate, main_thread_frame
-from accel_state.hang_report.progress import STATUS_FOLDER, TrainingProgress
-from accel_state.hang_report.rank_status import WorldStatus, read_world_status, request_world_status
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
-from accel_state.run_status import find
-from accel_state.run_status.find import find_run, running_runs
-from accel_state.run_status.folder import PREFIX, announce_run
-from accel_state.run_status.stacks import (
+from accel_state.watch import runs
+from accel_state.watch.calls import Location, UserFrame, locate, main_thread_frame
+from accel_state.watch.record import STATUS_FOLDER, StatusRecord
+from accel_state.watch.runs import PREFIX, announce_run, find_run, make_launch_folder, running_runs
+from accel_state.watch.stacks import (
     Frame,
     frames_of_main_thread,
     is_importing,
@@ -33,6 +30,7 @@ from accel_state.run_status.stacks import (
     py_spy_stack,
     user_frame,
 )
+from accel_state.watch.status import World, read_world, request_world
 from accel_testing.processes import Processes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -41,13 +39,15 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files, in which no other run is; runs beside the tests may write anywhere."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(find, "_USUAL", str(tmp_path))
+    monkeypatch.setattr(runs, "PLACES", (str(tmp_path), str(tmp_path)))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
 def announced(temporary: Path) -> str:
-    return announce_run(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
+    folder = make_launch_folder()
+    assert os.path.dirname(folder) == str(temporary)
+    return announce_run(folder)
 
 
 @pytest.fixture
@@ -235,39 +235,38 @@ def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
 
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, clock = TrainingProgress(), 100.0
+    record, clock = StatusRecord(), 100.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
-    assert progress.pace() == (0, 0.0, 0.0)
+    assert record.pace() == (0.0, 0.0)
     for steps in (4, 6, 6, 8):
-        progress.steps = steps
-        pace = progress.pace()
+        record.steps = steps
+        pace = record.pace()
         clock += 0.5
     # Four steps between the first and the last moment at which a new one was seen, 1.5 s apart.
-    assert pace == (8, pytest.approx(4 / 1.5), 0.0)
-    assert progress.pace().seconds == 0.5
+    assert pace == (pytest.approx(4 / 1.5), 101.5)
+    assert record.pace() == pace
 
 
 def test_an_activity_has_the_line_that_began_it() -> None:
-    progress = TrainingProgress()
-    assert progress.activity() is None
-    with progress.during("saving"), progress.during("loading"):
-        activity = progress.activity()
+    record = StatusRecord()
+    assert record.activity is None
+    with record.during("saving"), record.during("loading"):
+        activity = record.activity
     assert activity is not None
-    assert activity.name == "loading"
-    assert Path(activity.location.path).name == Path(__file__).name
-    assert progress.activity() is None
+    assert (activity.name, activity.code.co_filename) == ("loading", __file__)
+    assert record.activity is None
 
 
-def tell_of_others(folder: Path) -> WorldStatus | None:
+def tell_of_others(folder: Path) -> World | None:
     state = PartialState(cpu=True)
     wait_for_everyone()
     heard = None
     if state.process_index == 0:
-        request_world_status(str(folder), 0)
+        request_world(str(folder), 0)
         deadline = time.monotonic() + 250
         while heard is None or not all(seen.has_stack for seen in heard.statuses.values()) or len(heard.statuses) < 2:
             assert time.monotonic() < deadline, heard
-            heard = read_world_status(str(folder))
+            heard = read_world(str(folder))
             time.sleep(0.05)
     wait_for_everyone()
     return heard
@@ -281,10 +280,12 @@ def test_one_process_writes_the_statuses_of_all_ranks(two: Processes, tmp_path: 
     assert heard.ages[1] < 60
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"time": 1}', '{"time": 1, "store_answers": 1, "ranks": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"time": 1}', '{"time": 1, "read": 1, "store_answers": 1, "ranks": {"a": 3}}']
+)
 def test_files_with_other_contents_are_not_read_as_world_statuses(tmp_path: Path, content: str) -> None:
     (tmp_path / "world.json").write_text(content)
-    assert read_world_status(str(tmp_path)) is None
+    assert read_world(str(tmp_path)) is None
 
 
 def test_the_main_thread_is_where_the_users_code_calls_the_standard_library(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,19 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_testing.profiling import profile
 from accel_torch import Accelerator
-from accel_torch.hooks import PROCESS_HOOKS
 
 STEPS = 40
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
-
-
-@pytest.fixture(autouse=True)
-def no_account_afterwards() -> Iterator[None]:
-    """The account of a process serves every later Accelerator, also those of other tests."""
-    kept = PROCESS_HOOKS[:]
-    yield
-    PROCESS_HOOKS[:] = kept
 
 
 def calls_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, accumulation: int) -> Counter[str]:

@@ -177,7 +177,7 @@ def calls_of_a_step(**options: Any) -> list[str]:
 
 def test_switched_off_they_add_no_call_to_a_step() -> None:
     plain = calls_of_a_step()
-    watchers = ("hooks", "misuse", "replicas", "straggler", "stopwatch")
+    watchers = ("hooks", "misuse", "replicas", "straggler", "time_recorder")
     assert plain
     assert [name for name in plain if name.split(".")[1] in watchers] == []
     assert plain == calls_of_a_step(check_replicas_every=None, straggler_report=False)

@@ -9,8 +9,8 @@ from argparse import ArgumentParser
 import pytest
 
 from accel_state.errors import NotFound, SettingError
-from accel_state.goodput.account import CATEGORIES
-from accel_state.goodput.summary import read_goodput
+from accel_state.watch.goodput import read_goodput
+from accel_state.watch.record import CATEGORIES
 from accel_tracking.commands.goodput import COLORS, bar, goodput_text
 from accel_tracking.commands.runs import COMMAND
 

@@ -245,17 +245,16 @@ def replicas(every: int | None, scope: Scope) -> Call:
 # ---------------------------------------------------------------- looking at a run from outside
 def looked_at(scope: Scope) -> Call:
     """Steps of a process that says where it is, as those of `accel launch` do."""
-    from accel_state.hang_report.call_log import CallLog
-    from accel_state.hang_report.monitor import HangMonitor
-    from accel_state.hang_report.progress import STATUS_FOLDER
+    from accel_state.watch.calls import CallLog
+    from accel_state.watch.monitor import HangMonitor
+    from accel_state.watch.record import RECORD
 
     several = replicas(0, scope)
 
     def steps() -> None:
         with paused():
-            os.environ[STATUS_FOLDER] = str(scope.folder)
+            RECORD.open(str(scope.folder), int(os.environ["RANK"]))
             monitor = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
-            del os.environ[STATUS_FOLDER]
         several()
         with paused():
             monitor.stop()
@@ -275,7 +274,7 @@ def not_looked_at(scope: Scope) -> Call:
 
     def steps() -> None:
         with paused():
-            uncounted = mock.patch.object(wrapped, "PROGRESS", seen)
+            uncounted = mock.patch.object(wrapped, "RECORD", seen)
             uncounted.start()
         several()
         with paused():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from time import perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from accel_state.goodput.account import TimeAccount
+    from accel_state.watch.seconds import TimeAccount
 
 __all__ = ("BatchPauses", "DeviceTransfer", "LoaderObserver", "accompanied", "observed", "transferred")
 
@@ -121,15 +121,15 @@ def observed(batches: Generator[Any, None, None], observer: LoaderObserver) -> G
                     del batch
                 return
             marks = waits.marks
-            marks[0] = perf_counter()
+            marks[0] = monotonic()
             for batch in batches:
-                marks[1] = now = perf_counter()
+                marks[1] = now = monotonic()
                 waits.waited += now - marks[0]
                 if now > waits.due:
                     observer.batch_given(batch)
                 yield batch
                 # Its memory must be free before the next batch is copied to the device.
                 del batch
-                marks[0] = perf_counter()
+                marks[0] = monotonic()
         finally:
             observer.epoch_ends()

@@ -30,8 +30,8 @@ from weakref import WeakKeyDictionary
 from accel_ops.groups import Group, members_of
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
-from accel_state.hang_report.call_log import format_ranks
 from accel_state.protocol.state import protocol_state
+from accel_state.watch.calls import format_ranks
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -437,7 +437,7 @@ class StoreBarrier:
     def _everyone(self) -> str:
         """The last known position of every process."""
         # Imported only for an error, because the modules of a report take a fifth of this package's import time.
-        from accel_state.hang_report.report import describe_all_ranks
+        from accel_state.watch.report import describe_all_ranks
 
         process = self._process
         return describe_all_ranks(protocol_state(process.transport).monitor, process.rank, process.world_size)
@@ -459,7 +459,7 @@ class StoreBarrier:
 
 def _following(error: AccelError, ranks: list[int]) -> AccelError:
     """The error with an attribute for the launcher's report: the ranks that caused it."""
-    from accel_state.hang_report.report import MISSED
+    from accel_state.watch.report import MISSED
 
     setattr(error, MISSED, ranks)
     return error

@@ -31,12 +31,12 @@ from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.hang_report.call_log import Call
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.description import CallDescription, fingerprint_of
 from accel_state.protocol.header import EagerHeader
 from accel_state.protocol.state import add_group_state, protocol_state
 from accel_state.transport.base import LocalTransport, Transport
+from accel_state.watch.calls import Call
 
 __all__ = (
     "LARGE",
@@ -582,20 +582,20 @@ def where_is_everyone() -> str:
     Never waits for another process. The information about the others is up to two seconds old. With more than 16
     processes nothing is read before this function is called, so its first call takes up to two seconds.
     """
-    from accel_state.hang_report.report import describe_ranks
+    from accel_state.watch.report import describe_ranks
 
     transport = current.process_or_start().transport
     monitor = protocol_state(transport).monitor
     requested_at = monitor.request_stacks()
-    snapshot = monitor.snapshot()
+    world = monitor.world()
     while (
         not monitor.always_reads
-        and snapshot.taken < requested_at
+        and world.read < requested_at
         and time.monotonic() < requested_at + _STORE_READ_TIMEOUT_S
     ):
         time.sleep(0.02)
-        snapshot = monitor.snapshot()
-    return describe_ranks(snapshot.statuses, transport.world_size, snapshot.ages)
+        world = monitor.world()
+    return describe_ranks(world.statuses, transport.world_size, world.ages)
 
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:

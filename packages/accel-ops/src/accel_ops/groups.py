@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union
 
 from accel_state import current
 from accel_state.errors import SettingError
-from accel_state.hang_report.call_log import format_ranks
+from accel_state.watch.calls import format_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

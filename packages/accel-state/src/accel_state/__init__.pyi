@@ -6,7 +6,6 @@ from accel_state.console import tqdm as tqdm
 from accel_state.errors import AccelError as AccelError
 from accel_state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_state.gradient import GradientState as GradientState
-from accel_state.hang_report.call_log import Call as Call
 from accel_state.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.kwargs import KwargsHandler as KwargsHandler
 from accel_state.labels import DistributedType as DistributedType
@@ -22,5 +21,6 @@ from accel_state.mesh import TorchContextParallelConfig as TorchContextParallelC
 from accel_state.mesh import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.process import PartialState as PartialState
 from accel_state.run_state import AcceleratorState as AcceleratorState
+from accel_state.watch.calls import Call as Call
 
 __version__: str

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered, SettingError
-from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
@@ -22,6 +21,7 @@ from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
 from accel_state.transport.base import LocalTransport, Transport
+from accel_state.watch.record import RECORD, STATUS_FOLDER
 
 __all__ = ("bind", "start_process")
 
@@ -58,10 +58,10 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
-    PROGRESS.device_memory = partial(family.memory_beside_host, device.index)
-    with PROGRESS.during("waiting for others") if topology.world_size > 1 else nullcontext():
+    RECORD.device_memory = partial(family.memory_beside_host, device.index)
+    with RECORD.during("waiting for others") if topology.world_size > 1 else nullcontext():
         if os.environ.get(STATUS_FOLDER):
-            _write_first_status(os.environ[STATUS_FOLDER], topology.rank)
+            _publish_first_status(os.environ[STATUS_FOLDER], topology.rank)
         transport: Transport
         backend: str | None
         addressed = topology.master_addr is not None and topology.master_port is not None and dist.is_available()
@@ -84,13 +84,16 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     )
 
 
-def _write_first_status(folder: str, rank: int) -> None:
-    """Write the first status of this process; the thread that writes the later ones starts after the rendezvous."""
-    from accel_state.hang_report.call_log import CallLog
-    from accel_state.hang_report.rank_status import StatusFile, capture_status
+def _publish_first_status(folder: str, rank: int) -> None:
+    """Publish the first status of this process; the thread that does so later starts after the rendezvous."""
+    from accel_state.watch.calls import CallLog
+    from accel_state.watch.seconds import close_accounts
+    from accel_state.watch.status import capture_status
 
-    StatusFile(folder, rank).write(capture_status(CallLog()))
-    PROGRESS.share(folder, rank)
+    RECORD.open(folder, rank)
+    RECORD.publish(capture_status(CallLog()).to_json())
+    # Where torch.distributed.run restarts processes, no launcher does this before.
+    close_accounts(folder, rank)
 
 
 def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology) -> torch.device:

@@ -29,8 +29,8 @@ def explain_backend_error(error: BaseException) -> None:
     if isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and re.search(_BACKEND_ERROR_TEXTS, str(error))
     ):
-        from accel_state.hang_report.report import extend_error
         from accel_state.protocol.state import protocol_state
+        from accel_state.watch.report import extend_error
 
         extend_error(error, process.rank, process.world_size, protocol_state(process.transport).monitor)
 

@@ -2,7 +2,7 @@
 
 Each prepared loader stores the batches of indices that it draws, which costs some nanoseconds per batch. An error is
 recorded with the current batch. A killed process cannot record anything, so a restarted process also writes the indices
-to a file in the folder of its status.
+to its status record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
-from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER, sample_file
+from accel_state.watch.record import RECORD
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
@@ -94,11 +94,10 @@ class SampleRecorder(Hook):
             return [str(sample) for sample in drawn.batch(progress.received - 1 if read is None else read)]
 
         def learn() -> None:
-            PROGRESS.samples = ids
+            RECORD.samples = ids
 
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        write = sample_file(os.environ[STATUS_FOLDER], session.process.rank) if restarted else None
-        drawn = DrawnBatches(learn, write)
+        drawn = DrawnBatches(learn, RECORD.write_samples if restarted else None)
         source.shard.drawn = drawn
 
 

@@ -10,7 +10,7 @@ from accel_data.hooks import BatchPauses
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.strategy import Strategy
 from accel_state import current
-from accel_state.hang_report.progress import PROGRESS
+from accel_state.watch.record import RECORD
 from accel_torch.accumulation import Accumulation
 from accel_torch.hooks import Hooks
 
@@ -54,7 +54,7 @@ class Session:
         transforms: the changes that `prepare` applies to every model.
         backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
         guards_first_steps: whether the first steps are still to be checked for mistakes.
-        report: measures how this process spends its time, or None.
+        report: tells at the end how this process spent its time, or None.
         tracking: the running trackers; None before `init_trackers`.
         saver: writes checkpoints while training continues; None before the first.
         pauses: whether anything happens between two batches.
@@ -95,7 +95,7 @@ class Session:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Block in which this process saves; it is reported to the hang report and to the hooks."""
-        with PROGRESS.during("saving"):
+        with RECORD.during("saving"):
             for before_save in self.hooks.before_save:
                 before_save()
             try:

@@ -21,7 +21,6 @@ from accel_state.current import Process, Run
 from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
 from accel_state.run_state import (
@@ -29,6 +28,7 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
+from accel_state.watch.record import RECORD, STATUS_FOLDER
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
 from accel_torch.session import Session
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
+    from accel_torch.time_recorder import TimeRecorder
 
 __all__ = ("leave", "start_run", "start_session", "transforms_of")
 
@@ -53,17 +54,23 @@ def start_session(options: Options) -> Session:
         options = hook.configure(options)
     folder = options.project.project_dir or options.project.logging_dir
     if folder is not None:
-        PROGRESS.writes_to(folder)
-    _start_recorders(options)
-    report = None
-    if options.straggler_report:
-        from accel_torch.straggler import StragglerReport
+        RECORD.writes_to(folder)
+    if os.environ.get(STATUS_FOLDER):
+        from accel_torch.samples_at_hand import record_samples
 
-        report = StragglerReport()
-    hooks = [*([] if report is None else [report]), *PROCESS_HOOKS]
+        record_samples()
+    recorder: TimeRecorder | None = None
+    if options.goodput or options.straggler_report:
+        from accel_torch.time_recorder import record_time
+
+        recorder = record_time(options)
+    hooks = list(PROCESS_HOOKS)
     session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
-    session.report = report
+    if options.straggler_report and recorder is not None:
+        from accel_torch.straggler import StragglerReport
+
+        session.report = StragglerReport(recorder.account)
     session.transforms = transforms_of(options, session.state.parallelism_config)
     enter_hooks_of_strategy(session)
     for hook in hooks:
@@ -80,18 +87,6 @@ def start_session(options: Options) -> Session:
 
         guard_first_steps(session)
     return session
-
-
-def _start_recorders(options: Options) -> None:
-    """Record this process's time, if it is asked to, and in a launched run the ids of its samples."""
-    if os.environ.get(STATUS_FOLDER):
-        from accel_torch.samples_at_hand import record_samples
-
-        record_samples()
-    if options.goodput:
-        from accel_torch.goodput import record_goodput
-
-        record_goodput(options)
 
 
 _users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 import os
 import select
+import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from socket import socketpair
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
-    from accel_state.run_status.folder import PREFIX
+    from accel_state.watch.runs import make_launch_folder
+    from accel_state.watch.seconds import close_accounts
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
@@ -51,12 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     # The processes inherit this variable, and end when this process is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        with ExitStack() as stack:
+            folder = make_launch_folder()
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             # torch copies the error file of the process that failed first to this path, and warns if there is none.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
             _pass_on_usr1()
             hangs = _hang_watch(folder, arguments)
+            stack.callback(close_accounts, hangs.folder)
             try:
                 with _looking(hangs):
                     run(list(arguments))

@@ -40,7 +40,7 @@ def record_error(error: BaseException, shown: bool) -> bool:
     trace = folded(error)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "pid": os.getpid(), "shown": shown}
-    # Ranks that this process waited for (from `accel_state.hang_report.report`): they caused its error.
+    # Ranks that this process waited for (from `accel_state.watch.report`): they caused its error.
     extra["missed"] = getattr(error, "_accel_missed", [])
     try:
         extra["fingerprint"] = failure_fingerprint(error)
@@ -59,19 +59,19 @@ def record_error(error: BaseException, shown: bool) -> bool:
 
 def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     """The fingerprint with which two failures are compared: see `accel_cli.launch.restarts.Fingerprint`."""
-    progress = getattr(sys.modules.get("accel_state.hang_report.progress"), "PROGRESS", None)
+    record = getattr(sys.modules.get("accel_state.watch.record"), "RECORD", None)
     chain = _chain(error)
     frames = [frame for one in chain for frame in _frames(one.__traceback__)]
     places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _lines(chain[0].__traceback__)]
     own = [place for place in places if _is_of_the_script(place[0])]
     path, line, name = (own or places or [("", 0, "")])[-1]
     samples = _samples_of(frames)
-    if not samples and progress is not None:
-        samples = progress.samples(_read_by_workers(frames))
+    if not samples and record is not None:
+        samples = record.samples(_read_by_workers(frames))
     return {
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "frame": f"{path}:{line} in {name}" if path else "",
-        "step": progress.run_step if progress is not None else 0,
+        "step": record.run_step if record is not None else 0,
         "samples": samples[:_MOST_SAMPLES],
         "causes": [
             {

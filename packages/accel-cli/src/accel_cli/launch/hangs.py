@@ -1,10 +1,12 @@
-"""Reports where every process of a launch is if a collective does not finish, from files that the processes write.
+"""Reports where every process of a launch is if a collective does not finish, from the records of the processes.
 
-The launcher reads the files once a second. If a collective takes longer than a few seconds, it asks the processes for
+The launcher reads the records once a second. If a collective takes longer than a few seconds, it asks the processes for
 the current lines of their main threads, so that every report contains them, including a report requested by a signal.
 
-Collectives that torch starts itself, for example in a backward pass, do not write these files. A process is assumed to
-wait in one if it has used almost no processor time, and its main thread has stayed in one function of a library.
+The records do not have collectives that torch starts itself, for example in a backward pass. A process waits in one if
+its main thread stays in such a function of torch, and neither the process nor its children use a processor. A process
+that waits anywhere else, such as for a compiler or a queue, may be healthy, and is never reported or ended. All times
+are of the monotonic clock, because the wall clock may step.
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from accel_cli.launch.report import ending
-from accel_state.hang_report.call_log import IMPORT
-from accel_state.hang_report.progress import STATUS_FOLDER
-from accel_state.hang_report.rank_status import RankStatus, read_statuses, request_stacks
-from accel_state.hang_report.report import describe_ranks
-from accel_state.proc import process_info, state_of
-from accel_state.run_status.folder import announce_run
+from accel_state.proc import process_info, seconds_of_descendants, state_of
+from accel_state.watch.record import STATUS_FOLDER
+from accel_state.watch.report import describe_ranks
+from accel_state.watch.runs import announce_run
+from accel_state.watch.status import RankStatus, read_statuses, request_stacks
 
 __all__ = ("HangWatch",)
 
@@ -32,9 +33,6 @@ _BUSY: Final = 0.05
 
 _SPARE: Final = 0.3
 """Seconds of processor time that a process may use in addition, to report its position."""
-
-_OF_ITS_OWN: Final = frozenset({"__next__", "__iter__", IMPORT})
-"""Functions in which a process waits for its own data or imports, not for other processes."""
 
 
 class HangWatch:
@@ -97,14 +95,15 @@ class HangWatch:
 
     def look(self) -> bool:
         """Read the positions, print a report if it is due, and return whether the timeout is exceeded."""
-        self._seen = read_statuses(self._folder)
+        self._seen, now = read_statuses(self._folder), time.monotonic()
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
-        waiting |= self._waiting_in_torch()
+        if self._world_size != 1:
+            waiting |= self._waiting_in_torch(now)
         self._waiting = set(waiting)
         if self._hang not in waiting:
             self._hang = min(waiting, key=lambda call: waiting[call], default=None)
             self._next_report, self._text = self._first_report, ""
-        self.waited = 0.0 if self._hang is None else max(time.time() - waiting[self._hang], 0.0)
+        self.waited = 0.0 if self._hang is None else max(now - waiting[self._hang], 0.0)
         if self.waited < _STUCK:
             return False
         self._text = self._described()
@@ -116,22 +115,20 @@ class HangWatch:
                 self._next_report *= 2
         return self.over
 
-    def _waiting_in_torch(self) -> dict[tuple[int, int], float]:
-        """Start times of waits in a library function, by rank and number of the last collective of accel."""
-        if self._world_size == 1:
-            return {}
-        found = {}
+    def _waiting_in_torch(self, now: float) -> dict[tuple[int, int], float]:
+        """When waits in collectives of torch began, by rank and number of the last collective of accel."""
+        waiting = {}
         for rank, seen in self._seen.items():
             idle = self._idle.setdefault(rank, _Idle())
             if seen.active or seen.left:
-                idle.begin(time.time(), 0.0)
+                idle.begin(now, 0.0)
                 continue
-            since = idle.since(seen)
-            if since is not None and time.time() - since >= _STUCK:
+            since = idle.since(seen, now)
+            if since is not None and now - since >= _STUCK:
                 request_stacks(self._folder)
-                if idle.waits_in:
-                    found[rank, seen.number] = since
-        return found
+                if idle.waits_for_others:
+                    waiting[rank, seen.number] = since
+        return waiting
 
     def tell(self) -> None:
         """Print where the processes are, if they wait."""
@@ -151,34 +148,44 @@ class HangWatch:
 
 
 class _Idle:
-    """The time since which a process has used almost no processor time at one position.
+    """The time since which a process and its children have used almost no processor time at one position.
 
     Attributes:
-        waits_in: the library function in which its main thread is; empty if there is none, or if it is unknown.
+        waits_for_others: whether its main thread is in a collective of torch there.
     """
 
     def __init__(self) -> None:
-        self.waits_in = ""
-        self._place = ("", "", 0)
+        self.waits_for_others = False
+        self._place: tuple[str, str, int, int] | None = None
         self._began = self._used = 0.0
+        self._children: float | None = None
 
     def begin(self, now: float, used: float) -> None:
         """Restart the measurement, because the process has moved on."""
-        self._began, self._used, self.waits_in = now, used, ""
+        self._began, self._used, self._children, self._place, self.waits_for_others = now, used, None, None, False
 
-    def since(self, seen: RankStatus) -> float | None:
-        """Time at which it began to wait, in seconds since 1970; None if its processor time cannot be read."""
-        now, used = time.time(), _processor_seconds(seen.pid)
+    def since(self, seen: RankStatus, now: float) -> float | None:
+        """Time at which it began to wait, by the monotonic clock; None if its processor time cannot be read."""
+        used = _processor_seconds(seen.pid)
         if used is None:
             return None
-        place = (seen.main_thread_at, seen.main_thread_in, seen.number)
-        moved = seen.has_stack and self.waits_in != "" and place != self._place
-        if not self._began or moved or used - self._used > _SPARE + _BUSY * (now - self._began):
+        place = (seen.main_thread_at, seen.main_thread_in, seen.number, seen.steps)
+        moved = seen.has_stack and self._place not in (None, place)
+        idle = _SPARE + _BUSY * (now - self._began)
+        if not self._began or moved or used - self._used > idle or self._children_work(seen.pid, now, idle):
             self.begin(now, used)
         if seen.has_stack:
-            self._place = place
-            self.waits_in = "" if seen.main_thread_in in _OF_ITS_OWN else seen.main_thread_in
+            self._place, self.waits_for_others = place, seen.waits_for_others
         return self._began
+
+    def _children_work(self, pid: int, now: float, idle: float) -> bool:
+        """Whether the children of a process that is idle for long use a processor, such as compilers."""
+        if now - self._began < _STUCK:
+            return False
+        used = seconds_of_descendants(pid)
+        if self._children is None:
+            self._children = used
+        return used - self._children > idle
 
 
 def _processor_seconds(pid: int) -> float | None:

@@ -34,13 +34,13 @@ from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills, with_variable
-from accel_state.run_status.folder import make_launch_folder, make_status_folder, remove_abandoned_folders
 from accel_state.untrusted import printable
+from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders, status_folder_in
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.restarts import Cause, Restarts
-    from accel_state.goodput.summary import LauncherLines
+    from accel_state.watch.goodput import LauncherLines
 
 __all__ = (
     "ENDING",
@@ -84,6 +84,9 @@ class Supervisor:
         base = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
         base.update(plan.environment)
         folder = make_launch_folder()
+        if not os.path.isdir(folder):
+            told = f"No folder for temporary files has room for {os.path.basename(folder)}."
+            print(f"accel launch: {told} Errors and hangs of this run are not recorded.", file=sys.stderr, flush=True)
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
@@ -140,6 +143,8 @@ class Supervisor:
             refused = error
         if account is not None:
             processes.tell(account)
+        if code:
+            processes.close_accounts()
         return code, refused
 
     def _attempt(self, processes: _Processes, inbox: Inbox) -> int:
@@ -161,7 +166,7 @@ def _account_of(plan: LaunchPlan) -> LauncherLines | None:
     """The record of when the processes of a run began and ended, if the run has a folder."""
     if not plan.project_dir or not plan.starts_ranks:
         return None
-    from accel_state.goodput.summary import LauncherLines
+    from accel_state.watch.goodput import LauncherLines
 
     return LauncherLines(plan.project_dir)
 
@@ -233,8 +238,15 @@ _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
     path = os.path.join(folder, "environment")
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(environment_lines(environment))
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(environment_lines(environment))
+    except OSError as error:
+        raise LaunchError(
+            "Cannot write the variables for the processes of other machines.",
+            f"The system reports: {error}.",
+            "Free some space in the folder for temporary files, or set TMPDIR to another one.",
+        ) from error
     return path
 
 
@@ -311,7 +323,7 @@ class _Processes:
         self._first: Failure | None = None
         self._hung = False
         self._held_up_by: list[int] = []
-        self._status_folder = make_status_folder(folder)
+        self._status_folder = status_folder_in(folder)
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
         """Start the processes, and wait until the last one has ended."""
@@ -323,7 +335,7 @@ class _Processes:
                 self._processes.append(self._start(rank, store))
             # Further imports and preparations run after the start, so that they do not delay the processes.
             self._watch_hangs = self._hang_watch()
-            remove_abandoned_folders(self._folder)
+            remove_abandoned_folders()
             self._watch(inbox)
         if not self.plan.starts_ranks and self._failures():
             self._end_left_behind(inbox)
@@ -470,13 +482,12 @@ class _Processes:
     def cause(self, oom_killed: bool) -> Cause:
         """The root cause of the failure."""
         from accel_cli.launch.restarts import find_cause
-        from accel_state.hang_report.progress import read_run_step, read_samples
+        from accel_state.watch.status import read_records
 
-        ranks = range(len(self._processes))
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
-        folder = self._status_folder
-        steps = {rank: read_run_step(folder, rank) for rank in ranks}
-        samples = {rank: read_samples(folder, rank) for rank in ranks}
+        records = {one.rank: one for one in read_records(self._status_folder)}
+        steps = {rank: one.run_step for rank, one in records.items()}
+        samples = {rank: one.samples for rank, one in records.items()}
         hang = self._watch_hangs.ended if self._hung else ""
         return find_cause(self._failures(), codes, steps, samples, self._held_up_by, hang, oom_killed)
 
@@ -486,21 +497,26 @@ class _Processes:
             if process.ended is not None or not process.alive:
                 account.ended(process.rank, process.ended or time.time())
 
+    def close_accounts(self) -> None:
+        """Write the last lines of the time accounts of processes that were killed."""
+        from accel_state.watch.seconds import close_accounts
+
+        close_accounts(self._status_folder)
+
     def folder_of_run(self) -> str:
         """The folder of the run's output, as the processes report it; empty if they do not."""
-        from accel_state.hang_report.rank_status import read_statuses
+        from accel_state.watch.runs import folder_of_output
 
-        statuses = read_statuses(self._status_folder)
-        return next((one.folder for _, one in sorted(statuses.items()) if one.folder), "")
+        return folder_of_output(self._status_folder)
 
     def forget(self) -> None:
         """Remove the files that the processes of this attempt have written for the launcher."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 os.unlink(process.error_file)
-        for entry in os.scandir(self._status_folder):
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._status_folder):
+                os.unlink(os.path.join(self._status_folder, name))
 
     def _failures(self) -> list[Failure]:
         found = (process.failure() for process in self._processes)

@@ -23,7 +23,7 @@ __all__ = ("PARENT_VARIABLE", "STATUS_FOLDER_VARIABLE", "LastHook", "follow_pare
 PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 """Process id of the parent, so that this process can tell whether the parent has already died."""
 
-# `accel_state.hang_report.rank_status` and `accel_state.run_status.stacks` search for these names.
+# `accel_state.watch.status` and `accel_state.watch.stacks` search for these names.
 STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from accel_state.errors import ShapeMismatch
-from accel_state.hang_report.call_log import call_text, format_ranks
+from accel_state.watch.calls import call_text, format_ranks
 
 __all__ = ("CallDescription", "fingerprint_of", "hash_of", "mismatch_error")
 

@@ -11,12 +11,12 @@ from typing import Any, Final, TypeGuard
 import torch
 
 from accel_state.errors import AccelError, CollectiveError, ShapeMismatch
-from accel_state.hang_report.call_log import Location, call_text
 from accel_state.protocol.description import CallDescription, fingerprint_of, hash_of, mismatch_error
 from accel_state.protocol.header import HeaderFields
 from accel_state.protocol.state import protocol_state
 from accel_state.protocol.turn import is_raised_by_handler
 from accel_state.transport.base import Transport, Work
+from accel_state.watch.calls import Location, call_text
 
 __all__ = ("FLAG_BITS", "NO_FINGERPRINT", "REFUSES", "HeaderExchange", "is_common")
 
@@ -221,7 +221,7 @@ class HeaderExchange:
                 return
 
     def _failure(self, error: BaseException) -> AccelError:
-        from accel_state.hang_report.report import collective_error
+        from accel_state.watch.report import collective_error
 
         state, transport = self._state, self._transport
         state.header.renew()

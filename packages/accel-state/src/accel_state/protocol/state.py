@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from accel_state.hang_report.call_log import CallLog
 from accel_state.protocol.description import CallDescription
 from accel_state.protocol.header import EagerHeader
 from accel_state.protocol.turn import Turn
 from accel_state.transport.base import Transport
+from accel_state.watch.calls import CallLog
 
 if TYPE_CHECKING:
-    from accel_state.hang_report.monitor import HangMonitor
+    from accel_state.watch.monitor import HangMonitor
 
 __all__ = ("ProtocolState", "StartedCall", "add_group_state", "protocol_state")
 
@@ -88,7 +88,7 @@ class ProtocolState:
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
         # Only runs of several processes need it.
-        from accel_state.hang_report.monitor import HangMonitor
+        from accel_state.watch.monitor import HangMonitor
 
         monitor = HangMonitor(self.log, transport.control(), transport.rank, transport.world_size)
         weakref.finalize(self, monitor.stop)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import SettingError
-from accel_state.goodput.account import CATEGORIES
-from accel_state.goodput.summary import GoodputSummary, read_goodput
 from accel_state.untrusted import printable
+from accel_state.watch.goodput import GoodputSummary, read_goodput
+from accel_state.watch.record import CATEGORIES
 
 __all__ = ("COLORS", "bar", "draw_goodput", "goodput_json", "goodput_text", "show_goodput")
 

@@ -127,7 +127,7 @@ def _path(run: str) -> str:
     """The path itself, or the folder of the run whose launcher has this process id."""
     if not run.isdecimal() or os.path.exists(run):
         return run
-    from accel_state.run_status.find import find_run
+    from accel_state.watch.runs import find_run
 
     return find_run(run).folder()
 

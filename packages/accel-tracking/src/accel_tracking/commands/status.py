@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from accel_state.errors import AccelError, NotFound
-from accel_state.run_status.find import LaunchedRun, find_run, running_runs
-from accel_state.run_status.states import ProcessStatus, RunStatus, inspect_run
 from accel_state.untrusted import printable
+from accel_state.watch.processes import ProcessStatus, RunStatus, inspect_run
+from accel_state.watch.runs import LaunchedRun, find_run, running_runs
 
 __all__ = ("show_status",)
 

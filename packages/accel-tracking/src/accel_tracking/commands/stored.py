@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingError
-from accel_state.run_status.find import running_runs
 from accel_state.untrusted import printable
+from accel_state.watch.runs import running_runs
 
 __all__ = ("list_runs",)
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from accel_state.errors import NotReady, SettingError
-from accel_state.hang_report.progress import PROGRESS
 from accel_state.untrusted import open_regular
+from accel_state.watch.record import RECORD
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import as_number, flatten_keys, is_number, plain
 
@@ -138,7 +138,7 @@ class JSONLinesTracker(GeneralTracker):
         self.run_name = run_name
         self.logging_dir = Path(logging_dir)
         self.flush_every = flush_every
-        PROGRESS.writes_to(logging_dir)
+        RECORD.writes_to(logging_dir)
         self._file: RunFile | None = None
         self._head: dict[str, Any] | None = None
 

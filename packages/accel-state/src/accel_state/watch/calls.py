@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from types import CodeType, FrameType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from accel_state.library import is_library
 
@@ -179,6 +179,15 @@ IMPORT: Final = "import"
 
 _IMPORTING: Final = "<frozen importlib"
 
+_BETWEEN: Final = ("torch._ops", "torch.utils._contextlib", "torch._tensor")
+"""Modules of torch through which calls of collectives and backward passes go."""
+
+_WAITING: Final = ("torch.distributed.", "torch.nn.parallel.distributed.")
+"""Modules that exchange data with other processes, with a dot behind each name."""
+
+_FILES: Final = "torch.distributed.checkpoint"
+"""A part of torch.distributed that waits for files."""
+
 _DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
 """Wrapper functions; reports name the function that they call instead."""
 
@@ -189,10 +198,12 @@ class UserFrame(NamedTuple):
     Args:
         location: the innermost line of the user's code.
         inside: the library function that was called there; empty when there is none.
+        waits_for_others: whether that function is a collective of torch, or something of torch that contains one.
     """
 
     location: Location
     inside: str
+    waits_for_others: bool = False
 
 
 def main_thread_frame() -> UserFrame | None:
@@ -221,13 +232,28 @@ def frame_of_error(error: BaseException) -> UserFrame | None:
 
 
 def _innermost(outwards: list[tuple[FrameType, int]]) -> UserFrame | None:
-    inside = ""
+    inside, waits = "", None
     for frame, line in outwards:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        in_python = module.partition(".")[0] in sys.stdlib_module_names
+        if waits is None and not in_python and not module.startswith(_BETWEEN):
+            # Only the innermost module counts: one that it calls waits for something else, such as a compiler.
+            waits = _waits_for_others(module)
         if is_library(module):
             inside = inside if code.co_name in _DECORATORS and inside else code.co_name
-        elif module.partition(".")[0] not in sys.stdlib_module_names:
-            return UserFrame(locate(code.co_filename, line), inside)
+        elif not in_python:
+            return UserFrame(locate(code.co_filename, line), inside, bool(waits))
         elif code.co_filename.startswith(_IMPORTING):
             inside = IMPORT
     return None
+
+
+def _waits_for_others(module: str) -> bool:
+    """Whether the functions of a module wait for other processes, as those of torch.distributed do.
+
+    A backward pass does if there are other processes: it averages gradients in native code.
+    """
+    if module.startswith("torch.autograd"):
+        distributed: Any = sys.modules.get("torch.distributed")
+        return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+    return f"{module}.".startswith(_WAITING) and not module.startswith(_FILES)

@@ -4,7 +4,8 @@
     summary.seconds["step"], summary.goodput        # averages over the processes
 
 The time of every process from the start of the run to its end is divided into categories. While the process ran, its
-own account has them; between two of its starts, and after its end, the run was down. The rest is `unattributed`.
+own account has them. Between two of its starts, and after it was killed, the run was down. The rest, such as the end of
+a process after its script, is `unattributed`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import NotFound, SettingError
-from accel_state.goodput.account import CATEGORIES, DOWN, GOODPUT_FOLDER, START_UP, STEP, LiveAccount, append_line
 from accel_state.proc import state_of
 from accel_state.untrusted import dict_of, integer, number, parse_json, read_limited, record, text
+from accel_state.watch.record import CATEGORIES
+from accel_state.watch.seconds import DOWN, GOODPUT_FOLDER, START_UP, STEP, append_line
 
 __all__ = ("GoodputSummary", "LauncherLines", "RankTime", "read_goodput")
 
@@ -41,7 +43,7 @@ _SHAPES: Final = {
                 "step": integer(),
                 "seconds": dict_of(number(0, _LATEST)),
             },
-            {"doing": text()},
+            {"doing": text(), "before": integer()},
         ),
     ),
     "launch": record({"event": text(), "time": _MOMENT, "pid": integer(), "attempt": integer()}),
@@ -173,7 +175,7 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
             f"{str(folder)!r} contains no valid line of a goodput account; {damaged} lines are damaged.",
             "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
         )
-    parts = {rank: _parts(found, LiveAccount.read(folder / f"rank_{rank}.live")) for rank, found in ranks.items()}
+    parts = {rank: _parts(found) for rank, found in ranks.items()}
     began = min(one.began for several in parts.values() for one in several)
     began = min([began, *(line["time"] for line in launcher if line["event"] == "launch")])
     running = _is_running(launcher)
@@ -244,10 +246,10 @@ class _Part:
     closed: bool = False
 
 
-def _parts(lines: Iterable[Mapping[str, Any]], live: LiveAccount | None) -> list[_Part]:
+def _parts(lines: Iterable[Mapping[str, Any]]) -> list[_Part]:
     """The starts of a process, in order."""
     parts: dict[float, _Part] = {}
-    for line in (*lines, *([live.line()] if live is not None else ())):
+    for line in lines:
         part = parts.setdefault(line["began"], _Part(line["began"], line["time"]))
         if part.closed or line["time"] < part.until:
             continue
@@ -285,7 +287,7 @@ def _is_running(launcher: Sequence[Mapping[str, Any]]) -> bool:
 
 def _rank_time(rank: int, parts: Sequence[_Part], began: float, ended: float) -> RankTime:
     seconds = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in CATEGORIES}
-    # Before the first start the time counts as start-up. Later, or if the account was closed, the run is down.
+    # Before the first start the time counts as start-up.
     seconds[CATEGORIES[START_UP]] += parts[0].began - began
     unattributed = 0.0
     until = parts[0].began
@@ -293,5 +295,9 @@ def _rank_time(rank: int, parts: Sequence[_Part], began: float, ended: float) ->
         seconds[CATEGORIES[DOWN]] += max(part.began - until, 0.0)
         until = max(part.ended, until)
         unattributed += max(part.ended - part.began - sum(part.seconds.values()), 0.0)
-    seconds[CATEGORIES[DOWN]] += max(ended - until, 0.0)
+    if parts[-1].closed:
+        # Its script was over, and the run still ended: nothing is down.
+        unattributed += max(ended - until, 0.0)
+    else:
+        seconds[CATEGORIES[DOWN]] += max(ended - until, 0.0)
     return RankTime(rank, len(parts), max(part.step for part in parts), seconds, unattributed)

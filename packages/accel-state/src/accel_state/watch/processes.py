@@ -18,26 +18,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from accel_state.hang_report.call_log import IMPORT
-from accel_state.hang_report.progress import STATUS_FOLDER
-from accel_state.hang_report.rank_status import (
-    EXITED_NORMALLY,
-    RankStatus,
-    WorldStatus,
-    read_statuses,
-    read_world_status,
-    request_stacks,
-    request_world_status,
-)
 from accel_state.proc import ProcessInfo, environment_of, process_info, state_of, system_call
-from accel_state.run_status.find import LaunchedRun
-from accel_state.run_status.stacks import (
+from accel_state.watch.calls import IMPORT
+from accel_state.watch.record import STATUS_FOLDER
+from accel_state.watch.runs import LaunchedRun
+from accel_state.watch.stacks import (
     SUFFIX,
     frames_of_main_thread,
     is_importing,
     py_spy_stack,
     signalled_stacks,
     user_frame,
+)
+from accel_state.watch.status import (
+    EXITED_NORMALLY,
+    RankStatus,
+    World,
+    read_statuses,
+    read_world,
+    request_stacks,
+    request_world,
 )
 
 __all__ = ("ProcessStatus", "RunStatus", "inspect_run")
@@ -138,7 +138,7 @@ def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
         run: the run.
         stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
     """
-    begun = time.time()
+    begun = time.monotonic()
     request_stacks(run.status_folder)
     processes = _processes(run.status_folder)
     own = _own_statuses(run.status_folder, processes)
@@ -146,7 +146,7 @@ def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
     reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
     elsewhere = size > len(processes)
     if elsewhere and reporting:
-        request_world_status(run.status_folder, min(reporting))
+        request_world(run.status_folder, min(reporting))
     world = _wait_for_answers(run.status_folder, processes, reporting, begun, elsewhere and bool(reporting))
     processes = _processes(run.status_folder)
     own = _own_statuses(run.status_folder, processes)
@@ -204,7 +204,7 @@ def _world_size(processes: Mapping[int, _Process]) -> int:
 
 def _is_reporting(own: RankStatus) -> bool:
     """Whether the monitor of a process is running."""
-    return own.activity != _WAITING and time.time() - own.time < _SILENT
+    return own.activity != _WAITING and time.monotonic() - own.time < _SILENT
 
 
 def _has_answered(own: RankStatus, begun: float) -> bool:
@@ -213,21 +213,21 @@ def _has_answered(own: RankStatus, begun: float) -> bool:
 
 def _wait_for_answers(
     folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
-) -> WorldStatus | None:
+) -> World | None:
     """Wait for new statuses of the reporting processes, and for those of other machines, which one of them writes."""
     missing = set(reporting)
     while True:
         own = _own_statuses(folder, processes)
         missing = {rank for rank in missing if rank in own and not _has_answered(own[rank], begun)}
-        world = read_world_status(folder) if wants_world else None
-        waited = time.time() - begun
+        world = read_world(folder) if wants_world else None
+        waited = time.monotonic() - begun
         complete = world is not None and world.time >= begun and _all_answered(world, begun)
         if (not missing or waited > _ANSWER) and (not wants_world or complete or waited > _ANSWER_OF_OTHERS):
             return world if world is not None and world.time >= begun else None
         time.sleep(_POLL)
 
 
-def _all_answered(world: WorldStatus, begun: float) -> bool:
+def _all_answered(world: World, begun: float) -> bool:
     return not world.store_answers or all(
         own.left or world.ages[rank] > _SILENT or (own.has_stack and world.time - world.ages[rank] >= begun)
         for rank, own in world.statuses.items()
@@ -243,7 +243,11 @@ def _stack(process: _Process, written: Mapping[int, str]) -> str:
 def _local(rank: int, process: _Process, own: RankStatus | None, stack: str, run: LaunchedRun) -> ProcessStatus:
     """One process of this machine."""
     host = socket.gethostname()
-    status = ProcessStatus(rank, host, process.pid, "running") if own is None else _published(rank, own, host)
+    status = (
+        ProcessStatus(rank, host, process.pid, "running")
+        if own is None
+        else _published(rank, own, host, time.monotonic() - own.time)
+    )
     frames = frames_of_main_thread(stack)
     frame = user_frame(frames, run.working_folder)
     if frame is not None and status.state in ("running", "in step"):
@@ -268,14 +272,15 @@ def _seen_from_outside(
     blocked = process.info is not None and process.info.state == "uninterruptible"
     if (call or blocked) and status.state in ("running", "in step"):
         return "in file IO", call, None
-    if own is not None and not own.left and own.activity != _WAITING and time.time() - own.time > _SILENT:
-        return "silent", status.operation, time.time() - own.time
+    if own is not None and not own.left and own.activity != _WAITING and time.monotonic() - own.time > _SILENT:
+        return "silent", status.operation, time.monotonic() - own.time
     return status.state, status.operation, status.seconds
 
 
-def _published(rank: int, own: RankStatus, host: str) -> ProcessStatus:
-    """A process according to its own status."""
-    now = time.time()
+def _published(rank: int, own: RankStatus, host: str, age: float) -> ProcessStatus:
+    """A process according to its own status, which is so many seconds old."""
+    # By the clock of its own machine.
+    now = own.time + age
     base = ProcessStatus(
         rank=rank,
         host=host,
@@ -299,12 +304,13 @@ def _published(rank: int, own: RankStatus, host: str) -> ProcessStatus:
     return replace(base, state="in step", seconds=now - own.step_since) if own.steps else base
 
 
-def _remote(rank: int, world: WorldStatus | None) -> ProcessStatus:
+def _remote(rank: int, world: World | None) -> ProcessStatus:
     """A process of another machine, as a process of this machine read it from the store."""
     own = None if world is None else world.statuses.get(rank)
     if world is None or own is None:
         return ProcessStatus(rank, "", 0, "unknown")
-    status, age = _published(rank, own, own.host.partition(" ")[0]), world.ages[rank]
+    age = world.ages[rank]
+    status = _published(rank, own, own.host.partition(" ")[0], age)
     # It may have left that state since.
     return replace(status, state="silent", seconds=age) if age > _SILENT and not own.left else status
 

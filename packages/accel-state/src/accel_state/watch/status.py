@@ -1,13 +1,13 @@
-"""The status that each rank publishes: its last collective, its main thread, its step, and whether it saves or loads.
+"""The status of a rank: its last collective, its main thread, its step, and whether it saves or loads.
 
     os.environ[STATUS_FOLDER] = folder      # the launcher, before it starts the processes
     request_stacks(folder)                  # they capture their main threads for some seconds
     statuses = read_statuses(folder)        # by rank; at most about half a second old
 
-A status is JSON. It is published through the store of the run and through files, which a launcher reads without the
-store and without torch. The monitor's thread of each process writes its file twice a second. If a process cannot write
-(it is stopped, or in native code that holds the GIL), its last file remains and the `time` in it becomes old. One
-process of each machine, chosen by the reader, also writes the statuses of the ranks on other machines.
+A status is JSON: the text in the record of the process (`record`), which a launcher reads without the store and without
+torch, and a value in the store of the run. If a process cannot write (it is stopped, or in native code that holds the
+GIL), its last status remains and the `time` in it becomes old. One process of each machine, chosen by the reader, also
+writes the statuses of the ranks on other machines.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
-from accel_state.hang_report.call_log import CallLog, UserFrame, call_text, main_thread_frame
-from accel_state.hang_report.progress import PROGRESS, STATUS_FOLDER
 from accel_state.proc import process_info
+from accel_state.untrusted import read_limited
+from accel_state.watch.calls import CallLog, UserFrame, call_text, locate, main_thread_frame
+from accel_state.watch.record import RECORD, STARTED, STEPS, SUFFIX, RecordContent, read_record
 
 __all__ = (
     "EXITED_NORMALLY",
     "RankStatus",
-    "StatusFile",
-    "WorldStatus",
+    "World",
     "capture_status",
     "host_with_namespaces",
+    "read_records",
     "read_statuses",
-    "read_world_status",
+    "read_world",
     "request_stacks",
-    "request_world_status",
+    "request_world",
+    "stack_requested",
+    "world_requested",
+    "write_world",
 )
 
 EXITED_NORMALLY: Final = "without an exception"
@@ -49,7 +53,7 @@ _KINDS: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank does, captured by the rank itself.
+    """What one rank does, captured by the rank itself. Times are seconds of the monotonic clock of its machine.
 
     Args:
         number: number of its last collective; 0 if it has called none.
@@ -60,21 +64,25 @@ class RankStatus:
         main_thread_in: the library function that was called there; empty if there is none.
         has_stack: whether the stack of the main thread was captured.
         left: how it left the run, such as "without an exception"; empty while it takes part.
-        since: when that collective began if it is still active, in seconds since the epoch; else 0.
+        since: when that collective began if it is still active; else 0.
         steps: number of steps of its optimizer.
         steps_per_second: recent steps per second; 0 if unknown.
-        step_since: when the last step ended, in seconds since the epoch; 0 before the first step.
+        step_since: when the last step ended; 0 before the first step.
         activity: what it does instead of training, such as "saving"; or empty.
         activity_at: line of the user's code that began the activity.
-        activity_since: when the activity began, in seconds since the epoch.
+        activity_since: when the activity began.
         folder: folder with the run's output, or empty.
         memory: bytes of memory that it uses, captured with the stack; else 0.
         device_memory: bytes that its tensors use on its device; -1 if they are not counted.
         pid: its process id.
+        started: start time of the process in clock ticks since boot, which tells it from a later one with its pid; 0 if
+            the system does not report it.
         host: its machine, with the namespaces of process ids and of the network.
-        time: when the status was captured, in seconds since the epoch.
+        time: when the status was captured.
         group: name of the group of that collective in messages; empty for all processes of the run.
         interruption: which collective was interrupted there and why, until a later one was refused; or empty.
+        waits_for_others: whether the main thread certainly waits for other processes, captured with the stack.
+        account: file with the lines of its time account, or empty.
     """
 
     number: int
@@ -96,10 +104,13 @@ class RankStatus:
     memory: int = 0
     device_memory: int = -1
     pid: int = field(default_factory=os.getpid)
+    started: int = 0
     host: str = field(default_factory=lambda: host_with_namespaces())
-    time: float = field(default_factory=time.time)
+    time: float = field(default_factory=time.monotonic)
     group: str = ""
     interruption: str = ""
+    waits_for_others: bool = False
+    account: str = ""
 
     def to_json(self) -> str:
         """The status as JSON."""
@@ -131,7 +142,7 @@ class RankStatus:
 
 
 def capture_status(
-    log: CallLog, stack: bool = False, pinned: UserFrame | None = None, interruption: str = ""
+    log: CallLog, stack: bool = False, pinned: UserFrame | None = None, interruption: str = "", left: str = ""
 ) -> RankStatus:
     """The status of this process.
 
@@ -140,11 +151,12 @@ def capture_status(
         stack: capture the line of the main thread as well.
         pinned: that line, if it is already known.
         interruption: see `RankStatus`.
+        left: see `RankStatus`.
     """
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
     frame = pinned or (main_thread_frame() if stack else None)
-    clock, pace, activity = time.time(), PROGRESS.pace(), PROGRESS.activity()
+    now, (per_second, step_since), activity = time.monotonic(), RECORD.pace(), RECORD.activity
     info = process_info(os.getpid()) if stack else None
     return RankStatus(
         number=call.number if call else 0,
@@ -154,25 +166,29 @@ def capture_status(
         main_thread_at=str(frame.location) if frame else "",
         main_thread_in=frame.inside if frame else "",
         has_stack=stack,
-        since=clock - active.seconds if active else 0.0,
-        steps=pace.steps,
-        steps_per_second=pace.per_second,
-        step_since=clock - pace.seconds if pace.steps else 0.0,
+        left=left,
+        since=now - active.seconds if active else 0.0,
+        steps=RECORD.steps,
+        steps_per_second=per_second,
+        step_since=step_since,
         activity=activity.name if activity else "",
-        activity_at=str(activity.location) if activity else "",
-        activity_since=clock - activity.seconds if activity else 0.0,
-        folder=PROGRESS.folder,
+        activity_at=str(locate(activity.code.co_filename, activity.line)) if activity else "",
+        activity_since=activity.since if activity else 0.0,
+        folder=RECORD.folder,
         memory=info.memory if info else 0,
         device_memory=_device_memory(),
+        started=int(RECORD.cells[STARTED]),
         group=call.group if call else "",
         interruption=interruption,
+        waits_for_others=frame.waits_for_others if frame else False,
+        account=RECORD.account,
     )
 
 
 def _device_memory() -> int:
     # A device that raises must neither end the monitor's thread nor delay its end.
     with contextlib.suppress(Exception):
-        used = PROGRESS.device_memory()
+        used = RECORD.device_memory()
         return -1 if used is None else used
     return -1
 
@@ -186,84 +202,113 @@ def host_with_namespaces() -> str:
     return " ".join(names)
 
 
-# ---------------------------------------------------------------------- files
+# ---------------------------------------------------------------------- reading the records of a folder
 
-_STACK_REQUEST: Final = "request-stacks"
-_WORLD_REQUEST: Final = "request-world"
+_RECORD_FILE: Final = re.compile(rf"rank(\d{{1,7}})\.(\d{{1,10}}){re.escape(SUFFIX)}")
+
+
+def read_records(folder: str) -> Iterator[RecordContent]:
+    """The records in a folder: one for each process that was started, so several for a rank that was restarted."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for match in filter(None, map(_RECORD_FILE.fullmatch, names)):
+        content = read_record(os.path.join(folder, match[0]))
+        if content is not None and (content.rank, content.pid) == (int(match[1]), int(match[2])):
+            yield content
+
+
+def read_statuses(folder: str) -> dict[int, RankStatus]:
+    """The last status of each rank; ranks that have written none are missing."""
+    newest: dict[int, RankStatus] = {}
+    for content in read_records(folder):
+        status = RankStatus.from_json(content.text) if content.text else None
+        if status is not None and (content.rank not in newest or status.time > newest[content.rank].time):
+            newest[content.rank] = _with_steps(status, int(content.cells[STEPS]))
+    return newest
+
+
+def _with_steps(status: RankStatus, steps: int) -> RankStatus:
+    """The status with the number of steps that the training code wrote since."""
+    from dataclasses import replace
+
+    return replace(status, steps=max(status.steps, steps))
+
+
+# ---------------------------------------------------------------------- requests of readers
+
+_STACKS: Final = "request-stacks"
 _WORLD: Final = "world.json"
 _REQUEST_LASTS: Final = 5.0
 """Seconds for which processes answer a request."""
 
-_MOST_BYTES: Final = 64 * 1024
 _MOST_BYTES_OF_WORLD: Final = 64 * 2**20
 
 
-class WorldStatus(NamedTuple):
-    """The statuses of all ranks, as one process read them from the store of the run.
+class World(NamedTuple):
+    """The statuses of all ranks, as far as one rank knows them.
 
     Args:
-        time: when it wrote this, in seconds since the epoch.
-        store_answers: whether the store answered.
         statuses: statuses by rank; ranks that never published are missing.
         ages: seconds since the last new status of each rank arrived.
+        time: when this was put together, by the monotonic clock.
+        read: when the store last answered.
+        store_answers: whether it still answers.
     """
 
-    time: float
-    store_answers: bool
     statuses: Mapping[int, RankStatus]
     ages: Mapping[int, float]
+    time: float
+    read: float
+    store_answers: bool
 
 
-class StatusFile:
-    """The status file of one process.
+def request_stacks(folder: str) -> None:
+    """Request that the processes capture the stacks of their main threads; they publish them within a second."""
+    _replace(os.path.join(folder, _STACKS), str(time.monotonic()))
 
-    Args:
-        folder: folder of the file.
-        rank: rank of the process.
-    """
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self._folder = folder
-        self._rank = str(rank)
-        self._stack_request = os.path.join(folder, _STACK_REQUEST)
-        self._path = os.path.join(folder, f"rank{rank}.json")
+def request_world(folder: str, rank: int) -> None:
+    """Request that the process with this rank write the statuses of all ranks; it takes some seconds."""
+    _replace(os.path.join(folder, f"request-world-{rank}"), str(time.monotonic()))
 
-    @classmethod
-    def of_run(cls, rank: int) -> StatusFile | None:
-        """The file of this process, if its launcher has requested one."""
-        folder = os.environ.get(STATUS_FOLDER)
-        return cls(folder, rank) if folder else None
 
-    def write(self, status: RankStatus) -> None:
-        """Replace the content of the file; a missing folder is ignored."""
-        _replace(self._path, status.to_json())
+def stack_requested(folder: str) -> bool:
+    """Whether a reader has requested the line of the main thread."""
+    return _is_recent(os.path.join(folder, _STACKS))
 
-    def write_world(self, world: WorldStatus) -> None:
-        """Replace this machine's file with the statuses of all ranks."""
-        ranks = {rank: [world.ages[rank], status.to_json()] for rank, status in world.statuses.items()}
-        text = json.dumps({"time": world.time, "store_answers": world.store_answers, "ranks": ranks})
-        _replace(os.path.join(self._folder, _WORLD), text)
 
-    def stack_requested(self) -> bool:
-        """Whether a reader has requested the line of the main thread."""
-        return _is_recent(self._stack_request)
+def world_requested(folder: str, rank: int) -> bool:
+    """Whether a reader has requested that the process with this rank write the statuses of all ranks."""
+    return _is_recent(os.path.join(folder, f"request-world-{rank}"))
 
-    def world_requested(self) -> bool:
-        """Whether a reader has requested that this process write the statuses of all ranks."""
-        path = os.path.join(self._folder, _WORLD_REQUEST)
-        if not _is_recent(path):
-            return False
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(16) == self._rank
-        except OSError:
-            return False
+
+def write_world(folder: str, world: World) -> None:
+    """Replace this machine's file with the statuses of all ranks."""
+    ranks = {rank: [world.ages[rank], status.to_json()] for rank, status in world.statuses.items()}
+    text = json.dumps({"time": world.time, "read": world.read, "store_answers": world.store_answers, "ranks": ranks})
+    _replace(os.path.join(folder, _WORLD), text)
+
+
+def read_world(folder: str) -> World | None:
+    """The newest statuses of all ranks that a process has written; None if there are none."""
+    try:
+        content = json.loads(read_limited(os.path.join(folder, _WORLD), _MOST_BYTES_OF_WORLD))
+        statuses, ages = {}, {}
+        for rank, (age, text) in content["ranks"].items():
+            status = RankStatus.from_json(text)
+            if status is not None:
+                statuses[int(rank)], ages[int(rank)] = status, float(age)
+        return World(statuses, ages, float(content["time"]), float(content["read"]), bool(content["store_answers"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def _is_recent(path: str) -> bool:
     try:
-        return time.time() - os.stat(path).st_mtime < _REQUEST_LASTS
-    except OSError:
+        return 0 <= time.monotonic() - float(read_limited(path, 64)) < _REQUEST_LASTS
+    except (OSError, ValueError):
         return False
 
 
@@ -273,50 +318,3 @@ def _replace(path: str, text: str) -> None:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(partial, path)
-
-
-def request_stacks(folder: str) -> None:
-    """Request that the processes capture the stacks of their main threads; they write them within a second."""
-    with open(os.path.join(folder, _STACK_REQUEST), "w", encoding="utf-8"):
-        pass
-
-
-def request_world_status(folder: str, rank: int) -> None:
-    """Request that the process with this rank write the statuses of all ranks; it takes some seconds."""
-    _replace(os.path.join(folder, _WORLD_REQUEST), str(rank))
-
-
-def read_world_status(folder: str) -> WorldStatus | None:
-    """The newest statuses of all ranks that a process has written; None if there are none."""
-    try:
-        with open(os.path.join(folder, _WORLD), encoding="utf-8", errors="replace") as file:
-            content = json.loads(file.read(_MOST_BYTES_OF_WORLD))
-        statuses, ages = {}, {}
-        for rank, (age, text) in content["ranks"].items():
-            status = RankStatus.from_json(text)
-            if status is not None:
-                statuses[int(rank)], ages[int(rank)] = status, float(age)
-        return WorldStatus(float(content["time"]), bool(content["store_answers"]), statuses, ages)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-
-
-def read_statuses(folder: str) -> dict[int, RankStatus]:
-    """The last status that each process wrote, by rank; processes that wrote none are missing."""
-    found: dict[int, RankStatus] = {}
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return found
-    for name in names:
-        match = re.fullmatch(r"rank(\d{1,7})\.json", name)
-        if match is None:
-            continue
-        try:
-            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
-                status = RankStatus.from_json(file.read(_MOST_BYTES))
-        except OSError:
-            continue
-        if status is not None:
-            found[int(match[1])] = status
-    return found

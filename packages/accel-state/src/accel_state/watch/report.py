@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from accel_state.errors import CollectiveError
-from accel_state.hang_report.call_log import Call, format_ranks, frame_of_error
-from accel_state.hang_report.rank_status import RankStatus, host_with_namespaces
-from accel_state.proc import State, state_of
+from accel_state.proc import State, process_info, state_of
 from accel_state.untrusted import printable
+from accel_state.watch.calls import Call, format_ranks, frame_of_error
+from accel_state.watch.status import RankStatus, World, host_with_namespaces
 
 if TYPE_CHECKING:
-    from accel_state.hang_report.monitor import HangMonitor, WorldSnapshot
+    from accel_state.watch.monitor import HangMonitor
 
 __all__ = (
     "MISSED",
@@ -58,7 +58,7 @@ def describe_ranks(
         ages: seconds since the last new status of each rank arrived; by default since it was captured.
         known: ranks to describe; by default all of them.
     """
-    now = time.time()
+    now = time.monotonic()
     groups: dict[str, list[int]] = {}
     for rank in range(world_size) if known is None else known:
         status = statuses.get(rank)
@@ -93,6 +93,10 @@ def _state_here(status: RankStatus) -> State | Literal["elsewhere"]:
     """What the operating system reports about a process, if it is on this machine."""
     if status.host != host_with_namespaces():
         return "elsewhere"
+    info = process_info(status.pid)
+    if info is not None and status.started not in (0, info.started):
+        # Another process has its pid now.
+        return "ended"
     return state_of(status.pid) or "elsewhere"
 
 
@@ -187,19 +191,19 @@ def _everyone(
     monitor: HangMonitor, rank: int, world_size: int, termination: _Termination, members: Sequence[int] = ()
 ) -> tuple[str, list[int]]:
     """The positions of all ranks, and the members of a group, by default of all ranks, for which this one waited."""
-    snapshot = _answers(monitor, world_size, termination)
-    where = describe_ranks(snapshot.statuses, world_size, snapshot.ages)
+    world = _answers(monitor, world_size, termination)
+    where = describe_ranks(world.statuses, world_size, world.ages)
     note = ""
-    if snapshot.store_failed is not None and world_size > 1:
+    if not world.store_answers and world_size > 1:
         note = (
             " The process that hosts the store cannot be reached, so this shows the other ranks as they were "
-            f"{time.monotonic() - snapshot.taken:.0f} s ago."
+            f"{world.time - world.read:.0f} s ago."
         )
     asked = set(members or range(world_size))
-    missed = [other for other in _lost_ranks(snapshot.statuses, world_size, snapshot.ages) if other in asked]
+    missed = [other for other in range(world_size) if other in asked and _is_lost(world, other)]
     if not missed:
-        mine = _collective_of(snapshot.statuses[rank])
-        missed = [other for other in snapshot.statuses if _collective_of(snapshot.statuses[other]) != mine]
+        mine = _collective_of(world.statuses[rank])
+        missed = [other for other in world.statuses if _collective_of(world.statuses[other]) != mine]
         missed = [other for other in missed if other in asked]
     return f"{where[:1].upper()}{where[1:]}.{note}", missed
 
@@ -209,44 +213,36 @@ def _collective_of(status: RankStatus) -> tuple[int, str, str]:
     return (status.number, status.operation, status.group) if status.active else (0, status.main_thread_in, "")
 
 
-def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> WorldSnapshot:
+def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> World:
     """The statuses once all ranks have answered or cannot, time is up, or this process has received SIGTERM.
 
     If the store does not answer, a rank that published just before may be about to end, and this waits for that.
     """
     begun = time.monotonic()
-    if monitor.snapshot().store_failed is None:
+    if monitor.world().store_answers:
         monitor.request_stacks()
     while True:
-        snapshot, waited = monitor.snapshot(), time.monotonic() - begun
-        answered = _all_answered(snapshot.statuses, world_size, snapshot.ages, waited)
+        world, waited = monitor.world(), time.monotonic() - begun
+        answered = len(world.statuses) == world_size and all(_has_answered(world, rank, waited) for rank in world.ages)
         if answered or waited > _LONGEST_WAIT or termination.wait(_POLL):
-            return snapshot
+            return world
 
 
-def _all_answered(
-    statuses: Mapping[int, RankStatus], world_size: int, ages: Mapping[int, float], within: float
-) -> bool:
-    """Whether each rank has captured its stack within `seconds`, or is known not to answer."""
-    return len(statuses) == world_size and all(
-        (status.has_stack and ages[rank] < within)
-        or status.left
-        or ages[rank] > _SILENT + within
+def _has_answered(world: World, rank: int, within: float) -> bool:
+    """Whether a rank has captured its stack within these seconds, or is known not to answer."""
+    status, age = world.statuses[rank], world.ages[rank]
+    return (
+        (status.has_stack and age < within)
+        or bool(status.left)
+        or age > _SILENT + within
         or _state_here(status) in _HELPLESS
-        for rank, status in statuses.items()
     )
 
 
-def _lost_ranks(statuses: Mapping[int, RankStatus], world_size: int, ages: Mapping[int, float]) -> list[int]:
-    """Ranks that no longer take part, as far as is known: gone, stopped, silent, or never seen."""
-    return [
-        rank
-        for rank in range(world_size)
-        if (status := statuses.get(rank)) is None
-        or status.left
-        or ages[rank] > _SILENT
-        or _state_here(status) in _HELPLESS
-    ]
+def _is_lost(world: World, rank: int) -> bool:
+    """Whether a rank no longer takes part, as far as is known: it is gone, stopped, silent, or was never seen."""
+    status = world.statuses.get(rank)
+    return status is None or bool(status.left) or world.ages[rank] > _SILENT or _state_here(status) in _HELPLESS
 
 
 def _first_line(error: BaseException) -> str:

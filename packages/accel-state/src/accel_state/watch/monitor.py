@@ -1,30 +1,39 @@
-"""The hang monitor: a thread that publishes the status of this rank through the store and reads those of others.
+"""The monitor: a thread that publishes the status of this rank, in its record and the store, and reads those of others.
 
 It works twice a second, and never inside a call. Once a second it writes to the store and checks whether a rank
-requests stacks. Only this thread waits for the store: a snapshot contains what the thread last read, because the
-process that hosts the store may itself be stopped, dead, or unreachable. In small worlds every rank reads the statuses
-of the others all the time, and still has them when the store is gone. In large worlds that would be too many reads, so
-a rank reads the statuses only after it has requested stacks. The monitor also writes the file that a launcher reads.
+requests stacks. Only this thread waits for the store: `world` contains what the thread last read, because the process
+that hosts the store may itself be stopped, dead, or unreachable. In small worlds every rank reads the statuses of the
+others all the time, and still has them when the store is gone. In large worlds that would be too many reads, so a rank
+reads the statuses only after it has requested stacks. The thread also appends the lines of the time account.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
 import time
-from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 from weakref import WeakSet
 
 from accel_state.errors import StoreUnreachable
-from accel_state.hang_report.call_log import CallLog, UserFrame
-from accel_state.hang_report.rank_status import EXITED_NORMALLY, RankStatus, StatusFile, WorldStatus, capture_status
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
+from accel_state.watch.calls import CallLog, UserFrame
+from accel_state.watch.record import RECORD
+from accel_state.watch.status import (
+    EXITED_NORMALLY,
+    RankStatus,
+    World,
+    capture_status,
+    stack_requested,
+    world_requested,
+    write_world,
+)
 
-__all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor", "WorldSnapshot")
+__all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor")
 
 TICK: Final = 0.5
 """Seconds between two captures."""
@@ -53,28 +62,14 @@ _POLLS: Final = 5
 _REQUEST_KEY: Final = "hang_report/request"
 
 
-class WorldSnapshot(NamedTuple):
-    """The statuses of all ranks, as far as this rank knows them.
-
-    Args:
-        statuses: statuses by rank; ranks that never published are missing.
-        ages: seconds since the last new status of each rank arrived.
-        taken: when the store was read, in seconds of the monotonic clock.
-        store_failed: when the store stopped answering; None if it answers.
-    """
-
-    statuses: dict[int, RankStatus]
-    ages: dict[int, float]
-    taken: float
-    store_failed: float | None
-
-
 class HangMonitor:
     """Publishes the status of one rank and reads those of all.
 
+    The thread starts when there is something for it to do: other processes, a record that others read, or an account.
+
     Args:
         log: the call log of this process.
-        control: the control messages of the run; None turns the monitor off.
+        control: the control messages of the run; None if it has only one process.
         rank: index of this process.
         world_size: number of processes.
 
@@ -91,24 +86,25 @@ class HangMonitor:
         self._world_size = world_size
         self.always_reads = world_size <= ALWAYS_READ_UP_TO
         self._failures = 0
-        self._try_again = 0.0
-        self._publish_at = 0.0
-        self._reads_until = 0.0
+        self._try_again = self._publish_at = self._reads_until = self._stacks_until = 0.0
         self._control = control if world_size > 1 else None
-        self._file = StatusFile.of_run(rank)
         self._texts: dict[int, bytes] = {}
         self._statuses: dict[int, RankStatus] = {}
         self._arrived: dict[int, float] = {}
-        self._taken = time.monotonic()
-        self._failed: float | None = None
+        self._read_at = time.monotonic()
+        self._store_answers = True
         self._last_request = b""
-        self._stacks_until = 0.0
         self._requests = False
         self._end = threading.Event()
         self.pinned: UserFrame | None = None
         self.interruption = ""
         self._thread: threading.Thread | None = None
-        if self._control is not None or self._file is not None:
+        if self._control is not None or RECORD.status_folder:
+            self.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs already."""
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="accel_state.monitor", daemon=True)
             self._thread.start()
             # Before the groups end: otherwise the other ranks would notice that first.
@@ -124,13 +120,12 @@ class HangMonitor:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_JOIN_TIMEOUT)
-        last = replace(
-            capture_status(self._log), left=f"with {error}" if (error := exit_exception()) else EXITED_NORMALLY
-        )
-        if self._file is not None:
-            self._file.write(last)
-        if self._control is not None and self._failed is None and not self._thread.is_alive():
-            self._publish(last)
+        error = exit_exception()
+        last = capture_status(self._log, left=f"with {error}" if error else EXITED_NORMALLY)
+        RECORD.publish(last.to_json())
+        if self._control is not None and self._store_answers and not self._thread.is_alive():
+            with contextlib.suppress(StoreUnreachable):
+                self._publish(last)
 
     def request_stacks(self) -> float:
         """Request that all ranks capture their stacks, and return the time; the answers arrive within two ticks.
@@ -142,12 +137,13 @@ class HangMonitor:
         self._requests = True
         return now
 
-    def snapshot(self) -> WorldSnapshot:
+    def world(self) -> World:
         """The statuses of all ranks, with a new one of this rank. Does not wait."""
         now = time.monotonic()
         statuses = {**self._statuses, self._rank: self._capture(True)}
         arrived = {**self._arrived, self._rank: now}
-        return WorldSnapshot(statuses, {rank: now - at for rank, at in arrived.items()}, self._taken, self._failed)
+        ages = {rank: now - at for rank, at in arrived.items()}
+        return World(statuses, ages, now, self._read_at, self._store_answers)
 
     def _capture(self, stack: bool) -> RankStatus:
         return capture_status(self._log, stack, self.pinned, self.interruption)
@@ -155,21 +151,20 @@ class HangMonitor:
     def _run(self) -> None:
         while True:
             requests, self._requests = self._requests, False
-            now = time.monotonic()
-            stack = now < self._stacks_until
-            writes_world = self._file is not None and self._file.world_requested()
-            if writes_world:
+            now, folder = time.monotonic(), RECORD.status_folder
+            asked = bool(folder) and world_requested(folder, self._rank)
+            if asked:
+                requests = requests or now >= self._stacks_until
+                self._stacks_until = max(self._stacks_until, now + _STACKS_FOR)
                 self._reads_until = now + _STACKS_FOR
-            if writes_world and not stack:
-                requests = stack = True
-                self._stacks_until = now + _STACKS_FOR
-            if self._file is not None:
-                stack = self._file.stack_requested() or stack
-                self._file.write(self._capture(stack))
+            stack = now < self._stacks_until
+            if folder:
+                RECORD.publish(self._capture(stack or stack_requested(folder)).to_json())
             if self._control is not None and (requests or now >= self._try_again):
                 self._use_store(now, stack, requests)
-            if self._file is not None and writes_world:
-                self._file.write_world(self._world_status())
+            if asked:
+                write_world(folder, self.world())
+            RECORD.append_lines()
             # `request_stacks` takes no lock, so nothing wakes this thread.
             for _ in range(_POLLS):
                 if self._end.wait(TICK / _POLLS):
@@ -179,63 +174,47 @@ class HangMonitor:
 
     def _use_store(self, now: float, stack: bool, requests: bool) -> None:
         reads = now < self._reads_until
-        if self._exchange(now, stack, requests) and (reads or self.always_reads):
-            self._read()
-        self._failures = 0 if self._failed is None else self._failures + 1
+        try:
+            self._exchange(now, stack, requests)
+            if reads or self.always_reads:
+                self._read()
+            self._failures, self._store_answers = 0, True
+        except StoreUnreachable:
+            self._failures, self._store_answers = self._failures + 1, False
         pause = TICK if reads else _PUBLISH_EVERY
         if self._failures:
             pause = min(TICK * 2**self._failures, _LONGEST_PAUSE)
         # Slightly less, because the thread checks the time in ticks.
         self._try_again = now + pause - TICK / 2
 
-    def _world_status(self) -> WorldStatus:
-        statuses, ages, _, failed = self.snapshot()
-        return WorldStatus(time.time(), failed is None, statuses, ages)
-
-    def _exchange(self, now: float, stack: bool, requests: bool) -> bool:
-        """Publish a status and read whether a rank requests stacks; return whether the store answered."""
+    def _exchange(self, now: float, stack: bool, requests: bool) -> None:
+        """Publish a status and read whether a rank requests stacks."""
         control = self._control
         assert control is not None
-        try:
-            if requests:
-                control.set(_REQUEST_KEY, b"%d %d" % (self._rank, time.time_ns()), _REQUEST_TIMEOUT)
-            request = control.get_many([_REQUEST_KEY], _REQUEST_TIMEOUT).get(_REQUEST_KEY, b"")
-        except StoreUnreachable:
-            self._failed = time.monotonic()
-            return False
+        if requests:
+            control.set(_REQUEST_KEY, b"%d %d" % (self._rank, time.monotonic_ns()), _REQUEST_TIMEOUT)
+        request = control.get_many([_REQUEST_KEY], _REQUEST_TIMEOUT).get(_REQUEST_KEY, b"")
         if request != self._last_request:
             self._last_request = request
             self._stacks_until = time.monotonic() + _STACKS_FOR
             stack = True
-        if now < self._publish_at:
-            self._failed = None
-            return True
-        self._publish_at = now + _PUBLISH_EVERY
-        return self._publish(self._capture(stack))
+        if now >= self._publish_at:
+            self._publish_at = now + _PUBLISH_EVERY
+            self._publish(self._capture(stack))
 
-    def _publish(self, status: RankStatus) -> bool:
+    def _publish(self, status: RankStatus) -> None:
         assert self._control is not None
-        try:
-            self._control.set(_key(self._rank), status.to_json().encode(), _REQUEST_TIMEOUT)
-        except StoreUnreachable:
-            self._failed = time.monotonic()
-            return False
-        self._failed = None
-        return True
+        self._control.set(_key(self._rank), status.to_json().encode(), _REQUEST_TIMEOUT)
 
     def _read(self) -> None:
         assert self._control is not None
         # Created here, because a rank of a large world reads nothing until a collective hangs.
         keys = [_key(rank) for rank in range(self._world_size)]
-        try:
-            found = self._control.get_many(keys, _REQUEST_TIMEOUT)
-        except StoreUnreachable:
-            self._failed = time.monotonic()
-            return
+        texts = self._control.get_many(keys, _REQUEST_TIMEOUT)
         now = time.monotonic()
         statuses, arrived = dict(self._statuses), dict(self._arrived)
         for rank, key in enumerate(keys):
-            text = found.get(key)
+            text = texts.get(key)
             if text is None or text == self._texts.get(rank):
                 continue
             status = RankStatus.from_json(text)
@@ -244,7 +223,7 @@ class HangMonitor:
                 statuses[rank], arrived[rank] = status, now
         # Other threads read these while this thread continues, so it replaces them as a whole.
         self._arrived, self._statuses = arrived, statuses
-        self._taken = now
+        self._read_at = now
 
 
 def _key(rank: int) -> str:

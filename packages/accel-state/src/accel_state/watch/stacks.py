@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from accel_state.hang_report.call_log import UserFrame, locate
+from accel_state.watch.calls import UserFrame, locate
 
 __all__ = (
     "SUFFIX",

@@ -1,1 +1,0 @@
-"""How a run spends its time, over all its restarts."""

@@ -1,0 +1,307 @@
+"""The status record of this process: a small mapped file, which others read while it runs and after it was killed.
+
+    RECORD.open(folder, rank)               # this process; before that, its numbers are in private memory
+    RECORD.cells[STEPS] = RECORD.steps = 7  # the training code: plain stores, without a system call
+    RECORD.publish(text)                    # the monitor's thread, twice a second: the rest of the status, as JSON
+
+The file lies in the private folder of a launcher. Only its own process opens it for writing, and it has its space
+before it is mapped: a mapping without space on the disk, or of a file that became shorter, would end the process by
+SIGBUS. Where there is no folder or no space, the record stays in private memory and the run goes on.
+
+Layout, in the byte order of the machine: the text `MAGIC`, which has the version; numbers of 8 bytes, at the positions
+below; the ids of the current samples, as JSON that ends with a zero byte; and two slots for the status text, of which
+the number at `SLOT` names the newest. All times are seconds of the monotonic clock, which the processes of a machine
+share: no step of the wall clock changes a decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from accel_state.proc import process_info, state_of
+
+if TYPE_CHECKING:
+    import mmap
+
+__all__ = (
+    "CATEGORIES",
+    "RECORD",
+    "STATUS_FOLDER",
+    "STEPS",
+    "Activity",
+    "RecordContent",
+    "StatusRecord",
+    "read_record",
+)
+
+STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
+"""Variable with the folder of the records; without it, a process has a record in private memory only."""
+
+SUFFIX: Final = ".status"
+"""Suffix of the files; their names are those of `record_name`."""
+
+MAGIC: Final = b"accel-1\n"
+
+CATEGORIES: Final = (
+    "start-up",
+    "first step",
+    "waiting for data",
+    "step",
+    "evaluation",
+    "checkpoint stall",
+    "recomputed work",
+    "waiting for other processes",
+    "down",
+)
+"""Categories of the time of a run; only "step" is useful work."""
+
+(
+    PID, STARTED, RANK, STEPS, LOADED, SLOT,
+    ACCOUNT, BEGAN, WALL, DOING, SINCE, UNDECIDED, REACHED, BEFORE, PAUSED, RESUMED, WAIT,
+    SECONDS,
+) = range(18)  # fmt: skip
+"""Positions of the numbers. Those from `ACCOUNT` on are the account of `seconds`; at last the seconds by category."""
+
+_NUMBERS: Final = SECONDS + len(CATEGORIES)
+_SAMPLES: Final = len(MAGIC) + 8 * _NUMBERS
+_MOST_SAMPLES: Final = 2048
+_TEXTS: Final = _SAMPLES + _MOST_SAMPLES
+_LONGEST_TEXT: Final = 64 * 1024
+_SIZE: Final = _TEXTS + 2 * _LONGEST_TEXT
+
+_MOST_MOMENTS: Final = 32
+"""Number of times of recent steps from which the pace is computed: 16 seconds, or as many steps."""
+
+
+class Activity(NamedTuple):
+    """What a process does instead of training.
+
+    Args:
+        name: name of the activity, such as "saving".
+        code: code object of the function of the user that began it.
+        line: the line there.
+        since: when it began.
+    """
+
+    name: str
+    code: CodeType
+    line: int
+    since: float
+
+
+class StatusRecord:
+    """The record of this process.
+
+    Attributes:
+        steps: steps since the process was started, of the optimizer with the most steps; also in `cells`.
+        loaded: steps of the run before the checkpoint that this process has loaded.
+        cells: the numbers of the record, by position.
+        status_folder: folder of the file; empty while there is none.
+        samples: returns the ids of the samples of the current batch, or of the batch with a number in the epoch; empty
+            if they are not known.
+        folder: folder with the run's output, or empty.
+        device_memory: returns the bytes that this process uses on its device; None if they are not counted.
+        activity: what this process does instead of training.
+        account: file with the lines of the time account; empty if there is none.
+        append_lines: appends what is due there; the monitor's thread calls it.
+    """
+
+    __slots__ = (
+        "_memory",
+        "_moments",
+        "account",
+        "activity",
+        "append_lines",
+        "cells",
+        "device_memory",
+        "folder",
+        "loaded",
+        "samples",
+        "status_folder",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.steps = self.loaded = 0
+        self.cells: Any = memoryview(bytearray(8 * _NUMBERS)).cast("d")
+        self.status_folder = self.folder = ""
+        self.samples: Callable[[int | None], list[str]] = lambda read: []
+        self.device_memory: Callable[[], int | None] = lambda: None
+        self.account = ""
+        self.append_lines: Callable[[], None] = lambda: None
+        self._memory: mmap.mmap | None = None
+        # Replaced as a whole, because the monitor's thread may read it at any moment.
+        self.activity: Activity | None = None
+        self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
+
+    def open(self, folder: str, rank: int) -> None:
+        """Keep the record in a file of a folder from now on; without space for it, it stays in private memory."""
+        import mmap
+
+        if self.status_folder == folder and self.cells[RANK] == rank:
+            return
+        path = os.path.join(folder, f"rank{rank}.{os.getpid()}{SUFFIX}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            # That of an earlier process with this pid.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            file = os.open(path, flags, 0o600)
+            try:
+                _allocate(file, _SIZE)
+                memory = mmap.mmap(file, _SIZE)
+            except OSError:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(file)
+        except OSError:
+            return
+        memory[len(MAGIC) : _SAMPLES] = self.cells.tobytes()
+        memory[: len(MAGIC)] = MAGIC
+        info = process_info(os.getpid())
+        self._memory, self.status_folder = memory, folder
+        self.cells = memoryview(memory)[len(MAGIC) : _SAMPLES].cast("d")
+        self.cells[PID], self.cells[STARTED], self.cells[RANK] = os.getpid(), info.started if info else 0, rank
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: keep the numbers in private memory, because the file is the parent's."""
+        self._memory, self.status_folder = None, ""
+        self.cells = memoryview(bytearray(self.cells.tobytes())).cast("d")
+
+    def publish(self, text: str) -> None:
+        """Replace the status text. A reader, or a kill at any moment, finds the one before or this one."""
+        content = text.encode() + b"\0"
+        if self._memory is not None and len(content) <= _LONGEST_TEXT:
+            slot = 1 - int(self.cells[SLOT])
+            begin = _TEXTS + slot * _LONGEST_TEXT
+            self._memory[begin : begin + len(content)] = content
+            self.cells[SLOT] = slot
+
+    def write_samples(self, text: str) -> None:
+        """Replace the ids of the current samples, as JSON; a long list is left out."""
+        content = text.encode() + b"\0"
+        if self._memory is not None and len(content) <= _MOST_SAMPLES:
+            self._memory[_SAMPLES : _SAMPLES + len(content)] = content
+
+    def writes_to(self, folder: str | os.PathLike[str]) -> None:
+        """Record the folder of the run; only the first call has an effect."""
+        self.folder = self.folder or os.path.abspath(folder)
+
+    @property
+    def run_step(self) -> int:
+        """Number of steps of the run, over all its restarts, that led to the state of this process."""
+        return self.loaded + self.steps
+
+    def went_back_to(self, step: int) -> None:
+        """Record that a checkpoint was loaded, which the run had saved after `step` steps."""
+        self.cells[LOADED] = self.loaded = step - self.steps
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Record what this process does inside the block."""
+        # A single process has no monitor and does not import that module.
+        from accel_state.watch.calls import caller
+
+        before = self.activity
+        self.activity = Activity(name, *caller(), time.monotonic())
+        try:
+            yield
+        finally:
+            self.activity = before
+
+    def pace(self) -> tuple[float, float]:
+        """Recent steps per second (0 before two steps were seen), and when the last step was seen (0: none).
+
+        The monitor's thread calls it; it sees a step up to one pause of that thread late.
+        """
+        now, steps = time.monotonic(), self.steps
+        if not steps:
+            return 0.0, 0.0
+        if not self._moments or self._moments[-1][1] != steps:
+            self._moments.append((now, steps))
+        (first, fewer), (last, more) = self._moments[0], self._moments[-1]
+        return (more - fewer) / (last - first) if last > first else 0.0, last
+
+
+RECORD: Final = StatusRecord()
+"""The record of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RECORD.leave_to_parent)
+
+
+def _allocate(file: int, size: int) -> None:
+    """Give a file its space; an error of a full disk comes here, and not when the mapped memory is written."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    elif os.write(file, bytes(size)) != size:
+        raise OSError("The disk is full.")
+
+
+class RecordContent(NamedTuple):
+    """What a reader finds in a record.
+
+    Args:
+        cells: the numbers, by position.
+        samples: ids of the samples that the process last read, if it writes them.
+        text: the status text; empty if it was not published yet.
+    """
+
+    cells: tuple[float, ...]
+    samples: list[str]
+    text: bytes
+
+    @property
+    def rank(self) -> int:
+        """Rank of the process."""
+        return int(self.cells[RANK])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return int(self.cells[PID])
+
+    @property
+    def run_step(self) -> int:
+        """Number of completed steps of the run."""
+        return int(self.cells[LOADED] + self.cells[STEPS])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process exists; another one may have its pid meanwhile, and has another start time."""
+        info = process_info(self.pid)
+        if info is None:
+            return state_of(self.pid) == "alive"
+        return info.state != "ended" and info.started == self.cells[STARTED]
+
+
+def read_record(path: str) -> RecordContent | None:
+    """Read the record of another process; None if the file is not a record of this version."""
+    import json
+    import struct
+
+    try:
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            content = file.read(_SIZE)
+        cells = struct.unpack_from(f"{_NUMBERS}d", content, len(MAGIC))
+        if len(content) != _SIZE or content[: len(MAGIC)] != MAGIC or cells[SLOT] not in (0, 1):
+            return None
+        begin = _TEXTS + int(cells[SLOT]) * _LONGEST_TEXT
+        text = content[begin : begin + _LONGEST_TEXT].partition(b"\0")[0]
+        # Comparisons are false for a number that is none.
+        if not all(0 <= cells[one] < 2**53 for one in (PID, STARTED, RANK, STEPS)) or not abs(cells[LOADED]) < 2**53:
+            return None
+    except (OSError, struct.error):
+        return None
+    samples: Any = []
+    with contextlib.suppress(ValueError, RecursionError):
+        samples = json.loads(content[_SAMPLES:_TEXTS].partition(b"\0")[0])
+    return RecordContent(cells, [str(one) for one in samples] if isinstance(samples, list) else [], text)

@@ -1,0 +1,330 @@
+"""The launchers of this user on this machine: the private folder of each, and the run that a pid or a folder names.
+
+A launcher creates a folder that only its user can enter, in memory where the machine has a place for that, else among
+the temporary files. `run.json` in it identifies the launcher, and its processes keep their status records there. The
+launcher removes its folder when it ends. The folder of a killed launcher remains until another launcher of the same
+user has started its processes. A lock shows whether a launcher still runs: the system releases it however it ends. This
+also works if launchers in different containers, which see different process ids, share the place.
+
+A folder without space is no reason not to run: then nothing is recorded, and every reader finds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from accel_state.proc import environment_of, process_info, state_of
+
+if TYPE_CHECKING:
+    from accel_state.untrusted import Shape
+
+__all__ = (
+    "PREFIX",
+    "RUN_FILE",
+    "LaunchedRun",
+    "announce_run",
+    "find_run",
+    "folder_of_output",
+    "is_private",
+    "make_launch_folder",
+    "remove_abandoned_folders",
+    "running_runs",
+    "status_folder_in",
+)
+
+PREFIX: Final = "accel-launch-"
+"""Prefix of the name of a launcher's folder."""
+
+RUN_FILE: Final = "run.json"
+"""File in the status folder that identifies the launcher."""
+
+PLACES: Final = ("/dev/shm", "/tmp")
+"""Where launchers create their folders, beside the folder for temporary files: memory first."""
+
+_STATUS: Final = "status"
+_LOCK: Final = "lock"
+_SPACE: Final = 2**20
+"""Bytes that a new folder must have room for."""
+
+_MOST_BYTES: Final = 64 * 1024
+_LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
+
+# ---------------------------------------------------------------------- the launcher's side
+
+_locks: dict[str, int] = {}
+"""Locks of the folders of this process, open until the process ends."""
+
+
+def _places() -> Iterator[str]:
+    memory, usual = PLACES
+    yield memory
+    if os.environ.get("TMPDIR"):
+        yield os.environ["TMPDIR"]
+    yield usual
+
+
+def make_launch_folder() -> str:
+    """Create a private folder for a launcher; return its path, also if no place has room for one.
+
+    Whatever uses the folder must continue if it does not exist.
+    """
+    path = ""
+    for place in _places():
+        path = os.path.abspath(os.path.join(place, f"{PREFIX}{os.urandom(8).hex()}"))
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            if _has_room(path):
+                return path
+            os.rmdir(path)
+    return path
+
+
+def _has_room(folder: str) -> bool:
+    path = os.path.join(folder, "room")
+    try:
+        with open(path, "wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, _SPACE)
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def status_folder_in(folder: str) -> str:
+    """The folder for the records inside a launcher's folder, created if it is missing; returns its path."""
+    status = os.path.join(folder, _STATUS)
+    with contextlib.suppress(OSError):
+        os.mkdir(status, 0o700)
+    return status
+
+
+def announce_run(folder: str) -> str:
+    """Record in the folder of a launcher that this process is the launcher; return the folder for the records."""
+    import json
+
+    status = status_folder_in(folder)
+    info = process_info(os.getpid())
+    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "folder": os.getcwd(), "time": time.time()}
+    with contextlib.suppress(OSError):
+        _lock(folder)
+        with open(os.path.join(status, RUN_FILE), "w", encoding="utf-8") as file:
+            json.dump(launcher, file)
+    return status
+
+
+def _lock(folder: str) -> None:
+    """Lock a folder until this process ends; the lock file gets its name once it is locked."""
+    if folder in _locks or os.name != "posix":
+        return
+    import fcntl
+
+    path = os.path.join(folder, _LOCK)
+    lock = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(f"{path}.new", path)
+    except OSError:
+        # A file system without locks: the folder is not recognised as abandoned.
+        os.close(lock)
+        return
+    _locks[folder] = lock
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the folders of this user's launchers that ended without removing them."""
+    import shutil
+
+    for place in dict.fromkeys(_places()):
+        for folder in _abandoned(place):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(place: str) -> Iterator[str]:
+    if os.name != "posix":
+        return
+    import fcntl
+
+    for folder in _folders_in(place):
+        if folder in _locks:
+            continue
+        try:
+            lock = os.open(os.path.join(folder, _LOCK), os.O_WRONLY | os.O_NOFOLLOW)
+        except OSError:
+            # A launcher that has not announced its run yet.
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+        except OSError:
+            # Its launcher still runs.
+            continue
+        finally:
+            os.close(lock)
+
+
+def _folders_in(place: str) -> Iterator[str]:
+    """The folders of this user's launchers in a place that all users share."""
+    try:
+        names = os.listdir(place)
+    except OSError:
+        return
+    for name in names:
+        folder = os.path.join(place, name)
+        if name.startswith(PREFIX) and is_private(folder):
+            yield folder
+
+
+def is_private(folder: str) -> bool:
+    """Whether a folder belongs to this user, and no other user can enter it; a symbolic link is no folder."""
+    try:
+        facts = os.lstat(folder)
+    except OSError:
+        return False
+    mine = getattr(os, "geteuid", lambda: facts.st_uid)() == facts.st_uid
+    return mine and stat.S_ISDIR(facts.st_mode) and (os.name != "posix" or stat.S_IMODE(facts.st_mode) & 0o077 == 0)
+
+
+# ---------------------------------------------------------------------- the reader's side
+
+
+class LaunchedRun(NamedTuple):
+    """A run, or the part of it that one launcher on this machine started.
+
+    Args:
+        pid: process id of the launcher.
+        status_folder: folder for the records of its processes.
+        working_folder: folder in which it was started.
+        began: when it was started, in seconds since the epoch.
+    """
+
+    pid: int
+    status_folder: str
+    working_folder: str
+    began: float
+
+    def folder(self) -> str:
+        """The folder of the run's output if a process has published one; else the folder in which it was started."""
+        return folder_of_output(self.status_folder) or self.working_folder
+
+
+def folder_of_output(status_folder: str) -> str:
+    """The folder of a run's output, as its processes publish it; empty if they do not."""
+    from accel_state.watch.status import read_statuses
+
+    statuses = read_statuses(status_folder)
+    return next((one.folder for _, one in sorted(statuses.items()) if one.folder), "")
+
+
+def running_runs(places: tuple[str, ...] = ()) -> list[LaunchedRun]:
+    """The runs of this user with a live launcher, the oldest first.
+
+    Args:
+        places: further folders in which launchers may have created theirs.
+    """
+    folders = (folder for place in dict.fromkeys((*_places(), *places)) for folder in _folders_in(place))
+    runs = (_read(os.path.join(folder, _STATUS)) for folder in folders)
+    return sorted({run.pid: run for run in runs if run is not None}.values(), key=lambda run: run.began)
+
+
+def find_run(run: str) -> LaunchedRun:
+    """Find the run that a user names.
+
+    Args:
+        run: process id of the launcher or of one of its processes, or the folder of the run: the `project_dir` or
+            `logging_dir` of its Accelerator, a folder inside or around it, or the folder in which it was started if it
+            has none.
+
+    Raises:
+        NotFound: there is no such run, it has finished, or its launcher was not `accel launch`.
+        NoAccess: it belongs to another user.
+        SettingError: several runs use this folder.
+    """
+    if run.isdecimal() and not os.path.exists(run):
+        return _of_process(int(run))
+    return _of_folder(run)
+
+
+def _read(status: str) -> LaunchedRun | None:
+    """The run with processes that write into a folder; None if it is not this user's, or has ended."""
+    from accel_state.untrusted import integer, number, read_json, record, text
+
+    shape: Shape = record({"pid": integer(), "started": integer(), "folder": text(), "time": number()})
+    if not is_private(os.path.dirname(status)):
+        return None
+    try:
+        launcher = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES)
+    except (OSError, ValueError):
+        return None
+    info = process_info(launcher["pid"])
+    another = info is not None and info.started != launcher["started"]
+    if another or state_of(launcher["pid"]) == "ended":
+        return None
+    return LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
+
+
+def _of_process(pid: int) -> LaunchedRun:
+    from accel_state.errors import NoAccess, NotFound
+    from accel_state.watch.record import STATUS_FOLDER
+
+    failed = f"Cannot show the run of process {pid}."
+    if state_of(pid) == "ended":
+        raise NotFound(failed, f"Process {pid} has ended, or never existed on this machine.", _LIST)
+    info = process_info(pid)
+    if info is not None and info.owner != os.geteuid():
+        owner = _name_of(info.owner)
+        raise NoAccess(
+            failed,
+            f"Process {pid} belongs to the user {owner}, and only this user can see its run.",
+            f"Repeat the command as {owner}.",
+        )
+    environment = environment_of(pid)
+    own = environment.get(STATUS_FOLDER)
+    # The launcher may have another folder for temporary files than this process.
+    runs = running_runs(tuple(filter(None, [environment.get("TMPDIR")])))
+    run = _read(own) if own else next((run for run in runs if run.pid == pid), None)
+    if run is None:
+        raise NotFound(failed, f"Process {pid} does not belong to a run of `accel launch`.", _LIST)
+    return run
+
+
+def _name_of(user: int) -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(user).pw_name
+    except (ImportError, KeyError):
+        return str(user)
+
+
+def _of_folder(folder: str) -> LaunchedRun:
+    from accel_state.errors import NotFound, SettingError
+
+    failed = f"Cannot show the run in {folder!r}."
+    runs = [run for run in running_runs() if _around(run.folder(), folder)]
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
+        pids = ", ".join(str(run.pid) for run in runs)
+        raise SettingError(
+            failed, f"{len(runs)} runs write to {folder!r}.", f"Name the process id of a launcher: {pids}."
+        )
+    if not os.path.exists(folder):
+        raise NotFound(failed, f"{folder!r} is neither a folder nor a process id.", _LIST)
+    raise NotFound(failed, f"No run writes to {folder!r} now: it has finished, or runs on another machine.", _LIST)
+
+
+def _around(one: str, other: str) -> bool:
+    """Whether one of two paths contains the other."""
+    first, second = os.path.realpath(one), os.path.realpath(other)
+    try:
+        return os.path.commonpath((first, second)) in (first, second)
+    except ValueError:
+        return False
