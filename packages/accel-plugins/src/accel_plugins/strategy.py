@@ -261,6 +261,13 @@ class Strategy:
         """
         return _NULL_CONTEXT
 
+    def reshard(self, model: Module) -> None:
+        """Free what forward has gathered, so that the model's parameters are those that the optimizer steps.
+
+        Called on every process before code reads or writes parameters in place between two steps. Afterwards a forward
+        must use what was written. The default does nothing, because nothing is gathered.
+        """
+
     def average_parameters(self, model: Module) -> None:
         """Replace parameters by their mean over all processes. Called by LocalSGD every few steps."""
 

@@ -9,6 +9,7 @@ from accel_torch.local_sgd import LocalSGD as LocalSGD
 from accel_torch.micro_batches import MicroBatches as MicroBatches
 from accel_torch.micro_batches import find_micro_batch_size as find_micro_batch_size
 from accel_torch.misuse import MisuseWarning as MisuseWarning
+from accel_torch.model_average import ModelAverage as ModelAverage
 from accel_torch.profile import ProfileKwargs as ProfileKwargs
 from accel_torch.profile import ProfilerActivity as ProfilerActivity
 from accel_tracking import *  # noqa: F403

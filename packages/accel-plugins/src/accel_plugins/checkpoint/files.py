@@ -30,6 +30,7 @@ __all__ = (
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "FlushedWhileWritten",
+    "average_name",
     "custom_name",
     "extra_state_name",
     "fsync_path",
@@ -105,6 +106,11 @@ def shards_of(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"*/__{rank}_*.distcp"))
 
 
+def average_name(index: int) -> str:
+    """`average_<index>`: the folder of a moving average, with the files of a model; index 0 has a suffix."""
+    return f"average_{index}"
+
+
 def custom_name(index: int) -> str:
     """`custom_checkpoint_<index>.pkl`; index 0 has a suffix."""
     return f"custom_checkpoint_{index}.pkl"
@@ -117,6 +123,7 @@ _OURS: Final = re.compile(
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
     r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|gradients_\d+\.safetensors|(random_states|extra_state)_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|average_\d+"
     rf"|{re.escape(MANIFEST_NAME)}"
 )
 

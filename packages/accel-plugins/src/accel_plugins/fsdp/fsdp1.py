@@ -173,6 +173,13 @@ class FSDP1Strategy(ShardedStrategy):
         for block in blocks:
             block._sync_gradients = reduces
 
+    def reshard(self, model: Module) -> None:
+        # Forward leaves the parameters of the root gathered, and torch has no public function that frees them.
+        blocks: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+        for block in blocks:
+            if (handle := block._handle) is not None and handle.uses_sharded_strategy:
+                handle.reshard(free_unsharded_flat_param=True)
+
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         clipped = {id(parameter) for parameter in parameters}
         for model in self._models():

@@ -30,6 +30,7 @@ from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
+from accel_state.errors import NotOffered
 
 __all__ = ("FSDP2Plans", "FSDP2Strategy", "apply_fully_shard")
 
@@ -104,6 +105,13 @@ class FSDP2Strategy(ShardedStrategy):
         return super().place(model)
 
     def shard(self, model: Module) -> Module:
+        sharded = self._sharded_model(model)
+        if isinstance(sharded, FSDPModule):
+            # torch makes this class, whose own method refuses in a way that names no remedy.
+            type(sharded).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+        return sharded
+
+    def _sharded_model(self, model: Module) -> Module:
         sharder = type(self).sharder
         if sharder is not None and not self.arrives_sharded(model) and not is_built_in_shards(model):
             sharded = sharder(model)
@@ -176,6 +184,15 @@ class FSDP2Strategy(ShardedStrategy):
             _reduce_partial(parameter)
         for group in _alike(listed):
             torch.nn.utils.clip_grad_value_(group, value)
+
+
+def _refuse_copy(model: Module, memo: object) -> Module:
+    """The `__deepcopy__` of a sharded model, which averages such as torch's `AveragedModel` call."""
+    raise NotOffered(
+        f"Cannot copy {type(model).__name__}.",
+        "It is sharded by fully_shard, whose communication cannot be copied with the weights.",
+        "For a moving average use accel_torch.ModelAverage(model); for the weights, accelerator.get_state_dict(model).",
+    )
 
 
 def _reduce_partial(parameter: Tensor) -> None:

@@ -167,6 +167,9 @@ class ShardedStrategy(AveragingStrategy):
         """Set whether backward of a model reduces gradients, or accumulates full ones."""
         raise NotImplementedError
 
+    def reshard(self, model: Module) -> None:
+        weights.reshard(model)
+
     # ------------------------------------------------------------------ checkpoints
 
     @property

@@ -77,6 +77,7 @@ __all__ = (
     "put_model",
     "put_optimizer",
     "read_rank_file",
+    "reshard",
     "send_from_first",
     "to_device",
     "train_in_fp32",
@@ -192,7 +193,7 @@ def _send(tensor: Tensor, device: torch.device, group: torch.distributed.Process
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
     """Send every process its shards of the first process's weights, and the buffers."""
-    _reshard(model)
+    reshard(model)
     persistent = set(model.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
     with on_one_device(model):
@@ -210,7 +211,7 @@ def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
     torch.distributed.broadcast(buffer, src=0)
 
 
-def _reshard(model: Module) -> None:
+def reshard(model: Module) -> None:
     """Free the parameters that the last forward gathered; torch loads full weights only into sharded ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -223,7 +224,7 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
     Raises:
         CheckpointError: names or shapes do not agree.
     """
-    _reshard(model)
+    reshard(model)
     try:
         with on_one_device(model):
             set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
