@@ -16,31 +16,31 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import Device, matching_entries, resolve_device, warn_of_unknown_names
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module
 from accel_bigmodel.offload import PrefixedDataset
-from accel_bigmodel.place import (
-    TiedParameters,
-    empty_like,
-    parameter_like,
-    set_module_tensor_to_device,
-    submodule_and_leaf,
-)
+from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
+from accel_bigmodel.placeholder import Placeholder, refuse_weights_without_data
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import family_of
-from accel_state.errors import ShapeMismatch
+from accel_state.errors import CheckpointError, NotOffered, ShapeMismatch
 from accel_state.labels import HOOK
 
 __all__ = (
     "AlignDevicesHook",
+    "OutermostHook",
     "align_module_device",
     "attach_align_device_hook",
     "attach_align_device_hook_on_blocks",
     "attach_execution_device_hook",
     "has_offloaded_params",
+    "refuse_second_offload",
 )
 
 
+_REPLACED = (Tensor, nn.Parameter, Placeholder)
+"""Classes of weights that a placeholder replaces; a weight of another class, as of a quantised layer, keeps its class
+on the meta device."""
 _WITHOUT_CACHE = {torch.device("cpu"), torch.device("meta")}
 
 
@@ -62,9 +62,23 @@ class _OffloadedTensor:
 
     def with_data(self, weight: Tensor) -> Tensor:
         """The weight as a parameter of the same class, or as a buffer."""
-        if not isinstance(self.placeholder, nn.Parameter):
+        placeholder = self.placeholder
+        if not isinstance(placeholder, nn.Parameter):
             return weight
-        return parameter_like(self.placeholder, weight, self.placeholder.requires_grad)
+        parameter = parameter_like(placeholder, weight, placeholder.requires_grad)
+        if isinstance(placeholder, Placeholder) and parameter.requires_grad:
+            move = functools.partial(_move_gradient, placeholder)
+            parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+        return parameter
+
+
+def _move_gradient(placeholder: Placeholder, weight: Tensor) -> None:
+    """Give the placeholder a gradient without data, in place of the weight's, for which there is no optimizer.
+
+    An optimizer of the placeholders then raises an error. Without a gradient it would skip them without a word.
+    """
+    weight.grad = None
+    placeholder.grad = Placeholder.of(weight.detach(), placeholder.weight_name)
 
 
 class AlignDevicesHook(ModelHook):
@@ -118,6 +132,7 @@ class AlignDevicesHook(ModelHook):
         self._running = 0
         self._loaded: dict[str, Tensor] = {}
         self._input_devices: dict[int, list[torch.device | None]] = {}
+        self._handle: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         at_rest: dict[str, Any] = {
@@ -143,6 +158,7 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self.offload:
             self._offload(module)
+            self._refuse_new_weights(module)
         elif self.execution_device is not None:
             for name, _ in self._tensors(module):
                 set_module_tensor_to_device(
@@ -150,31 +166,58 @@ class AlignDevicesHook(ModelHook):
                 )
         return module
 
+    def _refuse_new_weights(self, module: nn.Module) -> None:
+        """Let `load_state_dict` raise for weights that are offloaded, until the hook is removed."""
+        self._handle = module.register_load_state_dict_pre_hook(_refuse_new_weights)  # type: ignore[no-untyped-call]
+
     def _offload(self, module: nn.Module) -> None:
         """Replace the tensors to offload by placeholders on the meta device."""
         if self.execution_device is None:
             self.execution_device = find_device(module.state_dict(keep_vars=True)) or torch.device("cpu")
         non_persistent = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         weights: dict[str, Tensor] = {}
+        # A module with several names gets a hook for each of them; the first one loads the weights.
+        loaded = set(map(id, _loaded_by_hook(module)))
         for name, tensor in self._tensors(module):
+            if id(tensor) in loaded:
+                continue
             self.original_devices[name] = tensor.device
             owner, leaf = submodule_and_leaf(module, name)
             is_buffer = leaf in owner._buffers
             if is_buffer and (not self.offload_buffers or name in non_persistent):
-                value = self.weights_map[name] if tensor.is_meta and self.weights_map is not None else None
+                value = self._weight_of(name) if tensor.is_meta and self.weights_map is not None else None
                 set_module_tensor_to_device(module, name, self.execution_device, value, clear_cache=False)
                 continue
             if self.weights_map is None:
                 weights[name] = tensor.detach().to("cpu")
             tensors: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-            if type(tensor) in (Tensor, nn.Parameter):
-                tensors[leaf] = empty_like(tensor)
+            if type(tensor) in _REPLACED:
+                tensors[leaf] = Placeholder.of(tensor, self._full(name))
             else:
                 set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             self._offloaded.append(_OffloadedTensor(tensors, leaf, name, tensors[leaf]))
         self.weights_map = weights if self.weights_map is None else self.weights_map
         for device in {*self.original_devices.values()} - _WITHOUT_CACHE:
             family_of(device).empty_cache()
+
+    def _weight_of(self, name: str) -> Tensor:
+        if self.weights_map is None or name not in self.weights_map:
+            raise CheckpointError(
+                f"Cannot offload the module of {self._full(name)!r}.",
+                "The tensor is on the meta device, and the offloaded weights do not have it. No checkpoint holds a "
+                "buffer with persistent=False.",
+                "Create the model with init_empty_weights(include_buffers=False), or set the tensor first.",
+            )
+        return self.weights_map[name]
+
+    def _full(self, name: str) -> str:
+        """The name of a tensor in the model, as far as the hook knows it."""
+        return f"{getattr(self.weights_map, 'prefix', '')}{name}"
+
+    @property
+    def placeholders(self) -> list[Tensor]:
+        """The tensors that the hook replaces by weights during a forward."""
+        return [tensor.placeholder for tensor in self._offloaded]
 
     def _tensors(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         named = named_module_tensors(module, recurse=self.place_submodules)
@@ -234,6 +277,7 @@ class AlignDevicesHook(ModelHook):
                 if self._block is not None:
                     self._loaded = self.reader.take(self._block)
                 for tensor in self._offloaded:
+                    self._refuse_replaced(tensor)
                     weight = self._in_place.get(tensor.name)
                     tensor.owner[tensor.leaf] = (
                         tensor.with_data(self._loaded[tensor.name]) if weight is None else weight
@@ -241,6 +285,21 @@ class AlignDevicesHook(ModelHook):
             except BaseException:
                 self._unload()
                 raise
+
+    def _refuse_replaced(self, tensor: _OffloadedTensor) -> None:
+        """Raise for a weight that somebody has set in the module: the forward would use the offloaded one."""
+        present = tensor.owner.get(tensor.leaf)
+        # Another placeholder is that of a tied weight.
+        if type(present) is Placeholder or present is tensor.placeholder or type(tensor.placeholder) is not Placeholder:
+            return
+        name = self._full(tensor.name)
+        # The new weight goes with the error; the offloaded one can be used again.
+        tensor.owner[tensor.leaf] = tensor.placeholder
+        raise NotOffered(
+            f"Cannot compute with {name!r}, which was set after it was offloaded.",
+            "The forward uses the offloaded weight, not the one that was set in the module.",
+            "Remove the hooks before you set weights: remove_hook_from_submodules(model).",
+        )
 
     def _unload(self) -> None:
         """Restore the placeholders when no thread runs the module any more."""
@@ -275,6 +334,8 @@ class AlignDevicesHook(ModelHook):
         return in_place
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self._handle is not None:
+            self._handle.remove()
         if self.offload:
             for name, device in self.original_devices.items():
                 if device.type != "meta":
@@ -283,9 +344,58 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
+class OutermostHook(AlignDevicesHook):
+    """The hook of a whole model with offloaded weights: moves outputs to the device of the inputs.
+
+    It refuses what would give wrong results in silence: a forward of a model that has parts without data, and new
+    weights for the offloaded ones.
+
+    Args:
+        execution_device: where the model's first part computes.
+        skip_keys: keyword arguments with values that are not moved.
+        tied_params_map: copies of tied weights by device.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedParameters | None = None,
+    ) -> None:
+        super().__init__(
+            execution_device, io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map, names=()
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        self._refuse_new_weights(module)
+        return super().init_hook(module)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.execution_device is None or self.execution_device.type != "meta":
+            refuse_weights_without_data(module, _loaded_by_hook)
+        return super().pre_forward(module, *args, **kwargs)
+
+
+def _loaded_by_hook(module: nn.Module) -> list[Tensor]:
+    return [placeholder for hook in _offloading_hooks(module) for placeholder in hook.placeholders]
+
+
+def _refuse_new_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Raise before torch loads the first weight of a state dict that has weights for placeholders."""
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    name = next((name for name, tensor in tensors if tensor.is_meta and prefix + name in state_dict), None)
+    if name is not None:
+        raise NotOffered(
+            f"Cannot load new weights into {type(module).__name__}: {name!r} is offloaded.",
+            "Its data is in host memory or on the disk, and not in the model. Nothing was loaded.",
+            "Remove the hooks first: remove_hook_from_submodules(model). Then load the weights and offload the model "
+            "again.",
+        )
+
+
 def _check_shape(tensor: _OffloadedTensor, weight: Tensor) -> None:
     expected = tensor.placeholder.shape
-    if weight.shape != expected and type(tensor.placeholder) in (Tensor, nn.Parameter):
+    if weight.shape != expected and type(tensor.placeholder) is Placeholder:
         raise ShapeMismatch(
             f"Cannot load the offloaded weight {tensor.name!r}.",
             f"It has shape {tuple(weight.shape)}, the module expects {tuple(expected)}.",
@@ -293,21 +403,35 @@ def _check_shape(tensor: _OffloadedTensor, weight: Tensor) -> None:
         )
 
 
-def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """The hook that offloads the weights of a module, even if it is one of several hooks."""
+def _offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    """The hooks that offload weights of a module, also among several hooks, from the last one."""
     waiting: list[Any] = [getattr(module, HOOK, None)]
     while waiting:
         hook = waiting.pop()
         if isinstance(hook, AlignDevicesHook) and hook.offload:
-            return hook
+            yield hook
         if isinstance(hook, SequentialHook):
             waiting += hook.hooks
-    return None
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a module's own weights are offloaded: they are on the meta device between forwards."""
-    return _offloading_hook(module) is not None
+    return next(_offloading_hooks(module), None) is not None
+
+
+def refuse_second_offload(model: nn.Module) -> None:
+    """Check that no weight of a model is offloaded already: the model does not have its data.
+
+    Raises:
+        NotOffered: the hooks of a module load its weights.
+    """
+    name = next((name for name, module in model.named_modules() if has_offloaded_params(module)), None)
+    if name is not None:
+        raise NotOffered(
+            f"Cannot offload {type(model).__name__} again.",
+            f"The weights of {name or 'the model'!r} are offloaded already, and a hook loads them.",
+            "Remove the hooks first: remove_hook_from_submodules(model).",
+        )
 
 
 @contextmanager
@@ -326,7 +450,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         with align_module_device(model.head, "cpu"):
             print(model.head.weight.norm())
     """
-    hook = _offloading_hook(module)
+    hook = next(_offloading_hooks(module), None)
     # Nothing on the meta device can be moved back.
     kept = {}
     if str(execution_device) == "meta":
@@ -474,7 +598,7 @@ def attach_align_device_hook_on_blocks(
         options={"skip_keys": skip_keys, "tied_params_map": tied_params_map},
         entries={id(modules[name]) for name in devices if name in modules},
     )
-    outermost = AlignDevicesHook(next(iter(devices.values()), None), io_same_device=True, names=(), **blocks.options)
+    outermost = OutermostHook(next(iter(devices.values()), None), **blocks.options)
     add_hook_to_module(module, outermost, append=True)
     for name, device in devices.items():
         offloaded = offloads.get(name, False)

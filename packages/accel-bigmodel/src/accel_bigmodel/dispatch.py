@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.align import (
-    AlignDevicesHook,
+    OutermostHook,
     align_module_device,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
+    refuse_second_offload,
 )
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_same, check_room, resolve_device
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
@@ -86,10 +87,12 @@ def dispatch_model(
         SettingError: the map does not fit the model, or names the disk without an offload folder; or a device has too
             little memory for its weights; the error states the missing bytes and the nearest map that fits. Nothing was
             moved.
+        NotOffered: weights of the model are offloaded already.
 
     Example:
         dispatch_model(model, {"embed": 0, "blocks": 0, "head": "cpu"})
     """
+    refuse_second_offload(model)
     layout = layout_of(model, device_map)
     placed = layout.device_map or {}
     check_room(model, placed, _moved(model, placed, own_host=state_dict is None))
@@ -244,7 +247,13 @@ def cpu_offload(
         state_dict: the weights to use; the model's own when None.
         preload_module_classes: names of classes whose modules load the weights of all submodules at once.
         max_prefetch_bytes: most that is read ahead; twice the largest layer when None, 0 for none.
+
+    Raises:
+        NotOffered: weights of the model are offloaded already.
+
+    An offloaded model is for inference: to train it, or to give it other weights, remove the hooks first.
     """
+    refuse_second_offload(model)
     own = state_dict
     if own is None:
         own = {name: tensor.detach().to(HOST) for name, tensor in _tensors_by_name(model).items()}
@@ -266,8 +275,9 @@ def disk_offload(
     Args:
         offload_dir: the folder; the weights are written there unless it already contains an index.
 
-    The other arguments are those of `cpu_offload`.
+    The other arguments are those of `cpu_offload`, and so are the errors.
     """
+    refuse_second_offload(model)
     device = execution_device if execution_device is not None else _device_of(model)
     if not (Path(offload_dir) / INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
@@ -285,7 +295,7 @@ def _offload(
 ) -> M:
     execution_device = resolve_device(device if device is not None else _device_of(model))
     with preserved_ties(model):
-        add_hook_to_module(model, AlignDevicesHook(execution_device, io_same_device=True, names=()), append=True)
+        add_hook_to_module(model, OutermostHook(execution_device), append=True)
         attach_align_device_hook(
             model,
             execution_device=execution_device,
@@ -295,6 +305,7 @@ def _offload(
             preload_module_classes=preload_module_classes,
             reader=BlockReader(max_prefetch_bytes),
         )
+    refuse_to_move(model)
     return model
 
 

@@ -124,15 +124,14 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     before: ModelHook | None = getattr(module, HOOK, None)
     if before is not None:
         if append:
-            _take_off(module)
-            hook = SequentialHook(before, hook)
+            _restore_forward(module)
         else:
             remove_hook_from_module(module)
     old_forward = module.forward
     # Past `Module.__setattr__`, which looks for parameters, buffers and modules of these names first.
     vars(module)[OLD_FORWARD] = old_forward
     module = hook.init_hook(module)  # type: ignore[assignment]
-    vars(module)[HOOK] = hook
+    vars(module)[HOOK] = SequentialHook(before, hook) if before is not None and append else hook
     # `partial` over a function of this module can be pickled and copied with the module; a closure cannot.
     module.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
     return module
@@ -177,6 +176,10 @@ def _take_off(module: nn.Module) -> None:
     if hook is not None:
         hook.detach_hook(module)
         delattr(module, HOOK)
+    _restore_forward(module)
+
+
+def _restore_forward(module: nn.Module) -> None:
     if hasattr(module, OLD_FORWARD):
         # Restore the class's method if the module called that one before.
         old_forward = getattr(module, OLD_FORWARD)

@@ -144,7 +144,8 @@ def load_checkpoint_and_dispatch(
     The other arguments are those of `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
-        CheckpointError: also if weights are missing in the checkpoint, and the model's own are on the meta device.
+        CheckpointError: also if weights are missing in the checkpoint, and the model's own are on the meta device, or
+            if a buffer that no checkpoint holds is there.
 
     Example:
         with init_empty_weights():
@@ -155,8 +156,8 @@ def load_checkpoint_and_dispatch(
     from accel_bigmodel.loading import holds_sharded_weights, refuse_empty
 
     chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    if chosen is None or broadcast_from_rank0 or holds_sharded_weights(model):
-        load_checkpoint_in_model(
+    if broadcast_from_rank0 or holds_sharded_weights(model):
+        report = load_checkpoint_in_model(
             model,
             checkpoint,
             device_map=chosen,
@@ -165,9 +166,12 @@ def load_checkpoint_and_dispatch(
             full_state_dict=full_state_dict,
             broadcast_from_rank0=broadcast_from_rank0,
         )
+        refuse_empty(model, report, checkpoint)
         return model
     loading = _loading(model, chosen, offload_folder, offload_buffers, dtype)
     refuse_empty(model, loading.run(checkpoint, strict), checkpoint)
+    if chosen is None:
+        return model
     return dispatch_layout(
         model,
         loading.layout,

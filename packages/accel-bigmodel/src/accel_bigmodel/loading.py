@@ -27,6 +27,7 @@ from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.offload import offload_weight, save_offload_index
 from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.progress import progress
+from accel_bigmodel.sizes import get_non_persistent_buffers
 from accel_bigmodel.tied import canonical_name, retie_parameters
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.reading import FileWeight, find_weights, open_weights
@@ -290,18 +291,26 @@ def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeig
 
 
 def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> None:
-    """Check that the model has all weights: those that the checkpoint lacks must not be on the meta device.
+    """Check that the model has all weights: what the checkpoint lacks must not be on the meta device.
 
     Raises:
-        CheckpointError: a weight that the checkpoint lacks is on the meta device.
+        CheckpointError: a weight that the checkpoint lacks, or a buffer that no checkpoint holds, is on the meta
+            device.
     """
     tensors = tensors_of(model)
     lost = [name for name in report.missing if tensors[name].is_meta]
     if lost:
         raise CheckpointError(
-            f"Cannot dispatch {type(model).__name__} with the weights of {str(checkpoint)!r}.",
+            f"Cannot use {type(model).__name__} with the weights of {str(checkpoint)!r}.",
             f"{len(lost)} of its weights are missing there and stay on the meta device: {_listed(lost)}.",
             "Load the checkpoint of this model, or initialise these weights before you load it.",
+        )
+    buffers = [name for name in get_non_persistent_buffers(model, recurse=True, fqns=True) if tensors[name].is_meta]
+    if buffers:
+        raise CheckpointError(
+            f"Cannot use {type(model).__name__}: its buffers {_listed(sorted(buffers))} are on the meta device.",
+            f"They have persistent=False, so that no checkpoint holds them; {str(checkpoint)!r} was loaded.",
+            "Create the model with init_empty_weights(include_buffers=False), or set these buffers before you load it.",
         )
 
 

@@ -13,7 +13,7 @@ from accel_bigmodel.sizes import torch_dtype
 from accel_state.devices.select import family_of
 from accel_state.errors import SettingError, ShapeMismatch
 
-__all__ = ("TiedParameters", "empty_like", "parameter_like", "set_module_tensor_to_device", "submodule_and_leaf")
+__all__ = ("TiedParameters", "parameter_like", "set_module_tensor_to_device", "submodule_and_leaf")
 
 TiedParameters: TypeAlias = "MutableMapping[int, MutableMapping[torch.device, Tensor]]"
 """Address of a tied weight to its copies by device, so that all its names share one copy."""
@@ -149,11 +149,3 @@ def parameter_like(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Paramet
         # The tensors of devices that are written in Python, for example, are marked as parameters, not of that class.
         return nn.Parameter(data, requires_grad)
     return kind(data, requires_grad=requires_grad, **vars(old))  # type: ignore[no-any-return]
-
-
-def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype on the meta device; for a parameter, with the same `requires_grad`."""
-    # One operation if the class is torch's own; other classes may not support it.
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    data = torch.empty_like(tensor, device="meta") if plain else tensor.detach().to("meta")
-    return parameter_like(tensor, data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

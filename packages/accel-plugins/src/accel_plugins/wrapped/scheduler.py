@@ -1,18 +1,15 @@
 """The learning-rate scheduler that `prepare` returns: it steps only after the optimizers have stepped.
 
-If a step of the run is many steps of the schedule, `advance` makes them all at once; rates and state are bitwise equal
-to those of single steps.
+If a step of the run is many steps of the schedule, `advance` makes them: at once if the schedule follows from its
+position. Rates and state are bitwise equal to those of single steps.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -24,8 +21,12 @@ __all__ = (
     "advance",
 )
 
-_MAX_SINGLE_STEPS: Final = 2
-"""Up to this number of steps, single steps are as fast as a jump."""
+_FUNCTIONS_OF: Final[Mapping[type, Callable[[Any], Iterable[Any]]]] = {
+    lr_scheduler.LambdaLR: lambda scheduler: scheduler.lr_lambdas,
+    lr_scheduler.OneCycleLR: lambda scheduler: (),
+    lr_scheduler.CyclicLR: lambda scheduler: filter(None, [getattr(scheduler, "_scale_fn_custom", None)]),
+}
+"""Classes whose rates follow from the position, and the user's functions in them."""
 
 
 def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -35,8 +36,8 @@ def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapp
     left = _steps_left(scheduler)
     if left is not None:
         steps = min(steps, left)
-    if steps > _MAX_SINGLE_STEPS and not args and not kwargs:
-        steps -= _try_jump(scheduler, steps)
+    if steps > 1 and not args and not kwargs and _jump(scheduler, steps):
+        return
     for _ in range(steps):
         scheduler.step(*args, **kwargs)
 
@@ -58,162 +59,27 @@ def _steps_left(scheduler: Any) -> int | None:
     return None if last is None else last + max(milestones[-1] - scheduler.last_epoch - 1, 0)
 
 
-def _try_jump(scheduler: Any, steps: int) -> int:
-    """Jump if this scheduler supports it; return the number of steps made (0: not supported)."""
-    jump = _JUMPS.get(type(scheduler))
-    if jump is None or any(type(group["lr"]) is not float for group in scheduler.optimizer.param_groups):
-        return 0
-    if scheduler._step_count == 1:
-        # The first step warns if the optimizer has not stepped.
-        scheduler.step()
-        return 1 + _try_jump(scheduler, steps - 1)
-    return steps if jump(scheduler, steps) else 0
+def _jump(scheduler: Any, steps: int) -> bool:
+    """Step once to the position after `steps` steps, if the schedule follows from its position; else do nothing.
 
-
-# ------------------------------------------------- the rate follows from the position
-
-
-def _by_position(scheduler: Any, steps: int) -> bool:
-    scheduler.last_epoch += steps - 1
-    scheduler._step_count += steps - 1
-    scheduler.step()
-    return True
-
-
-def _lambda(scheduler: Any, steps: int) -> bool:
-    # A callable object may count its calls.
-    return all(_is_function(rate) for rate in scheduler.lr_lambdas) and _by_position(scheduler, steps)
-
-
-def _cyclic(scheduler: Any, steps: int) -> bool:
-    scale = getattr(scheduler, "_scale_fn_custom", None)
-    return (scale is None or _is_function(scale)) and _by_position(scheduler, steps)
-
-
-def _is_function(function: object) -> bool:
-    return isinstance(function.func if isinstance(function, functools.partial) else function, FunctionType)
-
-
-def _warm_restarts(scheduler: Any, steps: int) -> bool:
-    if not isinstance(scheduler.T_cur, int) or not isinstance(scheduler.T_i, int):
+    A schedule of another class may compute each rate from the one before, and a callable object may count its calls.
+    """
+    kind = type(scheduler)
+    if kind is lr_scheduler.CosineAnnealingWarmRestarts and scheduler.T_mult == 1:
+        # With longer and longer periods, torch computes the position in a period from logarithms, which round.
+        scheduler.step(scheduler.last_epoch + steps)
+        return True
+    if kind not in _FUNCTIONS_OF or not all(map(_is_plain, _FUNCTIONS_OF[kind](scheduler))):
         return False
-    position, period = scheduler.T_cur + steps - 1, scheduler.T_i
-    if scheduler.T_mult == 1:
-        position %= period
-    while position >= period:
-        position, period = position - period, period * scheduler.T_mult
-    scheduler.T_cur, scheduler.T_i = position, period
     scheduler.last_epoch += steps - 1
     scheduler.step()
+    # Part of the saved state; during the step it tells torch whether to warn that the optimizer has not stepped.
+    scheduler._step_count += steps - 1
     return True
 
 
-# ------------------------------------------------- the rate is what it was, changed step by step
-
-
-def _by_factors(factors: Callable[[Any, int, int], Iterator[float]]) -> Callable[[Any, int], bool]:
-    """A jump that multiplies every rate by the factors of positions `first` to `last`, both included."""
-
-    def jump(scheduler: Any, steps: int) -> bool:
-        met = list(factors(scheduler, scheduler.last_epoch + 1, scheduler.last_epoch + steps))
-        rates = []
-        for group in scheduler.optimizer.param_groups:
-            rate = group["lr"]
-            for factor in met:
-                rate = rate * factor
-            rates.append(rate)
-        return _land(scheduler, steps, rates)
-
-    return jump
-
-
-def _land(scheduler: Any, steps: int, rates: list[float]) -> bool:
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    scheduler.last_epoch += steps
-    scheduler._step_count += steps
-    scheduler._last_lr = rates
-    return True
-
-
-def _step_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    size = scheduler.step_size
-    for _ in range(last // size - (first - 1) // size):
-        yield scheduler.gamma
-
-
-def _milestone_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    milestones = _in_order(scheduler)
-    for milestone in milestones[bisect_left(milestones, first) : bisect_right(milestones, last)]:
-        yield scheduler.gamma ** scheduler.milestones[milestone]
-
-
-# Not stored as an attribute of the scheduler, because all its attributes are saved as state.
-_sorted: WeakKeyDictionary[Any, tuple[Any, list[int]]] = WeakKeyDictionary()
-
-
-def _in_order(scheduler: Any) -> list[int]:
-    """All milestones of a schedule, sorted once; loading a state may replace them."""
-    counted, milestones = _sorted.get(scheduler, (None, []))
-    if counted is not scheduler.milestones or len(counted) != len(milestones):
-        milestones = sorted(scheduler.milestones)
-        _sorted[scheduler] = scheduler.milestones, milestones
-    return milestones
-
-
-def _constant_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    if first <= scheduler.total_iters <= last:
-        yield 1.0 / scheduler.factor
-
-
-def _exponential_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    for _ in range(first, last + 1):
-        yield scheduler.gamma
-
-
-def _linear_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    rise = scheduler.end_factor - scheduler.start_factor
-    for position in range(first, min(last, scheduler.total_iters) + 1):
-        yield 1.0 + rise / (scheduler.total_iters * scheduler.start_factor + (position - 1) * rise)
-
-
-def _polynomial_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    total, power = scheduler.total_iters, scheduler.power
-    for position in range(first, min(last, total) + 1):
-        yield ((1.0 - position / total) / (1.0 - (position - 1) / total)) ** power
-
-
-def _cosine(scheduler: Any, steps: int) -> bool:
-    first, last = scheduler.last_epoch + 1, scheduler.last_epoch + steps
-    period, low, pi, cos = scheduler.T_max, scheduler.eta_min, math.pi, math.cos
-    rates = []
-    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-        rate = group["lr"]
-        before = 1 + cos(pi * (first - 1) / period)
-        for position in range(first, last + 1):
-            now = 1 + cos(pi * position / period)
-            if (position - 1 - period) % (2 * period) == 0:
-                rate = rate + (base - low) * (1 - cos(pi / period)) / 2
-            else:
-                rate = now / before * (rate - low) + low
-            before = now
-        rates.append(rate)
-    return _land(scheduler, steps, rates)
-
-
-_JUMPS: Final[Mapping[type, Callable[[Any, int], bool]]] = {
-    lr_scheduler.LambdaLR: _lambda,
-    lr_scheduler.OneCycleLR: _by_position,
-    lr_scheduler.CyclicLR: _cyclic,
-    lr_scheduler.CosineAnnealingWarmRestarts: _warm_restarts,
-    lr_scheduler.StepLR: _by_factors(_step_factors),
-    lr_scheduler.MultiStepLR: _by_factors(_milestone_factors),
-    lr_scheduler.ConstantLR: _by_factors(_constant_factors),
-    lr_scheduler.ExponentialLR: _by_factors(_exponential_factors),
-    lr_scheduler.LinearLR: _by_factors(_linear_factors),
-    lr_scheduler.PolynomialLR: _by_factors(_polynomial_factors),
-    lr_scheduler.CosineAnnealingLR: _cosine,
-}
+def _is_plain(function: object) -> bool:
+    return isinstance(function.func if isinstance(function, functools.partial) else function, FunctionType)
 
 
 class AcceleratedScheduler:
