@@ -125,4 +125,5 @@ def test_a_launch_in_a_step_of_one_machine(accel, script):
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     body = script("import os; print(os.environ['WORLD_SIZE'])")
     finished = accel("launch", "--num_processes", "2", body, env={**SLURM, **one})
-    assert (finished.stdout, finished.stderr) == ("2\n2\n", "")
+    assert finished.stdout == "2\n2\n"
+    assert finished.stderr == "accel launch: 2 processes, device cpu, backend automatic, precision no.\n"

@@ -18,7 +18,7 @@ from accel_state.settings.schema import settings_of
 from accel_testing.launchers import make_plan
 
 JOB = Script("script", "job.py", ("--lr", "1e-3"))
-ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1"}
+ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1", "ACCELERATE_MIXED_PRECISION": "no"}
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 
 

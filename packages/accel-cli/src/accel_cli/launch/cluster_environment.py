@@ -40,6 +40,9 @@ PLACE_VARIABLES: Final = (
 )
 """Variables with which a launch describes each process's place, except for the address of the store."""
 
+_KEPT: Final = "PYTHONPATH"
+"""A variable to which a launch only adds, so that a launch inside it inherits it."""
+
 _STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE)
 _TORCHRUN_TRACE: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
@@ -47,7 +50,7 @@ _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """Value of `WRITTEN`: the variables that a launch adds or changes, without those that it passes on unchanged."""
-    changed = [name for name, value in environment.items() if environ.get(name) != value]
+    changed = [name for name, value in environment.items() if environ.get(name) != value and name != _KEPT]
     return ",".join(sorted({*changed, *PLACE_VARIABLES, *_STORE_VARIABLES}))
 
 
