@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from accel_cli.commands.launch import launch_request
-from accel_cli.launch.cluster_environment import WRITTEN
 from accel_cli.launch.interface import Script
+from accel_cli.launch.outer_launch import WRITTEN
 from accel_cli.launch.request import request_of
 
 ENVIRONMENT = """

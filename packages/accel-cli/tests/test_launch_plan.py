@@ -6,9 +6,9 @@ import pytest
 
 from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.backends import backend_for
-from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
+from accel_cli.launch.outer_launch import WRITTEN, without_outer
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.launch.check import check_here
-from accel_cli.launch.cluster_environment import PLACE_VARIABLES
 from accel_cli.launch.devices import describe_devices
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.cluster_environment import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.devices import usual_variables, visible
 from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables, launched_classes
+from accel_cli.launch.outer_launch import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.settings import MachineSettings
 from accel_state.devices.specs import SPECS
 from accel_state.errors import NotFound, PluginError

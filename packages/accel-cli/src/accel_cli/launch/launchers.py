@@ -14,11 +14,11 @@ from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.interface import Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
+from accel_state.clusters.slurm import in_batch_script
 from accel_state.errors import PluginError
 from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import settings_of
-from accel_state.topology import in_batch_script
 
 __all__ = (
     "LAUNCHERS",

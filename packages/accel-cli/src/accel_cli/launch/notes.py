@@ -45,7 +45,8 @@ def notes(request: Request) -> Iterator[str]:
     """Notes for the user before the run starts, one sentence each."""
     machines, rank = request.settings["num_machines"].value, request.settings["machine_rank"].value
     if machines > 1 and request.settings["num_machines"].origin.startswith("$"):
-        yield f"this is machine {rank} of {machines} (from {request.cluster.system or 'a variable'})."
+        again = f", restart {request.cluster.restarts}" if request.cluster.restarts else ""
+        yield f"this is machine {rank} of {machines} (from {request.cluster.system or 'a variable'}{again})."
     if request.config is not None and request.by_default:
         yield f"the settings of {request.config.path} are used."
     for effect in request.settings.values():
@@ -99,7 +100,7 @@ def _notes_on_file(config: ConfigFile, request: Request) -> Iterator[str]:
 
 
 def _notes_on_devices(request: Request) -> Iterator[str]:
-    """Notes on devices that are asked for and not there."""
+    """Notes on devices that the launch names and the machine lacks."""
     settings, count = request.settings, _device_count(request)
     processes, machines = settings["num_processes"], settings["num_machines"].value
     if settings["cpu"].value or request.launcher.manifest.elsewhere or count is None:

@@ -11,12 +11,13 @@ from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import Ignored, ResolvedSettings, resolve_settings
 from accel_cli.launch.backends import backend_for
 from accel_cli.launch.check import shown
-from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment, without_outer
 from accel_cli.launch.interface import LauncherManifest, Script
 from accel_cli.launch.kinds import idle_tables, is_shared, kind_of, named_by
 from accel_cli.launch.launchers import Choice, choose_launcher, launcher_options
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
+from accel_cli.launch.outer_launch import without_outer
 from accel_plugins.resolve import BACKENDS
+from accel_state.clusters import Machines, machines_of
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import DEFAULT, Given
 
@@ -196,7 +197,7 @@ class Request(NamedTuple):
     by_default: bool
     backend: str | None
     launcher: Choice
-    cluster: ClusterEnvironment
+    cluster: Machines
     arguments: Namespace
     ignored: tuple[Ignored, ...] = ()
 
@@ -211,7 +212,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     own = without_outer(environ)
     classes = launch_classes()
     config = _config(arguments.config_file, own, classes)
-    cluster = read_cluster_environment(own, os.uname().nodename if hasattr(os, "uname") else "")
+    cluster = machines_of(own)
     flags = flag_values(arguments, classes)
     settings = resolve_settings(classes, flags, own, config.values if config else {}, cluster.values)
     backend, asked = settings["backend"], kind_of(settings)
