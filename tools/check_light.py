@@ -23,6 +23,7 @@ HEAVY = ("numpy", "torch")
 LIGHT = (
     ("accel-state", "accel_state/__init__.py"),
     ("accel-state", "accel_state/choices.py"),
+    ("accel-state", "accel_state/clusters/*.py"),
     ("accel-state", "accel_state/creation.py"),
     ("accel-state", "accel_state/errors.py"),
     ("accel-state", "accel_state/labels.py"),

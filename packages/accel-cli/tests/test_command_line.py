@@ -208,7 +208,7 @@ def test_a_run_whose_launcher_has_closed_streams_reads_and_writes_nothing(tmp_pa
         "print('hello')\n"
         "pathlib.Path(sys.argv[1], f'streams{rank}').write_text(' '.join(streams))\n"
     )
-    words = ["launch", "--cpu", "--num_processes", "2", "--prefix_output" if streams == "1" else "--quiet"]
+    words = ["launch", "--quiet", "--cpu", "--num_processes", "2", *(["--prefix_output"] if streams == "1" else [])]
     words = [sys.executable, "-c", CLOSED, streams, *words, str(job), str(tmp_path), streams]
     done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -35,8 +35,25 @@ def test_nested_tables_are_joined_by_dots_and_keep_their_lines(document):
     )
 
 
-def test_a_key_may_repeat_its_value(document):
-    assert document("a: 1\nb: 2\na: 1\n") == (ConfigEntry("a", "1", 1), ConfigEntry("b", "2", 2))
+def test_the_last_of_two_entries_with_a_key_counts(document):
+    assert document("a: 1\nb: 2\na: 1\n") == (ConfigEntry("b", "2", 2), ConfigEntry("a", "1", 3))
+    assert document("a: 1\nb: 2\na: 3\n") == (ConfigEntry("b", "2", 2), ConfigEntry("a", "3", 3, replaces=1))
+    assert document("t:\n  x: 1\n  x: 2\n") == (ConfigEntry("t.x", "2", 3, replaces=2),)
+    assert document("t:\n  x: 1\nt:\n  y: 2\n") == (ConfigEntry("t.y", "2", 4, replaces=1),)
+
+
+def test_a_table_can_take_over_another_one(document):
+    text = "base: &base\n  x: 1\n  y: 2\nmore:\n  <<: *base\n  y: 3\n"
+    assert {entry.key: entry.value for entry in document(text)} == {
+        "base.x": "1",
+        "base.y": "2",
+        "more.x": "1",
+        "more.y": "3",
+    }
+
+
+def test_a_list_may_hold_lists_and_tables(document):
+    assert document("a: [[1], {b: 2}]\n") == (ConfigEntry("a", [["1"], {"b": "2"}], 1),)
 
 
 def test_lists_of_scalars(document):
@@ -72,17 +89,12 @@ def test_json_text_in_a_yaml_file(document):
         ("a: b: c\n", "run.yaml", "run.yaml:1, column 5"),
         ("- 1\n- 2\n", "run.yaml", "run.yaml:1 is not a `key: value` entry"),
         ("just words\n", "run.yaml", "is not a `key: value` entry"),
-        ("a: 1\nb: 2\na: 3\n", "run.yaml", "Line 3 repeats the key 'a' of line 1"),
-        ("t:\n  x: 1\n  x: 2\n", "run.yaml", "Line 3 repeats the key 't.x' of line 2"),
-        ("a: [[1]]\n", "run.yaml", "run.yaml:1: the list 'a' contains another list or table"),
         ("? [1, 2]\n: 3\n", "run.yaml", "run.yaml:1 has a key that is not a string"),
-        ("a: &x 1\nb: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
-        ("a: &x\n  b: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
+        ("a: &x\n  b: *x\n", "run.yaml", "too many nested levels"),
         ('{"a": 1,}', "run.json", "run.json:1, column "),
         ("a: 1\n", "run.json", "run.json:1, column 1: it is not valid JSON"),
         ("[" * 5000, "run.yaml", "run.yaml"),
-        ("[" * 10000 + "]" * 10000, "run.json", "too many nested levels"),
-        ("\n".join("  " * depth + "a:" for depth in range(20)) + " 1\n", "run.yaml", "too many nested levels"),
+        ("[" * 10000 + "]" * 10000, "run.json", "run.json is not valid JSON"),
     ],
 )
 def test_what_is_not_valid_is_told_with_its_place(document, text, name, said):
@@ -135,15 +147,13 @@ def test_any_table_of_numbers_is_read_with_its_lines(tmp_path_factory, keys, jso
 @pytest.mark.parametrize(
     "text",
     [
-        "a: [" + ",".join("[" * 90 + "]" * 90 for _ in range(1000)) + "]\n",
-        "a: [" + ",".join("[" * 21 + "]" * 21 for _ in range(1000)) + "]\n",
         "a: [" + "1," * 100_000 + "1]\n",
         "".join(f"key_{number}: 'é'\n" for number in range(20_000)),
     ],
-    ids=["nested deeply", "nested", "long list", "many keys"],
+    ids=["long list", "many keys"],
 )
 def test_a_file_that_would_take_seconds_is_refused(document, text):
-    with pytest.raises(SettingError, match=r"limit of 100000 bytes|too many nested levels"):
+    with pytest.raises(SettingError, match="limit of 100000 bytes"):
         document(text)
 
 

@@ -588,3 +588,11 @@ def test_a_machine_that_is_replaced_joins_the_run_again(debian, script, tmp_path
             stdout, stderr = process.communicate(timeout=250)
             assert process.returncode == 0, stderr
             assert "done" in stdout
+
+
+def test_doctor_lists_the_variables_of_another_launch(accel):
+    finished = accel("doctor", env={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"})
+    lines = finished.stdout.splitlines()
+    (found,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["warning", "variables"])
+    assert "A launch has set RANK=1, WORLD_SIZE=2, MASTER_ADDR=192.0.2.1." in lines[found]
+    assert "unset RANK WORLD_SIZE MASTER_ADDR" in lines[found + 1]

@@ -116,7 +116,8 @@ def test_several_devices_where_there_is_one():
 def test_environment_variables_of_each_kind_of_run(flags, file, variables):
     told = plan(file=file, num_processes=2, **flags).environment
     names = ("ACCELERATE_", "PARALLELISM_")
-    assert {name: value for name, value in told.items() if name.startswith(names)} == variables
+    expected = {"ACCELERATE_MIXED_PRECISION": "no", **variables}
+    assert {name: value for name, value in told.items() if name.startswith(names)} == expected
 
 
 def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):

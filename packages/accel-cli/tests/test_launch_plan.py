@@ -6,9 +6,9 @@ import pytest
 
 from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.backends import backend_for
-from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
+from accel_cli.launch.outer_launch import WRITTEN, without_outer
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError
@@ -18,7 +18,7 @@ from accel_state.settings.schema import settings_of
 from accel_testing.launchers import make_plan
 
 JOB = Script("script", "job.py", ("--lr", "1e-3"))
-ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1"}
+ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1", "ACCELERATE_MIXED_PRECISION": "no"}
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 
 

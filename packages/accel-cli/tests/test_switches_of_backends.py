@@ -35,7 +35,8 @@ def test_it_is_an_option_that_chooses_the_backend_and_reaches_the_process(accel,
     assert "--use_rocket" in accel("launch", "--help-all", env=rocket).stdout
     body = script("import os; print(os.environ.get('ACCEL_BACKEND'), os.environ.get('USE_ROCKET'))")
     done = accel("launch", "--use_rocket", "--rockets", "3", body, env=rocket)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "rocket true\n", "")
+    assert (done.returncode, done.stdout) == (0, "rocket true\n"), done.stderr
+    assert done.stderr == "accel launch: 1 process, device cpu, backend rocket, precision no.\n"
 
 
 def test_options_of_the_backend_without_its_switch_are_pointed_out(accel, script, rocket):

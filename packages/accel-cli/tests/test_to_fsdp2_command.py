@@ -154,7 +154,7 @@ def test_no_file_is_overwritten_without_being_told_to(
     assert old.read_text(encoding="utf-8") == OLD
 
 
-@pytest.mark.parametrize("text", ["fsdp_config: [", "- a\n", "a: 1\na: 2\n"])
+@pytest.mark.parametrize("text", ["fsdp_config: [", "- a\n"])
 def test_a_broken_or_missing_file_is_refused(accel: Accel, tmp_path: Path, text: str) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text(text, encoding="utf-8")

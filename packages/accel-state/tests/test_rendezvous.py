@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -112,6 +113,19 @@ def test_a_port_in_use_by_another_program_is_reported(told: Told) -> None:
     first, second = told["taken"][1].result()
     assert "the port is in use" in first
     assert second.startswith("CollectiveError")
+
+
+def test_a_process_that_waits_says_for_whom_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("accel_state.transport.rendezvous._NOTICE_AFTER", timedelta(milliseconds=1))
+    with held_port(listening=False) as port:
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CollectiveError):
+            init_transport(read_topology(), CPU(), torch.device("cpu"), timeout=timedelta(seconds=0.2))
+    variables = f"torchrun: RANK=1, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    assert f"Rank 1 of 2 still waits for rank 0 at tcp://127.0.0.1:{port} ({variables})." in caplog.text
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])

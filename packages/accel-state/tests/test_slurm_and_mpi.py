@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from accel_state.clusters.slurm import first_host, tasks_of_node
 from accel_state.errors import SettingError
-from accel_state.topology import Topology, first_host, read_topology, tasks_of_node
+from accel_state.topology import Topology, read_topology
 
 STEP = {
     "SLURM_JOB_ID": "123456",

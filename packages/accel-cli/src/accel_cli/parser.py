@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from accel_cli.terminal import width
 from accel_state.errors import SettingError
 
 __all__ = ("Parser",)
+
+
+_OF_TORCHRUN: Final = ("__nproc_per_node",)
+"""Options of torchrun that count the processes of one machine, with underscores."""
 
 
 class Parser(ArgumentParser):
@@ -79,6 +83,8 @@ class Parser(ArgumentParser):
         command = f"`{self.prog} {'--help-all' if '--help-all' in known else '--help'}`"
         for word in message.split():
             flag = word.partition("=")[0]
+            if flag.replace("-", "_") in _OF_TORCHRUN and "--num_processes" in known:
+                return f"Use --num_processes, the number of processes over all machines. {command} lists all options."
             package = package_of(flag) if flag.startswith("--") and flag not in known else None
             if package is not None:
                 return install_remedy(package)

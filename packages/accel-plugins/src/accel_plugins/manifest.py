@@ -188,6 +188,8 @@ class Manifest:
         switch: the setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share
             it. Its environment variable passes it to the processes. At most one such setting may be on.
         parameter: the argument of the Accelerator that accepts its settings, such as "fsdp_plugin".
+        imports_from_folder: whether the engine's own launcher lets scripts import modules from the working directory,
+            so that a launch with this backend does too.
         memory_plans: a `MemoryPlans` class as "module:class", with which `accel estimate-memory --training` estimates
             the backend's memory; empty if it is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` describes
             data parallelism.
@@ -215,6 +217,7 @@ class Manifest:
     families: frozenset[str] = frozenset()
     switch: Setting | None = None
     parameter: str = ""
+    imports_from_folder: bool = False
     memory_plans: str = ""
     priority: int = 0
     tier: int | None = None

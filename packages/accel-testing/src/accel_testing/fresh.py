@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accel_state import current
+from accel_state.clusters import cluster_environments
 from accel_state.devices.select import families
-from accel_state.topology import SCHEMES
 
 __all__ = ("LAUNCH_VARIABLES", "fresh")
 
@@ -23,13 +23,13 @@ LAUNCH_VARIABLES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "FORK_LAUNCHED"}
     | {
         name
-        for scheme in SCHEMES
+        for cluster in cluster_environments({})
         for names in (
-            scheme.rank,
-            scheme.world_size,
-            scheme.local_rank,
-            scheme.local_world_size,
-            scheme.node_rank,
+            cluster.rank_names,
+            cluster.world_size_names,
+            cluster.local_rank_names,
+            cluster.local_world_size_names,
+            cluster.node_rank_names,
         )
         for name in names
     }

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_cli.command import spelled
-from accel_cli.config.file import is_known, read_tables, with_prefix
+from accel_cli.config.file import ConfigEntry, modern, read_tables
 from accel_cli.config.write import write_config
 from accel_state.errors import AlreadyExists, NotFound, SettingError
+from accel_state.settings.schema import settings_of
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
@@ -48,9 +49,12 @@ class Converter(Protocol):
 
 
 def current_key(key: str) -> str:
-    """A key of a table with its prefix; an unknown key is returned unchanged."""
-    found = with_prefix(key)
-    return found if is_known(found) else key
+    """The current spelling of a key; an unknown key is returned unchanged."""
+    from accel_cli.launch.options import launch_classes
+
+    current = modern(ConfigEntry(key, None, 0)).key
+    known = {setting.key for settings_class in launch_classes() for setting in settings_of(settings_class).values()}
+    return current if current in known else key
 
 
 class Convert:

@@ -147,7 +147,7 @@ def choices(request: Request) -> list[str]:
 
 
 def _print_notes(request: Request) -> None:
-    from accel_cli.launch.request import notes
+    from accel_cli.launch.notes import notes
 
     for note in notes(request):
         print(printable(f"Note: {note}", keep="\n\t"))

@@ -51,7 +51,7 @@ class Launch:
         """The request, the plan and the launcher of a launch."""
         from accel_cli.launch.check import check_axes, check_elastic, check_here, check_launch, check_launchers
         from accel_cli.launch.launchers import load_launcher
-        from accel_cli.launch.request import notes, read_request, script_of
+        from accel_cli.launch.request import read_request, script_of
 
         script = script_of(arguments)
         request = read_request(arguments, os.environ)
@@ -71,9 +71,10 @@ class Launch:
         if plan.world_size is not None:
             check_axes(settings, plan.world_size)
         if not arguments.quiet:
+            from accel_cli.launch.notes import first_line, notes
             from accel_state.untrusted import printable
 
-            for note in (*notes(request), *_lost_place(plan, request.environ)):
+            for note in (first_line(request, plan), *notes(request), *_lost_place(plan, request.environ)):
                 print(printable(f"accel launch: {note}", keep="\n\t"), file=sys.stderr, flush=True)
         return launcher, plan
 
@@ -106,10 +107,10 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _lost_place(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
-    size = environ.get("WORLD_SIZE", "")
-    if not plan.removed or size in ("", "1") or size == str(plan.processes):
+    foreign = [f"${name}={environ[name]}" for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
+    if not plan.removed or environ.get("WORLD_SIZE", "1") == "1":
         return []
-    return [f"$WORLD_SIZE={size} is ignored: this launch is a separate run with {plan.processes} process(es)."]
+    return [f"{' and '.join(foreign)} {'is' if len(foreign) == 1 else 'are'} ignored: this launch is a run of its own."]
 
 
 def _become(plan: LaunchPlan) -> int:

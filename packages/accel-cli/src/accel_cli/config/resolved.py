@@ -10,6 +10,7 @@ from accel_state.settings.schema import JSON, Setting, ValueType, settings_of
 
 __all__ = (
     "REPEATED",
+    "Ignored",
     "ResolvedSetting",
     "ResolvedSettings",
     "label",
@@ -69,6 +70,20 @@ class ResolvedSetting(NamedTuple):
         return self.candidates[1:-1]
 
 
+class Ignored(NamedTuple):
+    """A given value that is not used.
+
+    Args:
+        name: label of its setting.
+        given: the value.
+        reason: why it is not used, as the end of a sentence.
+    """
+
+    name: str
+    given: Given
+    reason: str
+
+
 class ResolvedSettings(Mapping[str, ResolvedSetting]):
     """The values of every setting of some classes, by label; if two settings share a label, the first is shown."""
 
@@ -91,6 +106,28 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
     def instance(self, settings_class: type[S]) -> S:
         """An instance of one of the classes, with the effective values."""
         return settings_class(**{name: effect.value for name, effect in self._by_class[settings_class].items()})
+
+    def without(self, ignored: Iterable[Ignored]) -> ResolvedSettings:
+        """The settings without some of the given values."""
+        dropped = {(one.name, one.given.origin) for one in ignored}
+
+        def rest(effect: ResolvedSetting) -> ResolvedSetting:
+            name = label(effect.setting)
+            kept = tuple(given for given in effect.candidates if (name, given.origin) not in dropped)
+            return effect._replace(candidates=kept)
+
+        by_class = {
+            one: {name: rest(effect) for name, effect in effects.items()} for one, effects in self._by_class.items()
+        }
+        return ResolvedSettings(by_class)
+
+    def launched(self, settings_class: type) -> dict[str, str]:
+        """Variables of a class that a launch sets for other libraries although no value is given."""
+        return {
+            effect.setting.variable: effect.setting.launched
+            for effect in self._by_class[settings_class].values()
+            if not effect.given and effect.setting.variable is not None and effect.setting.launched is not None
+        }
 
     def variables(self, settings_class: type) -> dict[str, str]:
         """Variables that pass the given values of a class to the processes; defaults are not passed on."""

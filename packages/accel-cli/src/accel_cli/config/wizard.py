@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from accel_cli.config.file import says_nothing
+from accel_cli.config.file import is_default
 from accel_cli.config.resolved import label
 from accel_state.errors import SettingError
 from accel_state.settings.installed import importable
@@ -190,7 +190,7 @@ def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any
             if known.question is None or known.key is None or (relevant is not None and not relevant(answers)):
                 continue
             value = answers[name] = _ask(prompter, known, _SUGGESTIONS.get(name))
-            if value is not None and not says_nothing(known.key, value):
+            if value is not None and not is_default(known.key, value):
                 keys[known.key] = value
     return keys
 

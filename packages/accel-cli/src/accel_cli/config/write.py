@@ -92,7 +92,10 @@ def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
         SettingError: the file is not valid.
     """
     classes = tuple(classes)
-    given = read_config(path, classes).values
+    config = read_config(path, classes)
+    for error in config.refused.values():
+        raise error
+    given = config.values
     settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
     values = {str(known.key): given[label(known)].value for known in settings if label(known) in given}
     owned = {known.key for known in settings}

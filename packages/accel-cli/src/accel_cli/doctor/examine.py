@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import describe_devices
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.request import Request, script_of
 from accel_cli.terminal import coloured
@@ -207,6 +208,20 @@ def _port(request: Request) -> Iterator[Finding]:
         yield Finding("port", ERROR, error.obstacle, error.remedy)
 
 
+def _variables(request: Request) -> Iterator[Finding]:
+    """Variables with which a launcher describes a process: outside of a launch, they are left over from another one."""
+    names = [name for name in (*PLACE_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if os.environ.get(name)]
+    if not names:
+        yield Finding("variables", OK, "none of another launch")
+        return
+    told = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    if request.cluster.system:
+        yield Finding("variables", OK, f"{told} ({request.cluster.system})")
+        return
+    remedy = f"Unless this is a process of that launch: unset {' '.join(names)}."
+    yield Finding("variables", WARNING, f"A launch has set {told}.", remedy)
+
+
 def _name(request: Request) -> Iterator[Finding]:
     name = socket.gethostname()
     try:
@@ -261,6 +276,7 @@ EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
     examine_launch,
     _config,
     _port,
+    _variables,
     _name,
     _shared_memory,
     _open_files,

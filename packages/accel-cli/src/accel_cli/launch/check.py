@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
-from accel_cli.launch.cluster_environment import ClusterEnvironment
 from accel_cli.launch.kinds import check_kind, check_requirements, given_sizes
 from accel_cli.launch.settings import TorchrunSettings, fewest_machines
+from accel_state.clusters import Machines
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of
@@ -190,15 +190,15 @@ def _check_launcher(resolved: ResolvedSettings) -> None:
         raise contradiction(prefix, other, obstacle)
 
 
-def check_launchers(cluster: ClusterEnvironment, processes: int) -> None:
+def check_launchers(machines: Machines, processes: int) -> None:
     """Check that several launchers on one machine do not start several processes each.
 
     Raises:
         Conflict: a batch system started this launcher more than once here.
     """
-    if cluster.launchers > 1 and processes > 1:
+    if machines.launchers > 1 and processes > 1:
         raise Conflict(
             f"Cannot start {processes} processes from each launcher.",
-            f"{cluster.system} started {cluster.launchers} launchers on this machine.",
+            f"{machines.system} started {machines.launchers} launchers on this machine.",
             "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process from each launcher.",
         )

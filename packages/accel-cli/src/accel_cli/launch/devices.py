@@ -15,22 +15,26 @@ from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError
 from accel_state.plugins import plugins_of
 
-__all__ = ("best_devices", "count_devices", "describe_devices", "usual_variables", "visible")
+__all__ = ("best_devices", "count_device_files", "count_devices", "describe_devices", "usual_variables", "visible")
 
-_DEVICE_FILES: Final = (
-    "/dev/nvidia[0-9]*",
-    "/dev/dxg",
-    "/dev/kfd",
-    "/dev/dri/renderD*",
-    "/dev/davinci[0-9]*",
-    "/dev/accel*",
-    "/dev/cambricon*",
-    "/dev/mtgpu*",
-    "/dev/neuron[0-9]*",
-    "/dev/sdaa*",
-    "/dev/tcaicard*",
-    "/dev/vfio/[0-9]*",
+_DEVICE_FOLDER: Final = "/dev"
+_GPU_FILES: Final = "nvidia[0-9]*"
+"""One file for each GPU of NVIDIA."""
+
+_OTHER_FILES: Final = (
+    "dxg",
+    "kfd",
+    "dri/renderD*",
+    "davinci[0-9]*",
+    "accel*",
+    "cambricon*",
+    "mtgpu*",
+    "neuron[0-9]*",
+    "sdaa*",
+    "tcaicard*",
+    "vfio/[0-9]*",
 )
+"""Files of other drivers, from which the number of devices is not known."""
 
 _PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
 
@@ -44,7 +48,7 @@ def count_devices() -> int:
     Raises:
         LaunchError: the query of torch failed.
     """
-    return max(int(best_devices()["count"]), 1) if _may_have_devices() else 1
+    return 1 if count_device_files({}) == 0 else max(int(best_devices()["count"]), 1)
 
 
 def best_devices() -> dict[str, Any]:
@@ -122,11 +126,24 @@ def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
     return found
 
 
-def _may_have_devices() -> bool:
-    if any(not family.is_own for family in plugins_of("accel.devices")):
-        return True
-    if not sys.platform.startswith("linux"):
-        return True
+def count_device_files(environ: Mapping[str, str], device_ids: str = "all") -> int | None:
+    """Number of accelerators that processes see, by their device files: 0 without any, None if only torch knows it.
+
+    Args:
+        environ: variables that may hide devices.
+        device_ids: numbers of the devices to use, separated by commas, or "all".
+    """
+    if not sys.platform.startswith("linux") or any(not family.is_own for family in plugins_of("accel.devices")):
+        return None
     import glob
 
-    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+    def files(pattern: str) -> list[str]:
+        return glob.glob(os.path.join(_DEVICE_FOLDER, pattern))
+
+    count = len(files(_GPU_FILES))
+    if not count:
+        return None if any(map(files, _OTHER_FILES)) else 0
+    chosen = (
+        environ.get(str(SPECS["cuda"].visible_variable), "all") if device_ids.strip().lower() == "all" else device_ids
+    )
+    return count if chosen == "all" else len([one for one in chosen.split(",") if one.strip()])

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.cluster_environment import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.devices import usual_variables, visible
-from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables
+from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables, launched_classes
+from accel_cli.launch.outer_launch import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.settings import MachineSettings
 from accel_state.devices.specs import SPECS
 from accel_state.errors import NotFound, PluginError
@@ -44,6 +44,8 @@ RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner
 _USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_MODULE_PATH: Final = "PYTHONPATH"
 
 CalledFor = Callable[[ResolvedSettings, Mapping[str, str]], "str | None"]
 """Reads the settings and the variables of a launch, and returns the reason to use a launcher, such as "num_machines=2
@@ -77,6 +79,8 @@ class LauncherManifest:
         requires: packages that must be installed.
         programs: programs that must be on the path.
         elsewhere: whether the processes run in another installation of Python, so that this one is not checked.
+        one_machine: whether all processes of a run with num_machines=1 are on this machine. They then meet here, and
+            the address of another machine is not used.
         elastic: whether the launcher supports a range of machines, such as `--nnodes 1:4`.
 
     Raises:
@@ -92,6 +96,7 @@ class LauncherManifest:
     requires: tuple[Requirement, ...] = ()
     programs: tuple[Program, ...] = ()
     elsewhere: bool = False
+    one_machine: bool = False
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -184,6 +189,10 @@ class LaunchRequest(NamedTuple):
         if self.backend is not None and not self.settings["backend"].given:
             environment[str(self.settings["backend"].setting.variable)] = self.backend
         environment.update(self._of_machine(environment, processes))
+        found = kind_of(self.settings)
+        if found is not None and found[0].imports_from_folder:
+            paths = self.machine.environ.get(_MODULE_PATH, "")
+            environment[_MODULE_PATH] = os.pathsep.join(filter(None, (paths, os.getcwd())))
         environment.update(more)
         origins = self._origins(environment)
         if origins:
@@ -226,6 +235,8 @@ def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) ->
     """Variables that pass the settings to the processes, on any machine."""
     environment: dict[str, str] = {}
     for settings_class in carried:
+        if settings_class in launched_classes(settings):
+            environment.update(settings.launched(settings_class))
         environment.update(settings.variables(settings_class))
     return {**environment, **kind_variables(settings)}
 

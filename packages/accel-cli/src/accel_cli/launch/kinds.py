@@ -17,6 +17,7 @@ from accel_plugins.resolve import BACKENDS
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
+from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_of
 
 __all__ = (
@@ -27,9 +28,12 @@ __all__ = (
     "check_requirements",
     "given_sizes",
     "idle",
+    "idle_tables",
+    "is_shared",
     "kind_of",
     "kind_origins",
     "kind_variables",
+    "launched_classes",
     "named_by",
 )
 
@@ -70,18 +74,22 @@ class Kind(NamedTuple):
         switch: the setting of `KindSettings` that selects it, or empty.
         alone: whether the default number of processes is one.
         by_device: whether the devices imply it, so that it needs no backend.
+        on_cpu: whether it is a run on the CPU.
         on_devices: whether it contradicts a run on the CPU.
         variables: variables that pass it to the processes.
         backends: names of the backends that the switch selects.
+        imports_from_folder: whether scripts may import modules from the working directory.
     """
 
     label: str
     switch: str = ""
     alone: bool = False
     by_device: bool = False
+    on_cpu: bool = False
     on_devices: bool = False
     variables: Mapping[str, str] = _NONE
     backends: frozenset[str] = frozenset()
+    imports_from_folder: bool = False
 
 
 def _of_backends(switch: str, users: Sequence[Any]) -> Kind:
@@ -90,7 +98,14 @@ def _of_backends(switch: str, users: Sequence[Any]) -> Kind:
     names = frozenset(manifest.name for manifest in users)
     families = users[0].families
     on_devices = bool(families) and "cpu" not in families
-    return Kind(label_of(users[0]) or users[0].name, switch, on_devices=on_devices, variables=variables, backends=names)
+    return Kind(
+        label_of(users[0]) or users[0].name,
+        switch,
+        on_devices=on_devices,
+        variables=variables,
+        backends=names,
+        imports_from_folder=any(manifest.imports_from_folder for manifest in users),
+    )
 
 
 _OF_DEVICES: Final = (
@@ -108,7 +123,7 @@ _OF_SAGEMAKER: Final = (SageMakerDistributedType.DATA_PARALLEL, SageMakerDistrib
 
 _KINDS: Final = (
     Kind(DistributedType.NO.value, alone=True, by_device=True),
-    Kind(DistributedType.MULTI_CPU.value, by_device=True),
+    Kind(DistributedType.MULTI_CPU.value, by_device=True, on_cpu=True),
     Kind(DistributedType.MULTI_GPU.value, "multi_gpu", by_device=True, on_devices=True),
     *(Kind(label.value, by_device=True, on_devices=True) for label in _OF_DEVICES),
     *(_of_backends(name, users) for name, users in switches().items()),
@@ -179,6 +194,15 @@ def kind_variables(resolved: ResolvedSettings) -> dict[str, str]:
     return variables
 
 
+def launched_classes(resolved: ResolvedSettings) -> tuple[type, ...]:
+    """Settings classes with variables that other libraries read in a run of this kind."""
+    found = kind_of(resolved)
+    if found is None or given_sizes(resolved):
+        # Axes select the version of an engine.
+        return (RunSettings,)
+    return (RunSettings, *(one.settings for one in backends() if one.settings and one.name in found[0].backends))
+
+
 def kind_origins(resolved: ResolvedSettings) -> dict[str, str]:
     """The setting that the user gave, for each of `kind_variables`."""
     found, sizes = kind_of(resolved), given_sizes(resolved)
@@ -193,23 +217,31 @@ def given_sizes(resolved: ResolvedSettings) -> list[ResolvedSetting]:
     return [effect for name, effect in resolved.items() if name.startswith(_MESH) and effect.given]
 
 
-def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str]]:
-    """Options of engines that are not in use: label, setting, and what would use it."""
+def idle_tables(resolved: ResolvedSettings) -> dict[str, str]:
+    """For each table of settings that this run does not read: the option with which a run would read it."""
     found = kind_of(resolved)
-    tables = _tables()
     chosen = {found[0].switch if found is not None else ""}
     chosen |= {name for name, users in switches().items() if resolved["backend"].value in {one.name for one in users}}
     if given_sizes(resolved):
         chosen.add(_chosen_by_axes())
+    idle = {table: f"--{switch}" for table, switch in _tables().items() if switch not in chosen}
+    if resolved["mixed_precision"].value != _EIGHT_BITS[1]:
+        idle[_EIGHT_BITS[0]] = f"--mixed_precision {_EIGHT_BITS[1]}"
+    return idle
+
+
+def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str]]:
+    """Options of engines that are not in use: label, setting, and what would use it."""
+    tables = idle_tables(resolved)
     for name, effect in resolved.items():
         table = name.partition(".")[0]
-        if not effect.given or effect.setting.variable in _SHARED:
-            continue
-        if table in tables:
-            if tables[table] not in chosen:
-                yield name, effect, f"--{tables[table]}"
-        elif table == _EIGHT_BITS[0] and resolved["mixed_precision"].value != _EIGHT_BITS[1]:
-            yield name, effect, f"--mixed_precision {_EIGHT_BITS[1]}"
+        if effect.given and table in tables and not is_shared(effect):
+            yield name, effect, tables[table]
+
+
+def is_shared(effect: ResolvedSetting) -> bool:
+    """Whether a setting of an engine passes its value on in a variable that runs without the engine read too."""
+    return effect.setting.variable in _SHARED
 
 
 def _tables() -> dict[str, str]:

@@ -14,11 +14,11 @@ from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.interface import Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
+from accel_state.clusters.slurm import in_batch_script
 from accel_state.errors import PluginError
 from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import settings_of
-from accel_state.topology import in_batch_script
 
 __all__ = (
     "LAUNCHERS",
@@ -33,6 +33,7 @@ __all__ = (
     "find_launcher",
     "idle_settings",
     "launcher_names",
+    "launcher_options",
     "launcher_settings",
     "launchers",
     "load_launcher",
@@ -75,6 +76,7 @@ LOCAL: Final = LauncherManifest(
     "accel_cli.launch.local:Local",
     "start and supervise the processes on this machine",
     called_for=_this_machine,
+    one_machine=True,
 )
 TORCHRUN: Final = LauncherManifest(
     "torchrun",
@@ -82,6 +84,7 @@ TORCHRUN: Final = LauncherManifest(
     "start the processes through torch.distributed.run, on one or several machines",
     called_for=_by_torchrun,
     priority=10,
+    one_machine=True,
 )
 SLURM: Final = LauncherManifest(
     "slurm",
@@ -214,6 +217,16 @@ def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[
             if setting.given and known.variable is None and setting.origin.startswith("--"):
                 idle.append((label(known), setting, launcher.name))
     return idle
+
+
+def launcher_options(chosen: LauncherManifest) -> dict[str, str]:
+    """For each setting of the launchers that are not in use: the option that would use it."""
+    return {
+        label(known): f"--launcher {launcher.name}"
+        for launcher in launchers()
+        if launcher.settings is not None and launcher.name != chosen.name
+        for known in settings_of(launcher.settings).values()
+    }
 
 
 class PlanningLauncher:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from accel_cli import launch
 from accel_cli.launch.backends import backends
-from accel_cli.launch.cluster_environment import PLACE_VARIABLES
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_plugins.manifest import Manifest
 from accel_state.plugins import LoadedPlugin
 

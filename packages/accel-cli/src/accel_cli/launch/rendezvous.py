@@ -306,5 +306,5 @@ def _address_towards(host: str) -> str | None:
 def _resolved(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:
     try:
         return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # type: ignore[return-value]
-    except OSError:
+    except (OSError, UnicodeError):
         return []

@@ -1,4 +1,4 @@
-"""Reads the script and the settings of a launch from a command line, with notes for the user."""
+"""Reads the script and the settings of a launch from a command line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.file import ConfigFile, default_path, read_config
-from accel_cli.config.resolved import ResolvedSettings, resolve_settings
-from accel_cli.launch.backends import backend_for, backends
-from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment, without_outer
-from accel_cli.launch.interface import Script
-from accel_cli.launch.kinds import idle, kind_of, named_by
-from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
+from accel_cli.config.resolved import Ignored, ResolvedSettings, resolve_settings
+from accel_cli.launch.backends import backend_for
+from accel_cli.launch.check import shown
+from accel_cli.launch.interface import LauncherManifest, Script
+from accel_cli.launch.kinds import idle_tables, is_shared, kind_of, named_by
+from accel_cli.launch.launchers import Choice, choose_launcher, launcher_options
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
+from accel_cli.launch.outer_launch import without_outer
 from accel_plugins.resolve import BACKENDS
-from accel_plugins.separate import package_of
+from accel_state.clusters import Machines, machines_of
 from accel_state.errors import Conflict, SettingError
+from accel_state.settings.environ import DEFAULT, Given
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -27,7 +29,8 @@ __all__ = (
     "Request",
     "find_script",
     "how_to_run",
-    "notes",
+    "idle_options",
+    "of_file",
     "read_request",
     "request_of",
     "script_of",
@@ -185,6 +188,7 @@ class Request(NamedTuple):
         launcher: the launcher, and the reason for its selection.
         cluster: a batch system's description of the machines.
         arguments: the parsed command line.
+        ignored: values that were given and are not used.
     """
 
     settings: ResolvedSettings
@@ -193,8 +197,9 @@ class Request(NamedTuple):
     by_default: bool
     backend: str | None
     launcher: Choice
-    cluster: ClusterEnvironment
+    cluster: Machines
     arguments: Namespace
+    ignored: tuple[Ignored, ...] = ()
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
@@ -207,7 +212,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     own = without_outer(environ)
     classes = launch_classes()
     config = _config(arguments.config_file, own, classes)
-    cluster = read_cluster_environment(own, os.uname().nodename if hasattr(os, "uname") else "")
+    cluster = machines_of(own)
     flags = flag_values(arguments, classes)
     settings = resolve_settings(classes, flags, own, config.values if config else {}, cluster.values)
     backend, asked = settings["backend"], kind_of(settings)
@@ -218,7 +223,11 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     # In an allocation, the drop-in behaves like the original: it starts processes on this machine.
     allocation = own if getattr(arguments, "prog", "") == _PROG else {}
     launcher = choose_launcher(settings, allocation)
-    return Request(settings, own, config, arguments.config_file is None, implied, launcher, cluster, arguments)
+    if config is not None:
+        _check_refused(config, settings, launcher.manifest)
+    ignored = tuple(_not_meant(settings, launcher.manifest))
+    settings = settings.without(ignored)
+    return Request(settings, own, config, arguments.config_file is None, implied, launcher, cluster, arguments, ignored)
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
@@ -241,34 +250,65 @@ def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: st
     return read_request(parsed, environ)
 
 
+def _check_refused(config: ConfigFile, settings: ResolvedSettings, launcher: LauncherManifest) -> None:
+    """Check that this run reads no setting whose value in the config file cannot be parsed.
+
+    Raises:
+        SettingError: it reads one.
+    """
+    idle = idle_options(settings, launcher)
+    for name, error in config.refused.items():
+        if name not in idle and not settings[name].given:
+            raise error
+
+
+def idle_options(settings: ResolvedSettings, launcher: LauncherManifest) -> dict[str, str]:
+    """For each setting that this run does not read: the option with which a run would read it."""
+    tables = idle_tables(settings)
+    of_engines = {name: tables[table] for name in settings if (table := name.partition(".")[0]) in tables}
+    return {**launcher_options(launcher), **of_engines}
+
+
+def _not_meant(settings: ResolvedSettings, launcher: LauncherManifest) -> Iterator[Ignored]:
+    """Values that cannot be meant for this run, such as those in a file that was written for another one."""
+    machines, kind = settings["num_machines"], kind_of(settings)
+    processes = settings["num_processes"]
+    alone = kind is not None and kind[0].alone and machines.value == 1
+    if kind is not None and alone and of_file(processes.candidates[0]) and processes.value > 1:
+        yield Ignored("num_processes", processes.candidates[0], f"{shown(kind[1])} is one process")
+    tables = idle_tables(settings)
+    for name, effect in settings.items():
+        user = tables.get(name.partition(".")[0]) if is_shared(effect) else None
+        if user is not None and effect.given and of_file(effect.candidates[0]):
+            yield Ignored(name, effect.candidates[0], f"it needs {user}")
+    if machines.value == 1 and launcher.one_machine:
+        yield from _addresses_of_others(settings)
+
+
+def _addresses_of_others(settings: ResolvedSettings) -> Iterator[Ignored]:
+    """Addresses at which the processes of one machine cannot meet, and the ports that belong to them."""
+    from accel_cli.launch.rendezvous import is_own_address
+
+    address, port = settings["main_process_ip"], settings["main_process_port"]
+    alone = "the run is on this machine alone"
+    for given in address.candidates[:-1]:
+        if is_own_address(given.value):
+            continue
+        yield Ignored("main_process_ip", given, f"{alone}, and this is not its address")
+        if given.origin == f"${address.setting.variable}":
+            others = (one for one in port.candidates if one.origin == f"${port.setting.variable}")
+            yield from (
+                Ignored("main_process_port", one, f"{alone}, and {given.origin} is of another run") for one in others
+            )
+
+
+def of_file(given: Given) -> bool:
+    """Whether a config file gave a value."""
+    return given.origin != DEFAULT and not given.origin.startswith(("--", "$"))
+
+
 def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, ...]) -> ConfigFile | None:
     if given is not None:
         return read_config(given, classes)
     usual = default_path(environ)
     return read_config(usual, classes) if os.path.isfile(usual) else None
-
-
-def notes(request: Request) -> Iterator[str]:
-    """Notes for the user before the run starts, one sentence each."""
-    machines, rank = request.settings["num_machines"].value, request.settings["machine_rank"].value
-    if machines > 1 and request.settings["num_machines"].origin.startswith("$"):
-        yield f"this is machine {rank} of {machines} (from {request.cluster.system or 'a variable'})."
-    if request.config is not None and request.by_default:
-        yield f"the settings of {request.config.path} are used."
-    for effect in request.settings.values():
-        for given in effect.overridden:
-            if effect.origin.startswith("$") and given.value != effect.value:
-                used, name = effect.setting.type.format(effect.value), effect.setting.name
-                yield f"{effect.origin}={used} overrides {name}={given.value} ({given.origin})."
-    for name, effect, user in idle(request.settings):
-        value = effect.setting.type.format(effect.value)
-        yield f"{name}={value} ({effect.origin}) has no effect without {user}."
-    for name, effect, launcher in idle_settings(request.settings, request.launcher.manifest):
-        value = effect.setting.type.format(effect.value)
-        yield f"{name}={value} ({effect.origin}) has no effect without --launcher {launcher}."
-    for entry in request.config.unread if request.config is not None else ():
-        where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
-        package = package_of(entry.key)
-        reader = "no installed package reads it" if package is None else f"{package}, which reads it, is not installed"
-        yield f"{entry.key}={entry.value} ({where}) has no effect: {reader}."
-    yield from (installed.warning for installed in backends() if installed.failure)

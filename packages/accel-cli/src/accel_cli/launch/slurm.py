@@ -27,10 +27,10 @@ from accel_cli.launch.local import ENDING, Inbox, Local
 from accel_cli.launch.report import shell_code
 from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.torchrun import Torchrun
+from accel_state.clusters.slurm import in_batch_script
 from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, new_secret
-from accel_state.topology import in_batch_script
 from accel_state.untrusted import printable
 
 __all__ = ("TASK", "Slurm", "SlurmStep", "Submission", "batch_script", "step_argv")

@@ -40,6 +40,7 @@ MANIFEST: Final = Manifest(
         help="Train with DeepSpeed.",
     ),
     parameter="deepspeed_plugin",
+    imports_from_folder=True,
     # Lower than backends that shard parameters with torch: mesh axes must not select an engine.
     priority=45,
     tier=1,

@@ -306,6 +306,20 @@ def _named(*names: str, numbered: int = 0) -> Any:
     return choice(*names, fold=str.upper, numbered=numbered)
 
 
+def _parse_resharding(text: str) -> bool | str:
+    strategy = text.strip().upper()
+    return strategy if strategy in SHARDING_STRATEGIES else bool(BOOLEAN.parse(text))
+
+
+_RESHARDING: Final = BOOLEAN._replace(
+    name="true, false or, with version 1, a sharding strategy",
+    parse=_parse_resharding,
+    format=lambda value: value if isinstance(value, str) else BOOLEAN.format(value),
+    metavar="{true,false}",
+)
+"""Config files of Accelerate for version 1 have the strategy under the key of version 2."""
+
+
 _fsdp: Final = partial(
     setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}", group=_GROUP
 )
@@ -369,13 +383,14 @@ class FullyShardedDataParallelPlugin:
         key="fsdp_config.{name}",
         question="Which version of FSDP do you want to use?",
         help="Version of FSDP.",
+        launched="1",
     )
     sharding_strategy: Any = _fsdp(
         type=_named(*SHARDING_STRATEGIES, numbered=5),
         help="Sharding strategy of FSDP version 1.",
     )
     reshard_after_forward: Any = _fsdp(
-        type=BOOLEAN,
+        type=_RESHARDING,
         help="Free gathered parameters after forward (default of version 2).",
     )
     backward_prefetch: Any = _fsdp(
@@ -394,6 +409,7 @@ class FullyShardedDataParallelPlugin:
         flag="--fsdp_offload_params",
         key="fsdp_config.fsdp_offload_params",
         help="Offload parameters to the CPU.",
+        launched="false",
     )
     ignored_modules: Iterable[Any] | str | None = _fsdp(
         flag=None, key=None, help="Regular expression for names of modules that are not sharded."
@@ -408,19 +424,23 @@ class FullyShardedDataParallelPlugin:
     use_orig_params: bool | None = _fsdp(
         type=BOOLEAN,
         help="Keep the original parameters visible in FSDP version 1.",
+        launched="true",
     )
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = _fsdp(
         type=BOOLEAN,
         help="Broadcast the weights of the first process (FSDP version 1).",
+        launched="true",
     )
     forward_prefetch: bool | None = _fsdp(
         type=BOOLEAN,
         help="Gather the next parameters during forward (FSDP version 1).",
+        launched="false",
     )
     activation_checkpointing: bool | None = _fsdp(
         type=BOOLEAN,
         help="Recompute activations of the blocks in backward.",
+        launched="false",
     )
     activation_checkpointing_offload: bool | None = _fsdp(
         type=BOOLEAN,
@@ -429,6 +449,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = _fsdp(
         type=BOOLEAN,
         help="Load weights on the first process only, and send them to the others.",
+        launched="true",
     )
     transformer_cls_names_to_wrap: Any = _fsdp(
         type=listing(),
@@ -440,6 +461,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = _fsdp(
         type=int_at_least(0),
         help="Smallest number of parameters of a block, for SIZE_BASED_WRAP.",
+        launched="100000000",
     )
 
     def __post_init__(self) -> None:
@@ -451,6 +473,14 @@ class FullyShardedDataParallelPlugin:
             self._configure(name)
         if self.fsdp_version >= 2:
             self._configure_second(chosen)
+        elif isinstance(self.reshard_after_forward, str) and self.reshard_after_forward != "FULL_SHARD":
+            import logging
+
+            logging.getLogger(__name__).warning(
+                "%s: reshard_after_forward=%s is the sharding strategy with version 1; Accelerate uses FULL_SHARD.",
+                type(self).__name__,
+                self.reshard_after_forward,
+            )
         self.validate_mixed_precision_policy()
 
     def _configure(self, name: str) -> None:
@@ -460,10 +490,7 @@ class FullyShardedDataParallelPlugin:
             variable = read_setting(declared)
             value = _DEFAULTS.get(name) if variable is None else variable.value
         elif isinstance(value, str) and name not in ("ignored_modules", "auto_wrap_policy"):
-            strategy = (
-                name == "reshard_after_forward" and self.fsdp_version == 1 and value.upper() in SHARDING_STRATEGIES
-            )
-            value = value.upper() if strategy else declared.parse(value, "argument")
+            value = declared.parse(value, "argument")
         if name == "transformer_cls_names_to_wrap" and value is not None:
             value = list(value)
         setattr(self, name, value)

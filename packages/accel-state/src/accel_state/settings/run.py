@@ -101,6 +101,7 @@ class RunSettings:
         question="Which mixed precision do you want to use?",
         help="Mixed precision of the forward pass.",
         group="Resources",
+        launched="no",
     )
     backend: str | None = _carried(
         None,

@@ -186,6 +186,7 @@ class Setting(NamedTuple):
         help: one sentence for `--help` and the reference.
         group: heading under which `--help` lists the flag.
         unset: the value that replaces None if no variable is set; see `environ.fill_from_environment`.
+        launched: text that a launch writes into `variable` if no value is given, because other libraries read it.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Setting(NamedTuple):
     help: str = ""
     group: str = ""
     unset: Any = None
+    launched: str | None = None
 
     def of_field(self, name: str) -> Setting:
         """The definition for the field `name`."""
@@ -245,9 +247,10 @@ def setting(
     help: str = "",  # noqa: A002 - the word argparse uses
     group: str = "",
     unset: Any = None,
+    launched: str | None = None,
 ) -> Any:
     """A dataclass field that is also a setting; see `Setting` for the arguments."""
-    return field_of(Setting("", type, default, variable, aliases, flag, key, question, help, group, unset))
+    return field_of(Setting("", type, default, variable, aliases, flag, key, question, help, group, unset, launched))
 
 
 def field_of(definition: Setting) -> Any:

@@ -45,6 +45,9 @@ _EXTRA_TIMEOUT: Final = timedelta(seconds=2)
 _FAULT_READ_TIMEOUT: Final = timedelta(seconds=10)
 """How long the process that hosts the store waits for the others to read the reason of the failure."""
 
+_NOTICE_AFTER: Final = timedelta(seconds=10)
+"""How long a process waits for the others before it logs for whom it waits."""
+
 _FIRST_RETRY_PAUSE_S: Final = 0.002
 _MAX_RETRY_PAUSE_S: Final = 0.1
 """Seconds between two attempts to connect; they double up to the second value."""
@@ -159,13 +162,15 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta,
     else:
         url = init_method
     try:
-        store = _in_time(lambda: _open_store(url, topology, timeout), timeout)
+        notice = _waiting_notice(topology, url)
+        store = _in_time(lambda: _open_store(url, topology, timeout), timeout, notice)
         store.set_timeout(timeout)
         again = _rendezvous_counts[url, topology.attempt]
         _rendezvous_counts[url, topology.attempt] += 1
         prefix = f"attempt{topology.attempt}" + (f".{again}" if again else "")
         named = dist.distributed_c10d.PrefixStore(prefix, store)
-        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix, device), timeout + _FAULT_READ_TIMEOUT)
+        limit = timeout + _FAULT_READ_TIMEOUT
+        _in_time(lambda: check_ranks(named, topology, url, timeout, prefix, device), limit, notice)
     except AccelError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -207,8 +212,25 @@ def _open_store(url: str, topology: Topology, timeout: timedelta) -> Any:
     return next(rendezvous(url, topology.rank, topology.world_size, timeout=left))[0] if store is None else store
 
 
-def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
+def _waiting_notice(topology: Topology, url: str) -> str:
+    """For whom this process waits, where, and which variables say so."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    sources = ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+    others = "rank 0" if topology.rank else f"the other {topology.world_size - 1} process(es)"
+    return (
+        f"Rank {topology.rank} of {topology.world_size} still waits for {others} at {url} "
+        f"({topology.scheme}: {sources or 'no variables'}). If this run was not meant to have other processes, unset "
+        "these variables."
+    )
+
+
+def _in_time(work: Callable[[], Any], timeout: timedelta, notice: str) -> Any:
     """The result of `work`; it runs in a thread that can be abandoned, because torch waits forever for a silent host.
+
+    Args:
+        work: waits for other processes.
+        timeout: how long it may take.
+        notice: logged when it takes long.
 
     Raises:
         TimeoutError: `work` did not end in time.
@@ -223,7 +245,11 @@ def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
 
     thread = threading.Thread(target=run, name="accel_state.rendezvous", daemon=True)
     thread.start()
-    thread.join((timeout + _EXTRA_TIMEOUT).total_seconds())
+    limit = timeout + _EXTRA_TIMEOUT
+    thread.join(min(limit, _NOTICE_AFTER).total_seconds())
+    if thread.is_alive() and limit > _NOTICE_AFTER:
+        _logger.warning("%s", notice)
+        thread.join((limit - _NOTICE_AFTER).total_seconds())
     if not outcome:
         raise TimeoutError(f"the host there did not answer within {timeout.total_seconds():g} seconds")
     if isinstance(outcome[0], Exception):
