@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,21 @@ def test_a_log_names_the_layer_that_finds_no_room_to_be_computed(caplog: pytest.
     narrow = nn.Sequential(nn.Linear(4, 4), nn.Linear(12, 12), nn.Linear(4, 4))
     assert infer_auto_device_map(narrow, {0: 720, "cpu": 10**5})["1"] == "cpu"
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_log_names_the_devices_that_stay_empty(caplog: pytest.LogCaptureFixture, fallback: bool) -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    with caplog.at_level(logging.INFO):
+        assert infer_auto_device_map(model, {0: 30, 1: 10**5}, fallback_allocation=fallback) == {"": 1}
+        assert "insufficient memory: 0 (880 bytes required, 30 bytes in the budget)." in caplog.text
+        assert caplog.records[0].levelno == logging.INFO
+        caplog.clear()
+        assert infer_auto_device_map(model, {0: 30, 1: 0}, fallback_allocation=fallback) == {"": "disk"}
+        assert "0 (880 bytes required, 30 bytes in the budget), 1 (440 bytes required, 0 bytes" in caplog.text
+        caplog.clear()
+        assert infer_auto_device_map(model, {0: 10**5, 1: 10}, fallback_allocation=fallback) == {"": 0}
+        assert caplog.text == ""
 
 
 def test_the_later_piece_is_the_largest_module_that_fits() -> None:

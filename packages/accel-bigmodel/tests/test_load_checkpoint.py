@@ -182,6 +182,7 @@ def test_names_that_do_not_agree_are_reported_or_refused(tmp_path: Path, caplog:
     report = load_checkpoint_in_model(Net(), tmp_path)
     assert (report.missing, report.unexpected) == (["head.weight"], ["extra"])
     assert "does not have: head.weight" in caplog.text
+    assert "were not used when loading Net: extra." in caplog.text
     fresh = Net()
     before = fresh.embed.weight.clone()
     with pytest.raises(CheckpointError, match=r"Missing: head\.weight\. Unexpected: extra\. Nothing was loaded"):

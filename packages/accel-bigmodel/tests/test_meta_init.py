@@ -49,6 +49,18 @@ def test_buffers_go_along_when_asked_or_by_the_variable(monkeypatch: pytest.Monk
     assert model.weight.is_meta
 
 
+def test_with_buffers_the_methods_of_modules_are_not_replaced() -> None:
+    before = (nn.Module.register_parameter, nn.Module.register_buffer)
+    with init_empty_weights(include_buffers=True):
+        assert (nn.Module.register_parameter, nn.Module.register_buffer) == before
+        with init_on_device("cpu", include_buffers=True):
+            inner = nn.BatchNorm1d(2)
+        outer = nn.BatchNorm1d(2)
+    assert (nn.Module.register_parameter, nn.Module.register_buffer) == before
+    assert outer.weight.is_meta
+    assert not inner.weight.is_meta
+
+
 def test_a_variable_that_is_no_truth_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "perhaps")
     with pytest.raises(SettingError, match="ACCELERATE_INIT_INCLUDE_BUFFERS"), init_empty_weights():

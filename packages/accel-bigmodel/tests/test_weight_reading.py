@@ -73,6 +73,21 @@ def test_only_what_the_index_names_is_taken(tmp_path: Path) -> None:
     assert load_weights(tmp_path).keys() == {"a"}
 
 
+@pytest.mark.parametrize("named", ["a", "weight_map"])
+def test_an_index_may_be_the_weight_map_alone(tmp_path: Path, named: str) -> None:
+    for file, name in (("1.bin", named), ("2.bin", "b")):
+        torch.save({name: STATE["b"]}, tmp_path / file)
+    (tmp_path / "own.index.json").write_text(json.dumps({named: "1.bin", "b": "2.bin"}))
+    assert load_weights(tmp_path / "own.index.json").keys() == load_weights(tmp_path).keys() == {named, "b"}
+
+
+@pytest.mark.parametrize("document", [{}, [], {"weight_map": 3}, {"a": {"file": "1.bin"}}, {"metadata": {}}])
+def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, document: object) -> None:
+    (tmp_path / "own.index.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="It is damaged"):
+        read_index(tmp_path / "own.index.json")
+
+
 def test_an_index_that_places_a_weight_in_the_wrong_file_names_both(tmp_path: Path) -> None:
     save_weights(STATE, tmp_path, 16)
     index = tmp_path / "model.safetensors.index.json"

@@ -116,6 +116,17 @@ def test_the_device_setting_selects_the_device_with_its_index(monkeypatch: pytes
     assert chosen == [torch.device("cuda", index)]
 
 
+@pytest.mark.parametrize(("given", "index"), [("cpu:64", 64), ("cpu:0", 0), ("cpu", None)])
+def test_a_cpu_keeps_the_index_that_the_setting_gives_it(
+    monkeypatch: pytest.MonkeyPatch, given: str, index: int | None
+) -> None:
+    with fresh():
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", given)
+        device = PartialState().device
+        assert (device.type, device.index) == ("cpu", index)
+        assert torch.ones(1).to(device).device == torch.device("cpu")
+
+
 def test_a_device_index_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("invalid device ordinal")

@@ -24,6 +24,20 @@ def test_shared_states_are_empty_until_one_is_made_and_after_a_reset() -> None:
     assert PartialState._shared_state == {}
 
 
+@pytest.mark.parametrize("cleared", [GradientState, AcceleratorState, PartialState])
+def test_a_cleared_shared_state_ends_that_state_and_those_above_it(cleared: type) -> None:
+    states = (GradientState, AcceleratorState, PartialState)
+    assert [len(state._shared_state) for state in states] == [0, 0, 0]
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert all(state._shared_state for state in states)
+    assert GradientState()._shared_state["sync_gradients"] is True
+    cleared._shared_state.clear()
+    ended = states if cleared is PartialState else (cleared,)
+    assert [state for state in states if not state._shared_state] == list(ended)
+    if AcceleratorState in ended:
+        assert Accelerator(cpu=True).mixed_precision == "no"
+
+
 def test_another_precision_after_a_reset() -> None:
     assert not is_initialized()
     Accelerator(cpu=True, mixed_precision="bf16")

@@ -44,7 +44,6 @@ REPLACED = [
     (AcceleratorState, "_mixed_precision", "mixed_precision="),
     (AcceleratorState, "_goes_first", "main_process_first"),
     (PartialState, "_prepare_backend", "accel_state.start"),
-    (GradientState, "_shared_state", "sync_gradients"),
     (ParallelismConfig, "_validate_accelerator", "the Accelerator checks"),
     (AcceleratedOptimizer, "_switch_parameters", "the strategy"),
     (DataLoaderShard, "_update_state_dict", "accel_data.loader"),

@@ -284,9 +284,12 @@ def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeig
             f"Missing: {_listed(report.missing)}. Unexpected: {_listed(report.unexpected)}. Nothing was loaded.",
             "Load the checkpoint of this model, or pass strict=False.",
         )
-    for what, names in (("does not have", report.missing), ("has and the model does not use", report.unexpected)):
-        if names:
-            _log.warning("Weights that the checkpoint %s: %s.", what, _listed(names))
+    if report.missing:
+        _log.warning("Weights that the checkpoint does not have: %s.", _listed(report.missing))
+    if report.unexpected:
+        # Programs search their logs for "were not used when".
+        unused = _listed(report.unexpected)
+        _log.warning("Weights of the checkpoint were not used when loading %s: %s.", type(model).__name__, unused)
     return report
 
 

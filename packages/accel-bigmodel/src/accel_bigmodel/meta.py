@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -47,6 +47,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
     """Models that this thread builds inside have their parameters on `device`.
 
+    With buffers, torch itself creates all tensors there, and a parameter made from an older tensor stays where that is.
+
     Args:
         device: device to which parameters move when they are registered.
         include_buffers: create every tensor there, buffers too; if None, from $ACCELERATE_INIT_INCLUDE_BUFFERS, else
@@ -57,13 +59,20 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         given = read_setting(INCLUDE_BUFFERS)
         include_buffers = bool(given.value) if given else False
     devices = getattr(_here, "devices", ())
-    _patch(+1)
     _here.devices = (*devices, device)
     try:
-        with device if include_buffers else nullcontext():
+        with device if include_buffers else _replaced_registration():
             yield
     finally:
         _here.devices = devices
+
+
+@contextmanager
+def _replaced_registration() -> Iterator[None]:
+    _patch(+1)
+    try:
+        yield
+    finally:
         _patch(-1)
 
 

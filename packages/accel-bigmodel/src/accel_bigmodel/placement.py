@@ -305,6 +305,7 @@ class DevicePacking:
         rest = _largest_after(waiting)
         position, number, passed = 0, 0, ""
         reached = devices[0]
+        empty: dict[int | str, int] = {}
         while number < len(waiting):
             piece, device = waiting[number], devices[position]
             if self.misfit is not None or self._fits(piece.size, device, rest[number + 1]):
@@ -321,11 +322,14 @@ class DevicePacking:
                     self._place(found, device, "the next piece did not fit", device)
                 number += len(moved)
             self.left[device] = self._room(device, rest[number + 1][0]) or 0
+            if not self.used[device]:
+                empty[device] = piece.size + (rest[number + 1][0] if device in self._reserving else 0)
             position += 1
             if position == len(devices):
                 position -= 1
                 self.misfit = Misfit(piece, {device: self.free(device) for device in devices})
         if self.misfit is None:
+            _log_empty(empty, self.budget)
             self._warn_of_no_room()
         return self.placements
 
@@ -394,6 +398,16 @@ class DevicePacking:
                 convert_bytes(self.free(device) or 0),
                 dict(self.budget),
             )
+
+
+def _log_empty(needed: Mapping[int | str, int], budget: Mapping[int | str, int]) -> None:
+    """Name the devices that stay empty, with the bytes that they need for the first piece."""
+    if needed:
+        each = ", ".join(
+            f"{device} ({convert_bytes(size)} required, {convert_bytes(budget[device])} in the budget)"
+            for device, size in needed.items()
+        )
+        _log.info("No part of the model is placed on these devices because of insufficient memory: %s.", each)
 
 
 class Misfit(NamedTuple):

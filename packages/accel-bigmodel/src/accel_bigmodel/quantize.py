@@ -22,11 +22,11 @@ from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placement import OFFLOADED, MaxMemory
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_bigmodel.trainable import BITSANDBYTES
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.choices import CustomDtype
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
-from accel_state.settings.installed import Requirement
 
 __all__ = (
     "BnbQuantizationConfig",
@@ -144,16 +144,13 @@ def _wrong(name: str, value: Any, remedy: str) -> SettingError:
     )
 
 
-_BITSANDBYTES = Requirement("bitsandbytes", versions=">=0.46")
-
-
 def layers_of_bitsandbytes(failure: str) -> Any:
     """The module `bitsandbytes.nn`.
 
     Raises:
         Missing: bitsandbytes is not installed, or too old to compute on a CPU.
     """
-    _BITSANDBYTES.demand(failure)
+    BITSANDBYTES.demand(failure)
     import bitsandbytes
 
     return bitsandbytes.nn

@@ -384,8 +384,9 @@ def _recorded(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterato
 def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
     """This process's batches of a custom batch sampler; a step has one batch per process.
 
-    The sizes of batches do not change. If the shard pads, batches of samples from the beginning complete a step that
-    lacks batches, and single samples complete a short batch at the end when the sampler has a batch size.
+    If the shard pads, the batches of the first step complete a step that lacks batches, as they are. A sampler with a
+    batch size promises equal batches: there, single samples from the beginning complete the short batch at the end,
+    and further batches of that size.
 
     Args:
         batches: the batches of all processes.
@@ -394,18 +395,25 @@ def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, s
     """
     processes, index, batch_size = shard.num_processes, shard.process_index, shard.batch_size
     source = iter(batches)
+    first: list[list[int]] = []
     head: list[int] = []
     upcoming = [list(batch) for batch in islice(source, processes)]
     while upcoming:
         step, upcoming = upcoming, [list(batch) for batch in islice(source, processes)]
-        wanted = batch_size or len(step[0])
-        head.extend(chain.from_iterable(step[: max(0, wanted * processes - len(head))]))
+        first = first or [list(batch) for batch in step]
+        if batch_size is not None:
+            head.extend(chain.from_iterable(step[: max(0, batch_size * processes - len(head))]))
         if skip:
             skip -= 1
         elif upcoming:
             yield step[index], None
         elif shard.pads and not shard.drop_last:
-            yield _completed(step, head, processes, wanted, batch_size is not None)[index]
+            counts = [len(batch) for batch in step]
+            if batch_size is None:
+                complete = [*step, *(list(batch) for batch in islice(cycle(first), processes - len(step)))]
+            else:
+                complete = _filled(step, head, processes, batch_size)
+            yield complete[index], _padding_of(complete, counts)
         elif len(step) == processes or (index < len(step) and not shard.drop_last):
             yield step[index], _short_step(step, processes, batch_size)
 
@@ -419,21 +427,18 @@ def _short_step(step: list[list[int]], processes: int, batch_size: int | None) -
     return Padding(-1, batch_size, processes, tuple(counts))
 
 
-def _completed(
-    step: list[list[int]], head: Sequence[int], processes: int, wanted: int, fill_short: bool
-) -> list[Step[int]]:
+def _filled(step: list[list[int]], head: Sequence[int], processes: int, batch_size: int) -> list[list[int]]:
+    """A batch of each process: those of the step, and samples of the beginning in the place of those that lack."""
     filler = cycle(head)
-    filled = [*step, *([] for _ in range(processes - len(step)))]
-    counts = [len(batch) for batch in filled]
-    for position, batch in enumerate(filled):
-        last_real = position == len(step) - 1
-        if position >= len(step) or (last_real and fill_short):
-            batch.extend(islice(filler, max(wanted - len(batch), 0)))
-    sizes = {len(batch) for batch in filled}
-    padding = None
-    if counts != [len(batch) for batch in filled]:
-        padding = Padding.by_process(counts, sizes.pop() if len(sizes) == 1 else 0)
-    return [(batch, padding) for batch in filled]
+    last = [*step[-1], *islice(filler, max(batch_size - len(step[-1]), 0))]
+    return [*step[:-1], last, *(list(islice(filler, batch_size)) for _ in range(processes - len(step)))]
+
+
+def _padding_of(complete: list[list[int]], counts: list[int]) -> Padding | None:
+    """The padding of a step whose batches have so many real samples; batches after them have none."""
+    sizes = [len(batch) for batch in complete]
+    real = [*counts, *[0] * (len(complete) - len(counts))]
+    return None if real == sizes else Padding.by_process(real, sizes[0] if len(set(sizes)) == 1 else 0)
 
 
 def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int) -> Iterator[Step[int]]:

@@ -37,6 +37,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         )
     # Scripts that import this function may prepare no loader.
     from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
+    from accel_data.progress import Progress
     from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
     from accel_data.source import rebuilt
     from accel_data.source_choice import source_of
@@ -52,8 +53,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if num_batches == 0:
         return dataloader
     if isinstance(dataloader.dataset, IterableDataset):
+        # Of a plain loader nobody counts the epochs; the script has set that of its stream.
+        epoch = getattr(dataloader.dataset, "epoch", 0)
         return DataLoaderShard.around(
-            source_of(dataloader).skipping(num_batches), LoaderOptions(skip_batches=num_batches, skips=True)
+            source_of(dataloader).skipping(num_batches),
+            LoaderOptions(skip_batches=num_batches, skips=True),
+            progress=Progress(epoch if isinstance(epoch, int) else 0),
         )
     if dataloader.batch_sampler is None:
         single = BatchSampler(dataloader.sampler, 1, False)

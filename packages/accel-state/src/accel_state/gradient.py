@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from accel_state import current
@@ -16,6 +17,7 @@ from accel_state.creation import run_creation_hooks
 from accel_state.errors import NotReady, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.integers import as_int
+from accel_state.shared_state import SharedState
 
 __all__ = ("GradientAccumulationPlugin", "GradientState", "Iterating")
 
@@ -62,6 +64,18 @@ class Iterating(Protocol):
         """Number of samples of the last global batch without padding; -1 when there is no padding."""
 
 
+def _content() -> dict[str, Any]:
+    state = current.gradient()
+    if state is None:
+        return {}
+    return {
+        "sync_gradients": state.sync_gradients,
+        "plugin_kwargs": state.plugin_kwargs,
+        "_dataloader_references_ref": state.dataloader_references,
+        "_is_xla_gradients_synced": state.is_xla_gradients_synced,
+    }
+
+
 class GradientState:
     """Whether this micro-batch synchronises gradients, and which loaders are being iterated.
 
@@ -73,6 +87,7 @@ class GradientState:
     loaders: list[Iterating]
     is_xla_gradients_synced: bool = False
     _left: Callable[[], Iterating | None]
+    _shared_state = SharedState(_content, partial(current.set_gradient, None))
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         run_creation_hooks()

@@ -18,10 +18,11 @@ from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
+from accel_state.shared_state import SharedState
 from accel_state.start import start_process
 from accel_state.watch.record import STATUS_FOLDER
 
-__all__ = ("PartialState", "SharedState", "do_nothing", "split_inputs", "wait_for_everyone")
+__all__ = ("PartialState", "do_nothing", "split_inputs", "wait_for_everyone")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,26 +104,6 @@ def _check_equal_lengths(inputs: dict[Any, Any]) -> None:
         )
 
 
-class SharedState:
-    """Class attribute that returns the content of a state as a new dictionary; empty while there is no state.
-
-    Args:
-        read: returns the dictionary.
-
-    Example:
-        >>> class View:
-        ...     _shared_state = SharedState(lambda: {"device": "cpu"})
-        >>> View._shared_state
-        {'device': 'cpu'}
-    """
-
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
-        self._read = read
-
-    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        return self._read()
-
-
 def _content() -> dict[str, Any]:
     process = current.process_or_none()
     if process is None:
@@ -159,7 +140,7 @@ class PartialState:
         ...     state.print(len(mine))
     """
 
-    _shared_state = SharedState(_content)
+    _shared_state = SharedState(_content, current.clear)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         run_creation_hooks()

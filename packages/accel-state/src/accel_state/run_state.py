@@ -14,10 +14,11 @@ from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NoState, NotOffered, NotReady, SettingError
 from accel_state.identity import Run
 from accel_state.labels import DistributedType, PrecisionType
-from accel_state.process import PartialState, SharedState
+from accel_state.process import PartialState
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
+from accel_state.shared_state import SharedState
 
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
@@ -251,7 +252,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         SettingError: there is no such precision mode.
     """
 
-    _shared_state = SharedState(_content)
+    _shared_state = SharedState(_content, current.end_run)
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class Options(NamedTuple):
         backend_config: settings object of a backend, or None.
         device_placement: move models and batches to the device.
         loader: how loaders are prepared.
+        splits_by_argument: whether `split_batches=True` was an argument of the Accelerator, and not of `loader`.
         project: the folders of checkpoints and logs.
         accumulation: how gradients are accumulated.
         rng_types: random-number generators that loaders synchronise at the start of each epoch.
@@ -96,6 +97,7 @@ class Options(NamedTuple):
     check_replicas_every: int | None = None
     straggler_report: bool = False
     goodput: bool = False
+    splits_by_argument: bool = False
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a class, or None."""

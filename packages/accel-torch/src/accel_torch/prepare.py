@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from accel_bigmodel.trainable import check_trainable
 from accel_data import prepare_data_loader
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
@@ -15,6 +17,7 @@ from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.creation import run_creation_hooks
 from accel_state.errors import Conflict, SettingError
+from accel_state.library import stack_level
 from accel_torch.between_batches import call_between_batches
 from accel_torch.misuse import guard_first_steps
 
@@ -53,6 +56,8 @@ def prepare(
     for before_prepare in session.hooks.before_prepare:
         before_prepare(session, bundle)
     _check_together(session, bundle)
+    for model in bundle.models:
+        check_trainable(model)
     order.check_bundle(session.backend, session.strategy, session.transforms, bundle)
     bundle.loaders[:] = [
         prepare_loader(session, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
@@ -158,6 +163,19 @@ def _wrapped_scheduler(session: Session, bundle: Bundle, scheduler: Any) -> Acce
     )
 
 
+def _warn_of_split(loader: Any, processes: int) -> None:
+    """Name the batch of each process: the original ignores the argument, so scripts may rely on a larger one."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if size:
+        warnings.warn(
+            f"Accelerator(split_batches=True) has an effect here: each of the {processes} processes gets "
+            f"{size // processes} of the {size} samples of a batch. Accelerate 1.15.0 ignores the argument, and gives "
+            f"each process a batch of {size}. Remove the argument to train as there.",
+            FutureWarning,
+            stacklevel=stack_level(),
+        )
+
+
 def prepare_loader(
     session: Session,
     loader: Any,
@@ -172,6 +190,8 @@ def prepare_loader(
     strategy.check_loader(loader)
     shards = strategy.shards()
     configuration = options.loader
+    if options.splits_by_argument and shards.count > 1:
+        _warn_of_split(loader, shards.count)
     move = options.device_placement if device_placement is None else device_placement
     sharded = prepare_data_loader(
         loader,

@@ -70,7 +70,6 @@ UNREAD: Final[Mapping[str, Mapping[str, str]]] = {
     "accel_state.gradient.GradientState": {
         "_dataloader_references_ref": "`dataloader_references` tells the loaders that are read",
         "_is_xla_gradients_synced": "`is_xla_gradients_synced` tells it",
-        "_shared_state": "its attributes, such as `sync_gradients`, tell and set the state",
     },
     "accel_state.mesh.ParallelismConfig": {
         "_set_size": "its fields, such as `tp_size`, set the sizes",

@@ -159,7 +159,13 @@ def _check_extent(path: object, entries: Mapping[str, TensorInfo], data: int, si
         raise _unreadable(path, f"Its tensors end at byte {position}, the file has {size} bytes.")
 
 
-_SHAPE: Final = record({"weight_map": dict_of(text())})
+_WEIGHT_MAP: Final = dict_of(text())
+_SHAPE: Final = record({"weight_map": _WEIGHT_MAP})
+
+
+def _index_shape(value: Any) -> str:
+    """The shape of an index: with a weight map and metadata, or the weight map alone."""
+    return "" if value and not _WEIGHT_MAP(value) else _SHAPE(value)
 
 
 @dataclass(frozen=True)
@@ -185,17 +191,21 @@ class WeightIndex:
 def read_index(path: str | os.PathLike[str]) -> WeightIndex:
     """Read and check an index: every file in it must exist, in its folder or below.
 
+    Some tools write the weight map alone, without metadata around it.
+
     Raises:
         CheckpointError: the index cannot be read, has no weight map, or lists files that are missing or outside its
             folder.
     """
     path = Path(path)
     try:
-        document = read_json(path, _SHAPE)
+        document = read_json(path, _index_shape)
     except OSError as error:
         raise _bad_index(path, f"It cannot be read: {error}.") from error
     except ValueError as error:
         raise _bad_index(path, f"It is damaged. {error}") from error
+    if "weight_map" not in document or isinstance(document["weight_map"], str):
+        document = {"weight_map": document}
     weight_map = document["weight_map"]
     files = dict.fromkeys(weight_map.values())
     try:

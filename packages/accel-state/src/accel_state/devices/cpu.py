@@ -33,10 +33,11 @@ class CPU(DeviceFamily):
         return 1
 
     def device(self, local_rank: int) -> torch.device:
-        return self.device_at(0)
+        return torch.device("cpu")
 
     def device_at(self, index: int) -> torch.device:
-        return torch.device("cpu")
+        """The CPU with an index: it has none, but the device of a run keeps the one that the settings name."""
+        return torch.device("cpu", index)
 
     def configure(self, topology: Topology) -> None:
         """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS is set."""

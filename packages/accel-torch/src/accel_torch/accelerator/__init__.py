@@ -166,6 +166,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
                 backend_config=backend_config(plugins),
                 device_placement=device_placement,
                 loader=loader,
+                splits_by_argument=split_batches is True,
                 project=project,
                 accumulation=accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
                 rng_types=generator_names(rng_types),

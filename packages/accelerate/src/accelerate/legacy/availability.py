@@ -31,7 +31,6 @@ __all__ = (
     "is_aim_available",
     "is_amdsmi_available",
     "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
     "is_bnb_available",
     "is_boto3_available",
     "is_clearml_available",
@@ -118,7 +117,6 @@ is_4bit_bnb_available = _library("bitsandbytes", ">=0.39.0")
 is_8bit_bnb_available = _library("bitsandbytes", ">=0.37.2")
 is_aim_available = _library("aim")
 is_amdsmi_available = _library("amdsmi")
-is_bitsandbytes_multi_backend_available = _library("bitsandbytes", ">=0.46")
 is_boto3_available = _library("boto3")
 is_clearml_available = _library("clearml")
 is_comet_ml_available = _library("comet_ml", distribution="comet-ml")

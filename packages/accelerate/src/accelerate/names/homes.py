@@ -312,9 +312,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.imports": {
+        "accel_bigmodel.trainable": "is_bitsandbytes_multi_backend_available=trains_on_cpu",
         "accelerate.legacy.availability": """
             USE_TORCH_XLA deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available
-            is_amdsmi_available is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available
+            is_amdsmi_available is_bf16_available is_bnb_available
             is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available
             is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1
             is_hpu_available is_import_timer_available is_lomo_available is_matplotlib_available
