@@ -151,7 +151,7 @@ def resumed(name: str, folder: str) -> list[Tensor]:
     kinds = ((ObjectKind.MODEL, model), (ObjectKind.OPTIMIZER, optimizer))
     states = [(kind, strategy.collect(kind, item)) for kind, item in kinds]
     extra = f"{folder}/extra_{strategy.context.process.rank}.pt"
-    torch.save(strategy.extra_state(), extra)
+    torch.save(strategy.extra_state([model], [optimizer]), extra)
     if strategy.capabilities.collective_save or strategy.context.process.rank == 0:
         for kind, state in states:
             strategy.save(kind, state, Path(folder), 0)
@@ -159,7 +159,7 @@ def resumed(name: str, folder: str) -> list[Tensor]:
     strategy, model, optimizer = started(name, 1)
     for kind, item in ((ObjectKind.MODEL, model), (ObjectKind.OPTIMIZER, optimizer)):
         strategy.load(kind, item, Path(folder), 0)
-    strategy.load_extra_state(torch.load(extra))
+    strategy.load_extra_state(torch.load(extra), [model], [optimizer])
     return train(strategy, model, optimizer, range(5, STEPS))
 
 

@@ -157,20 +157,21 @@ class SignsWithFeedback(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def extra_state(self) -> Mapping[str, Any]:
-        return {"residuals": {name: self.residuals[one] for name, one in self.named() if one in self.residuals}}
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
+        return {"residuals": {name: self.residuals[one] for name, one in self.named(models) if one in self.residuals}}
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         residuals = state["residuals"]
-        self.residuals = {
-            one: residuals[name].clone().to(one.device) for name, one in self.named() if name in residuals
-        }
+        for name, one in self.named(models):
+            self.residuals.pop(one, None)
+            if name in residuals:
+                self.residuals[one] = residuals[name].clone().to(one.device)
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        """Every parameter by a name that is the same in each run."""
+    def named(self, models: Sequence[Module]) -> list[tuple[str, Tensor]]:
+        """Every parameter of models by a name that is the same in each run."""
         return [
             (f"{index}.{name}", parameter)
-            for index, model in enumerate(self.models)
+            for index, model in enumerate(models)
             for name, parameter in model.named_parameters()
         ]
 
@@ -384,7 +385,7 @@ class BuffersNeverShared(SignsWithFeedback):
     finding="a resumed run goes on with other gradients",
 )
 class ResidualsNotSaved(SignsWithFeedback):
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         return {}
 
 
@@ -395,8 +396,8 @@ class ResidualsNotSaved(SignsWithFeedback):
     finding="a resumed run goes on with other gradients",
 )
 class ResidualsOfTheFirstProcess(SignsWithFeedback):
-    def extra_state(self) -> Mapping[str, Any]:
-        residuals = {name: one.clone() for name, one in super().extra_state()["residuals"].items()}
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
+        residuals = {name: one.clone() for name, one in super().extra_state(models, optimizers)["residuals"].items()}
         self.share(residuals.values())
         return {"residuals": residuals}
 
@@ -408,8 +409,8 @@ class ResidualsOfTheFirstProcess(SignsWithFeedback):
     finding="a new process finds none of the residuals",
 )
 class ResidualsByAddress(SignsWithFeedback):
-    def named(self) -> list[tuple[str, Tensor]]:
-        return [(str(id(parameter)), parameter) for _, parameter in super().named()]
+    def named(self, models: Sequence[Module]) -> list[tuple[str, Tensor]]:
+        return [(str(id(parameter)), parameter) for _, parameter in super().named(models)]
 
 
 @CATALOGUE.broken(
@@ -419,8 +420,8 @@ class ResidualsByAddress(SignsWithFeedback):
     finding="a resumed run of two models goes on with the residuals of one of them for both",
 )
 class ResidualsOfModelsCollide(SignsWithFeedback):
-    def named(self) -> list[tuple[str, Tensor]]:
-        return [(name.partition(".")[2], parameter) for name, parameter in super().named()]
+    def named(self, models: Sequence[Module]) -> list[tuple[str, Tensor]]:
+        return [(name.partition(".")[2], parameter) for name, parameter in super().named(models)]
 
 
 @CATALOGUE.broken(

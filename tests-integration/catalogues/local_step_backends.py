@@ -181,15 +181,15 @@ class DiLoCo(Strategy):
         """The file of this process's own state of an object."""
         return f"own_{kind.value}_{index}_of_{self.context.process.rank}.pt"
 
-    def extra_state(self) -> Mapping[str, Any]:
-        return {"outer": [[self.saved(self.outer[one]) for one in model.parameters()] for model in self.models]}
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
+        return {"outer": [[self.saved(self.outer[one]) for one in model.parameters()] for model in models]}
 
     def saved(self, outer: Outer) -> dict[str, Any]:
         """What a checkpoint contains of one parameter."""
         return {"anchor": outer.anchor, "momentum": outer.momentum, "steps": outer.steps}
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        for model, saved in zip(self.models, state["outer"], strict=True):
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        for model, saved in zip(models, state["outer"], strict=True):
             for parameter, values in zip(model.parameters(), saved, strict=True):
                 self.restore(parameter, values)
 
