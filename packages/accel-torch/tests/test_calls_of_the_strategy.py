@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.errors import CheckpointError, Conflict
+from accel_plugins.manifest import Capabilities
+from accel_state.errors import CheckpointError, Conflict, NotOffered
 from accel_state.run_state import AcceleratorState
 from accel_testing.processes import run_command
 from accel_torch import Accelerator
@@ -41,17 +43,19 @@ class Recording(Strategy):
         CALLS.append(("after_step", model, optimizer))
 
     def release(self, models, optimizers):
-        CALLS.append(("release", list(models)))
+        CALLS.append(("release", list(models), list(optimizers)))
 
     def close(self):
         CALLS.append(("close", self))
         print("closed")
 
-    def extra_state(self):
+    def extra_state(self, models, optimizers):
+        CALLS.append(("extra_state", list(models), list(optimizers)))
         odd = {"odd": 1} if self.steps == 13 and self.context.process.rank else {}
         return {"steps": self.steps, "rank": torch.tensor(self.context.process.rank), **odd}
 
-    def load_extra_state(self, state):
+    def load_extra_state(self, state, models, optimizers):
+        CALLS.append(("load_extra_state", list(models), list(optimizers)))
         assert int(state["rank"]) == self.context.process.rank
         self.steps = state["steps"]
 
@@ -136,9 +140,10 @@ def test_after_step_follows_each_real_step(backend: Any) -> None:
 
 def test_free_memory_releases_what_the_accelerator_prepared(backend: Any) -> None:
     accelerator = Accelerator(cpu=True, backend="recording")
-    model, _ = prepared(accelerator)
+    model, optimizer = prepared(accelerator)
+    inner = optimizer.optimizer
     accelerator.free_memory()
-    assert [("release", [model])] == backend.CALLS
+    assert [("release", [model], [inner])] == backend.CALLS
 
 
 def test_the_last_accelerator_that_ends_its_training_closes_the_strategy_once(backend: Any) -> None:
@@ -234,6 +239,27 @@ def test_extra_state_of_each_process_is_saved_and_loaded(two: Any, site: Path, t
         "extra_state_0.pkl",
         "extra_state_1.pkl",
     }
+
+
+def test_the_extra_state_of_a_checkpoint_is_that_of_one_accelerator(backend: Any, tmp_path: Path) -> None:
+    """A cell of a notebook that runs twice prepares other objects for the same strategy."""
+    prepared(Accelerator(cpu=True, backend="recording"))
+    accelerator = Accelerator(cpu=True, backend="recording")
+    model, optimizer = prepared(accelerator)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    assert [
+        ("extra_state", [model], [optimizer.optimizer]),
+        ("load_extra_state", [model], [optimizer.optimizer]),
+    ] == backend.CALLS
+
+
+def test_a_run_in_fp16_is_refused_when_the_backend_does_not_train_in_it(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MANIFEST", replace(backend.MANIFEST, capabilities=Capabilities(fp16=False)))
+    with pytest.raises(NotOffered, match=r"fp16(?s:.)*backend 'recording'(?s:.)*bf16"):
+        Accelerator(cpu=True, backend="recording", mixed_precision="fp16")
 
 
 def test_a_checkpoint_without_the_extra_state_is_refused_unless_that_is_waived(backend: Any, tmp_path: Path) -> None:

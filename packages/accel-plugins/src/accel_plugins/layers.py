@@ -10,17 +10,21 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 __all__ = (
     "COMPILED_IN_PLACE",
     "backend_of",
     "extract_model_from_parallel",
     "is_compiled_module",
+    "owner_of",
     "prepared_models",
     "record_layer",
     "record_wrapped",
@@ -90,6 +94,18 @@ def backend_of(model: Module) -> str | None:
 def prepared_models() -> list[Module]:
     """The strategy's models of all Accelerators of this process that are still in use."""
     return [model for model, layer in _layers.items() if layer.backend is not None]
+
+
+def owner_of(optimizer: Optimizer) -> Module | None:
+    """The strategy's model that has all parameters of an optimizer, or None.
+
+    Of several models with the same parameters, it is the one that was prepared last.
+    """
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in reversed(prepared_models()):
+        if parameters and parameters <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    return None
 
 
 def is_compiled_module(module: Module) -> bool:

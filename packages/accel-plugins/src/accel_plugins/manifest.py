@@ -157,6 +157,11 @@ _REFUSALS: Final = {
         "This backend clips by norm only.",
         "Use clip_grad_norm_, or set gradient_clipping in its settings.",
     ),
+    "fp16": (
+        "Cannot train in fp16 (mixed_precision='fp16')",
+        "It does not scale the loss so that small gradients stay above zero.",
+        "Use mixed_precision='bf16' or 'no', or another backend.",
+    ),
     "join": (
         "Cannot let processes run out of batches at different times (join_uneven_inputs)",
         "Every step of this backend needs all processes.",

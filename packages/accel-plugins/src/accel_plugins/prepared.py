@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch.nn import Module
 
 from accel_plugins.bundle import Bundle, ObjectsByKind
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import ObjectKind
+from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import SettingError
 from accel_state.labels import PREPARED
 
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-
-__all__ = ("PreparedObjects", "Stateful", "add_hook")
+__all__ = ("PreparedObjects", "Stateful", "add_hook", "as_set_up")
 
 
 class Stateful(Protocol):
@@ -78,9 +77,8 @@ class PreparedObjects(ObjectsByKind):
         self.steps_in_backward = any(getattr(one, "steps_in_backward", False) for one in self.optimizers)
 
     def for_strategy(self, kind: ObjectKind) -> list[Any]:
-        """The objects of one kind as a strategy's methods accept them: models without the layers around them."""
-        items = self.of_kind(kind)
-        return [strategy_model(model) for model in items] if kind is ObjectKind.MODEL else items
+        """The objects of one kind as a strategy's methods receive them: those that its `setup` returned."""
+        return [as_set_up(item) for item in self.of_kind(kind)]
 
     def unwrapped_models(self, unwrap: Callable[[Module], Module]) -> list[Module]:
         """The user's models, with the user's parameter names; `unwrap` is the strategy's method."""
@@ -110,14 +108,6 @@ class PreparedObjects(ObjectsByKind):
         """The strategy's model, if exactly one was prepared; otherwise None."""
         return strategy_model(self.models[0]) if len(self.models) == 1 else None
 
-    def owner_of(self, optimizer: Optimizer) -> Module | None:
-        """The strategy's model that has all parameters of an optimizer, or None."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in map(strategy_model, self.models):
-            if held and held <= {id(parameter) for parameter in model.parameters()}:
-                return model
-        return None
-
     def parameter_name(self, tensor: Any) -> str | None:
         """The name of a parameter in its prepared model, or None."""
         named = (pair for model in self.models for pair in model.named_parameters())
@@ -128,6 +118,19 @@ class PreparedObjects(ObjectsByKind):
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
             kept.clear()
         self.engine, self.steps_in_backward = None, False
+
+
+def as_set_up(item: Any) -> Any:
+    """What the strategy's `setup` returned for an object that `prepare` returned; methods of a strategy receive this.
+
+    Transforms add layers around a model, and `prepare` wraps optimizers and schedulers that the strategy left as they
+    were. Wrappers of an engine are subclasses, and were returned by its strategy.
+    """
+    if isinstance(item, Module):
+        return strategy_model(item)
+    if type(item) is AcceleratedOptimizer:
+        return item.optimizer
+    return item.scheduler if type(item) is AcceleratedScheduler else item
 
 
 def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Any:

@@ -122,7 +122,10 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     Raises:
         PluginError: the class that the manifest names cannot be imported, or is not a strategy.
         Conflict: `config` belongs to another backend.
+        NotOffered: the precision is fp16, and the backend does not train in it.
     """
+    if context.precision.name == "fp16":
+        manifest.demand("fp16")
     made = strategy_class(manifest)
     context = context._replace(manifest=manifest)
     return made(context, settings(manifest, config)) if manifest.config else made(context)

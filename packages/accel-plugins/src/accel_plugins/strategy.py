@@ -3,11 +3,13 @@
 A run has exactly one strategy. The default of every method is the behaviour of a single process, so a backend overrides
 only the methods in which it differs. No code checks the type or the name of a strategy.
 
-The models that a strategy's methods receive are those that its `setup` returned, without the layers that transforms
-added later: callers pass `layers.strategy_model(model)`.
-
 Each docstring states who calls the method and when, its preconditions and its postconditions. The caller is the
-Accelerator, or a short training loop in the test kit.
+Accelerator, a training loop of the test kit, or for the methods around a step the prepared optimizer
+(`wrapped.optimizer`), which every loop uses.
+
+All models, optimizers and schedulers that the methods receive are those that `setup` returned. They lack the layers
+that transforms added later, and what `prepare` wraps around an optimizer or a scheduler that `setup` left as it was:
+callers pass `prepared.as_set_up(item)`.
 """
 
 from __future__ import annotations
@@ -216,9 +218,14 @@ class Strategy:
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         """Complete an optimizer's gradients, for example by a late all-reduce.
 
-        Called before gradients are unscaled, clipped or used for a step; may be called again for the same step.
-        Afterwards every gradient of the optimizer must equal the one that a single process would compute, still
-        multiplied by the loss scale.
+        Called before gradients are unscaled or clipped, by the prepared optimizer before each step, and in a step with
+        a closure after each call of the closure. Afterwards every gradient of the optimizer must equal the one that a
+        single process would compute, still multiplied by the loss scale, unless the backend lacks `exact_gradients`.
+
+        It may be called again with the same gradients, for example by clipping and by the step, and must then leave
+        them as they are. The mean of equal gradients is the same again, so a plain all-reduce needs nothing for this.
+        What changes gradients must note which ones are complete, and forget it when backward adds to them; a script may
+        call `loss.backward()` itself, so `Tensor.register_post_accumulate_grad_hook` notes it best.
         """
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -240,17 +247,18 @@ class Strategy:
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step the user's optimizer; return False when the step was skipped.
 
-        Called by the wrapped optimizer when gradients are synchronised. Afterwards replicas of a parameter must be
-        equal on all processes, unless the backend lacks `equal_replicas`. Pass the result of the precision on
-        as it is: reading it may wait for the device.
+        Called by the prepared optimizer when gradients are synchronised, with complete gradients. With a closure they
+        are complete whenever the closure returns. Afterwards replicas of a parameter must be equal on all processes,
+        unless the backend lacks `equal_replicas`. Pass the result of the precision on as it is: reading it may wait
+        for the device.
         """
         return self.context.precision.step(optimizer, closure)
 
     def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
         """Work that follows an optimizer step, such as averaging parameters every few steps.
 
-        Called after each step that was not skipped. `model` is the model of the optimizer's parameters, or None when
-        they belong to several prepared models or to none.
+        Called by the prepared optimizer after each step that was not skipped. `model` is the model of the optimizer's
+        parameters, or None when they belong to several prepared models or to none.
         """
 
     def global_weights(self, model: Module) -> AbstractContextManager[None]:
@@ -274,7 +282,8 @@ class Strategy:
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different times.
 
-        Entered around a training loop. Inside, loaders use `even_batches`; None leaves their setting unchanged.
+        Entered around a training loop, with the models of a script that `setup` returned; other objects that the script
+        passed are left out. Inside, loaders use `even_batches`; None leaves their setting unchanged.
         """
         if self.context.process.world_size > 1:
             warnings.warn(
@@ -290,12 +299,13 @@ class Strategy:
     def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The state of one object for a checkpoint. Its tensors may share memory with the object's.
 
-        Called on every process before anything is written, in the order of `SAVED_KINDS`.
+        Called on every process before anything is written, in the order of `SAVED_KINDS`, and only with objects that
+        `setup` returned. Where an engine collects and writes in one call, return the object itself: `save` receives it.
         """
         return self.state_dict(item) if kind is ObjectKind.MODEL else item.state_dict()
 
     def save(self, kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        """Write the state that `collect` returned, under the file names of `checkpoint.files`.
+        """Write the state that `collect` returned for an object, under the file names of `checkpoint.files`.
 
         Called in the order of `SAVED_KINDS`, on the processes that write files, or on all with the capability
         `collective_save`. The folder exists and is temporary: the caller syncs its files to disk and renames it.
@@ -326,11 +336,13 @@ class Strategy:
         """Load weights, by their names in the user's model, into a prepared model. Called on every process."""
         self.unwrap(model).load_state_dict(weights, strict=strict)
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """This process's further state that a resumed run needs beside models, optimizers and schedulers, by name.
 
-        Called on every process when a checkpoint is saved. All processes return the same names; values are tensors,
-        numbers, strings, and lists and dicts of these.
+        Called on every process when a checkpoint is saved, with its models and optimizers in the order of their files.
+        A strategy lives as long as the run, which may have several Accelerators, so it may know other objects too;
+        those are not in this checkpoint. All processes return the same names; values are tensors, numbers, strings,
+        and lists and dicts of these.
         """
         return {}
 
@@ -339,8 +351,8 @@ class Strategy:
         """Whether this strategy overrides `extra_state`."""
         return type(self).extra_state is not Strategy.extra_state
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `extra_state` returned on this process.
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        """Restore the state that `extra_state` returned on this process, for the objects in the same order.
 
         Called on every process after models, optimizers and schedulers are loaded, unless the saved state was empty.
         """
@@ -368,7 +380,8 @@ class Strategy:
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Drop all references to models and optimizers that `setup` returned, so that their memory can be freed.
 
-        Called by `free_memory` with all objects of one Accelerator; no method is called with them afterwards. Objects
+        Called by `free_memory` with all objects of one Accelerator, the same that `setup` returned; no method is called
+        with them afterwards. Objects
         of other Accelerators remain in use, and further ones may be prepared.
         """
 

@@ -205,18 +205,16 @@ class AveragingStrategy(Strategy):
             gradients.complete(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        stepped = super().step(optimizer, None if closure is None else self._completing(optimizer, closure))
+        stepped = super().step(optimizer, None if closure is None else self._anew(closure))
         self._begin_step()
         return stepped
 
-    def _completing(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """A closure that averages the gradients after it computes them."""
+    def _anew(self, closure: Closure) -> Closure:
+        """A closure whose gradients are averaged at each call."""
 
         def compute() -> Any:
             self._begin_step()
-            loss = closure()
-            self.finalize_gradients(optimizer)
-            return loss
+            return closure()
 
         return compute
 

@@ -16,17 +16,19 @@ from accel_plugins.precision.base import Precision
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady, SettingError
+from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from accel_plugins.shards import BatchShare
     from accel_state.gradient import GradientState
     from accel_torch.hooks import Hooks
     from accel_torch.weighting import LossReduction, TokenWeighting
 
-__all__ = ("Accumulation", "MicroBatch", "share_of_step")
+__all__ = ("Accumulation", "MicroBatch", "StepsOfShares", "share_of_step")
 
 
 class Accumulation:
@@ -189,6 +191,19 @@ def share_of_step(strategy: Strategy, gradient: GradientState) -> BatchShare | N
             "Call model.train() before the loop that trains.",
         )
     return share
+
+
+class StepsOfShares(Hook):
+    """Notes each call of an optimizer's `step` for the loader, in runs whose world size may change."""
+
+    def __init__(self, strategy: Strategy, gradient: GradientState) -> None:
+        self._strategy, self._gradient = strategy, gradient
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Mark the share of the newest batch as stepped."""
+        share = share_of_step(self._strategy, self._gradient)
+        if share is not None:
+            share.stepped = True
 
 
 class MicroBatch:

@@ -263,10 +263,6 @@ class ModelAverage:
         if self._is_applied or not self.updates:
             yield
             return
-        session = self._session()
-        if session is not None and session.saver is not None:
-            # A checkpoint in the background must contain the weights that train.
-            session.saver.wait_for_copy()
         replaced = self._exchange({**self._averages, **self._buffers})
         self._is_applied = True
         try:

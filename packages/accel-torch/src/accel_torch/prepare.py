@@ -12,7 +12,6 @@ from accel_data import prepare_data_loader
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
 from accel_plugins.manifest import ObjectKind
-from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.creation import run_creation_hooks
@@ -134,8 +133,7 @@ def _wrapped_optimizer(session: Session, optimizer: Any) -> AcceleratedOptimizer
         optimizer,
         device_placement=session.options.device_placement,
         gradient=session.gradient,
-        # A call less for each step of a strategy that leaves it to the precision.
-        strategy=None if type(session.strategy).step is Strategy.step else session.strategy,
+        strategy=session.strategy,
         precision=session.precision,
         step_hooks=session.hooks,
     )

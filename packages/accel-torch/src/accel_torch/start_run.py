@@ -30,10 +30,10 @@ from accel_state.run_state import (
     precision_name,
 )
 from accel_state.watch.record import RECORD, STATUS_FOLDER
+from accel_torch.accumulation import StepsOfShares
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
 from accel_torch.session import Session
-from accel_torch.strategy_hooks import enter_hooks_of_strategy
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -75,7 +75,8 @@ def start_session(options: Options) -> Session:
 
         session.report = StragglerReport(recorder.account)
     session.transforms = transforms_of(options, session.state.parallelism_config)
-    enter_hooks_of_strategy(session)
+    if session.strategy.capabilities.elastic:
+        session.hooks.enter(StepsOfShares(session.strategy, session.gradient))
     for hook in hooks:
         session.hooks.enter(hook)
     if options.check_replicas_every:

@@ -207,20 +207,21 @@ class LocalSteps(Replicated):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         if self._engine is None and self._resumed:
-            return {**super().extra_state(), **self._resumed}
+            return {**super().extra_state(models, optimizers), **self._resumed}
         weights = [weight.clone() for weight in self._weights_of_round()] if self._local else []
         return {
-            **super().extra_state(),
+            **super().extra_state(models, optimizers),
             "local_steps": self._local,
             "members": self._who if self._local else [],
             "outer_optimizer": self._outer_state(),
             "round": {"weights": weights, **self._schedule} if self._local else {},
         }
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        super().load_extra_state({name: value for name, value in state.items() if name not in _FIELDS})
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        inherited = {name: value for name, value in state.items() if name not in _FIELDS}
+        super().load_extra_state(inherited, models, optimizers)
         self._resumed = {name: state[name] for name in _FIELDS}
         self._members = None
         if self._engine is not None:

@@ -191,17 +191,18 @@ class Replicated(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         return {
-            **super().extra_state(),
+            **super().extra_state(models, optimizers),
             "replica_steps": self._first_step if self._quorum is None else self._quorum.step,
         }
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         self._first_step = int(state["replica_steps"])
         if self._quorum is not None:
             self._quorum.step = self._first_step
-        super().load_extra_state({name: value for name, value in state.items() if name != "replica_steps"})
+        inherited = {name: value for name, value in state.items() if name != "replica_steps"}
+        super().load_extra_state(inherited, models, optimizers)
 
     # ------------------------------------------------------------------ the end
 

@@ -28,7 +28,7 @@ class TopKStrategy(Strategy):
 
     def __init__(self, context: Context, config: ExampleConfig) -> None:
         super().__init__(context, config)
-        self._compressors: dict[DistributedDataParallel, Compressor] = {}
+        self._compressors: dict[Module, Compressor] = {}
 
     # ------------------------------------------------------------------ preparing
 
@@ -87,19 +87,20 @@ class TopKStrategy(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def extra_state(self) -> Mapping[str, Any]:
-        return {"unsent": [self._unsent(model) for model in self._compressors]}
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
+        return {"unsent": [self._unsent(model) for model in models]}
 
-    def _unsent(self, model: DistributedDataParallel) -> dict[str, Tensor]:
+    def _unsent(self, model: Module) -> dict[str, Tensor]:
         """By name in the user's model, what this process has not sent yet."""
-        kept = self._compressors[model].unsent
+        kept = self._compressors[model].unsent if model in self._compressors else {}
         return {name: kept[parameter] for name, parameter in self.unwrap(model).named_parameters() if parameter in kept}
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         device = self.context.process.device
-        for (model, compressor), unsent in zip(self._compressors.items(), state["unsent"], strict=True):
+        for model, unsent in zip(models, state["unsent"], strict=True):
             named = dict(self.unwrap(model).named_parameters())
-            compressor.unsent = {named[name]: kept.to(device) for name, kept in unsent.items()}
+            if model in self._compressors:
+                self._compressors[model].unsent = {named[name]: kept.to(device) for name, kept in unsent.items()}
 
     # ------------------------------------------------------------------ the end
 

@@ -92,10 +92,10 @@ class Saver(Protocol):
     def keeps_extra_state(self) -> bool:
         """Whether it has an extra state; without one, the processes need not agree."""
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """The strategy's extra state on this process."""
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Restore the result of `extra_state`."""
 
 
@@ -244,7 +244,7 @@ def capture(
         models = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
     taken.files.update(_equal(contents) if writes else {})
-    taken.files.update(_extra(strategy, process))
+    taken.files.update(_extra(contents, strategy, process))
     taken.files.update(_own(contents, process.rank, step))
     return taken
 
@@ -256,7 +256,7 @@ def _equal(contents: PreparedObjects) -> dict[str, Any]:
     return {**({SCALER_NAME: scale} if scale else {}), **custom}
 
 
-def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
+def _extra(contents: PreparedObjects, strategy: Saver, process: Process) -> dict[str, Any]:
     """The extra state of this process's strategy.
 
     Raises:
@@ -264,10 +264,15 @@ def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
     """
     if not strategy.keeps_extra_state:
         return {}
-    state = dict(strategy.extra_state())
+    state = dict(strategy.extra_state(*_trained(contents)))
     asked = f"Cannot save the extra state of {type(strategy).__name__}."
     all_agree(process, "extra-state", ", ".join(sorted(state)), asked, error=CheckpointError)
     return {extra_state_name(process.rank): state} if state else {}
+
+
+def _trained(contents: PreparedObjects) -> tuple[list[Module], list[Any]]:
+    """The models and the optimizers of a checkpoint, as the strategy set them up."""
+    return contents.for_strategy(ObjectKind.MODEL), contents.for_strategy(ObjectKind.OPTIMIZER)
 
 
 def _own(contents: PreparedObjects, rank: int, step: int) -> dict[str, Any]:
@@ -342,14 +347,14 @@ def load_folder(
         options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
         if kind is ObjectKind.OPTIMIZER:
             options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
-        items = [strategy_model(model) for model in models] if kind is ObjectKind.MODEL else contents.of_kind(kind)
+        items = map(strategy_model, models) if kind is ObjectKind.MODEL else contents.for_strategy(kind)
         for index, item in enumerate(items):
             with _fitting(source, item):
                 strategy.load(kind, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in allow_missing)
     _load_scaler(source, contents.scaler, "scaler" in allow_missing)
     _load_custom(source, contents.custom, trusted, "custom" in allow_missing)
-    _load_extra_state(source, strategy, process, "extra_state" in allow_missing)
+    _load_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
     if process.rank == 0:
         _warn_of_unread(source, contents)
     with _fitting(source, "the random-number generators"):
@@ -428,14 +433,16 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missi
             item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
 
 
-def _load_extra_state(folder: Path, strategy: Saver, process: Process, allow_missing: bool) -> None:
+def _load_extra_state(
+    folder: Path, contents: PreparedObjects, strategy: Saver, process: Process, allow_missing: bool
+) -> None:
     if not strategy.keeps_extra_state:
         return
     path = folder / extra_state_name(process.rank)
     if path.is_file():
         with _fitting(folder, strategy):
-            strategy.load_extra_state(pickled.read(path))
-    elif strategy.extra_state() and not allow_missing:
+            strategy.load_extra_state(pickled.read(path), *_trained(contents))
+    elif strategy.extra_state(*_trained(contents)) and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the extra state of {type(strategy).__name__} on process {process.rank} from {folder}.",
             f"There is no {path.name}: it was saved by fewer processes or with another backend.",

@@ -1,14 +1,21 @@
-"""The optimizer that `prepare` returns: it steps when gradients are synchronised, by the strategy's `step`."""
+"""The optimizer that `prepare` returns: it steps when gradients are synchronised, by the methods of the strategy.
+
+It is the only caller of what a strategy does around a step: `finalize_gradients`, `step` and `after_step`, in this
+order. So a loop of a script, of the Accelerator and of the test kit drives a strategy alike.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from torch.optim import Optimizer
 
+from accel_plugins.layers import owner_of
 from accel_plugins.precision.base import Closure, Precision
+from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_state.errors import NotOffered
 from accel_state.watch.record import RECORD, STEPS
@@ -16,6 +23,7 @@ from accel_state.watch.record import RECORD, STEPS
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.nn import Module
 
     from accel_plugins.precision.scaling import SteppedOnDevice
     from accel_state.gradient import GradientState
@@ -55,7 +63,7 @@ class AcceleratedOptimizer(Optimizer):
             does.
         scaler: a gradient scaler for the step, used without strategy and precision.
         gradient: the gradient state: whether gradients are synchronised; None: the latest instance.
-        strategy: the strategy, which makes the step.
+        strategy: the strategy, which completes the gradients, makes the step and does what follows it.
         precision: makes the step if there is no strategy.
         step_hooks: what is called around each step; None: nothing.
 
@@ -71,7 +79,7 @@ class AcceleratedOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         gradient: GradientState | None = None,
-        strategy: Any = None,
+        strategy: Strategy | None = None,
         precision: Precision | None = None,
         step_hooks: StepHooks | None = None,
     ) -> None:
@@ -86,6 +94,10 @@ class AcceleratedOptimizer(Optimizer):
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
         self.step_hooks = StepHooks() if step_hooks is None or self.steps_in_backward else step_hooks
         self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(strategy, precision, scaler)
+        # What the strategy does not override does nothing, and is not called.
+        self._finalize_gradients = _overridden(strategy, "finalize_gradients")
+        self._after_step = _overridden(strategy, "after_step")
+        self._model: weakref.ref[Module] | None = None
         self._outcome: _Outcome | SteppedOnDevice = _STEPPED
         self._steps = 0
 
@@ -151,7 +163,13 @@ class AcceleratedOptimizer(Optimizer):
         if not own["gradient_state"].sync_gradients:
             return None
         hooks = own["step_hooks"]
-        if hooks.before_step or hooks.after_step or closure is not None:
+        if (
+            hooks.before_step
+            or hooks.after_step
+            or closure is not None
+            or own["_finalize_gradients"] is not None
+            or own["_after_step"] is not None
+        ):
             return self._step_with(closure)
         stepped = own["_step"](own["optimizer"], None)
         own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
@@ -162,17 +180,40 @@ class AcceleratedOptimizer(Optimizer):
         return None
 
     def _step_with(self, closure: Closure | None) -> Any:
-        """Step with the hooks, or with a closure."""
+        """Step with a closure, hooks, or what the strategy does around a step."""
         optimizer, hooks = self.optimizer, self.step_hooks
         losses: list[Any] = []
+        if closure is None and self._finalize_gradients is not None:
+            self._finalize_gradients(optimizer)
         for before_step in hooks.before_step:
             before_step(optimizer)
-        stepped = self._step(optimizer, None if closure is None else _recording(closure, losses))
+        stepped = self._step(optimizer, None if closure is None else self._completing(closure, losses))
         self._outcome = _outcome_of(stepped)
+        if self._after_step is not None and stepped:
+            self._after_step(self._model_that_trains(), optimizer)
         for after_step in hooks.after_step:
             after_step(optimizer, stepped)
         self._count_step()
         return losses[0] if losses else None
+
+    def _completing(self, closure: Closure, losses: list[Any]) -> Closure:
+        """The closure; gradients that it computes are completed, and the losses that it returns are kept."""
+
+        def compute() -> Any:
+            loss = closure()
+            if self._finalize_gradients is not None:
+                self._finalize_gradients(self.optimizer)
+            losses.append(loss)
+            return loss
+
+        return compute
+
+    def _model_that_trains(self) -> Module | None:
+        """The model of the optimizer's parameters, found at the first use: models may be prepared later."""
+        model = None if self._model is None else self._model()
+        if model is None and (model := owner_of(self.optimizer)) is not None:
+            self._model = weakref.ref(model)
+        return model
 
     def _count_step(self) -> None:
         """Report the number of steps to the run status."""
@@ -231,13 +272,14 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy does not include the run: after unpickling, the optimizer steps without a strategy.
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_step", "step_hooks")}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_RUN}
         return {**state, "_outcome": _Outcome(self.step_was_skipped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.step_hooks = StepHooks()
         self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, None, self.scaler)
+        self._finalize_gradients = self._after_step = self._model = None
 
 
 class EngineSteppedOptimizer(AcceleratedOptimizer):
@@ -284,13 +326,8 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _recording(closure: Closure, losses: list[Any]) -> Closure:
-    def record() -> Any:
-        loss = closure()
-        losses.append(loss)
-        return loss
-
-    return record
+_OF_THE_RUN: Final = ("_step", "_finalize_gradients", "_after_step", "_model", "step_hooks")
+"""Attributes that a pickled optimizer does not contain."""
 
 
 def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) -> bool:
@@ -298,10 +335,17 @@ def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) ->
     return True
 
 
-def _step_of(strategy: Any, precision: Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
+def _overridden(strategy: Strategy | None, name: str) -> Callable[..., Any] | None:
+    """A method of a strategy that its class overrides, or None."""
+    inherited = strategy is None or getattr(type(strategy), name) is getattr(Strategy, name)
+    return None if inherited else getattr(strategy, name)
+
+
+def _step_of(strategy: Strategy | None, precision: Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
     """The method that steps: of the strategy or the precision, else a plain step or one with a scaler."""
     if strategy is not None:
-        return strategy.step  # type: ignore[no-any-return]
+        # A call less for each step of a strategy that leaves it to the precision.
+        return _overridden(strategy, "step") or strategy.context.precision.step
     if precision is not None:
         return precision.step
     if scaler is None:

@@ -102,19 +102,20 @@ class XLAStrategy(Strategy):
             self.context.gradient.is_xla_gradients_synced = True
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        stepped = super().step(optimizer, None if closure is None else self._reducing(optimizer, closure))
+        stepped = super().step(optimizer, None if closure is None else self._anew(optimizer, closure))
+        # A script may compute the next gradients without calling `backward` of the strategy.
+        self._reduced.discard(id(optimizer))
         self.context.gradient.is_xla_gradients_synced = False
         # This ends a step also in a loop without a prepared loader.
         torch_xla.sync()
         return stepped
 
-    def _reducing(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """A closure that averages the gradients after it computes them."""
+    def _anew(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """A closure whose gradients are averaged at each call."""
 
         def compute() -> Any:
-            loss = closure()
-            self.finalize_gradients(optimizer)
-            return loss
+            self._reduced.discard(id(optimizer))
+            return closure()
 
         return compute
 

@@ -25,7 +25,7 @@ from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Manifest
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
-from accel_plugins.prepared import PreparedObjects
+from accel_plugins.prepared import PreparedObjects, as_set_up
 from accel_plugins.resolve import build
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
@@ -290,6 +290,11 @@ class Training:
         """The strategy's model, inside the layers that transforms added."""
         return strategy_model(self.model)
 
+    @property
+    def inner(self) -> Any:
+        """The optimizer that the strategy set up."""
+        return as_set_up(self.optimizer)
+
     def start(self) -> None:
         """Create the state of the process, on the CPU unless a subclass uses another device."""
         PartialState(cpu=True)
@@ -379,10 +384,9 @@ class Training:
 
     def complete_gradients(self) -> None:
         """Complete and unscale the gradients, as needed before clipping or reading them."""
-        inner = self.optimizer.optimizer
-        self.strategy.finalize_gradients(inner)
+        self.strategy.finalize_gradients(self.inner)
         if not self.manifest.capabilities.own_precision:
-            self.strategy.context.precision.unscale(inner)
+            self.strategy.context.precision.unscale(self.inner)
 
     def clip(self) -> float | None:
         """Clip as the case specifies; return the norm before clipping, if the case clips by norm."""
@@ -398,13 +402,9 @@ class Training:
 
     def step(self) -> bool:
         """Step and reset the gradients; return whether the step was not skipped."""
-        self.strategy.finalize_gradients(self.optimizer.optimizer)
         self.optimizer.step()
-        stepped = not self.optimizer.step_was_skipped
-        if stepped:
-            self.strategy.after_step(self.made, self.optimizer.optimizer)
         self.optimizer.zero_grad()
-        return stepped
+        return not self.optimizer.step_was_skipped
 
     def train(self, data: Sequence[tuple[Tensor, Tensor]] | None = None) -> tuple[list[float], list[float | None]]:
         """Train; return the mean loss over all processes and the norm before clipping of each step."""

@@ -21,6 +21,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.manifest import SAVED_KINDS, Manifest, ObjectKind
+from accel_plugins.prepared import as_set_up
 from accel_plugins.transform import Stage, Transform
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
@@ -453,7 +454,7 @@ def states(training: Training) -> Answer:
         "weights": _plain({**dict(bare.named_parameters()), **dict(bare.named_buffers())}),
         "optimizer": _plain(training.optimizer.state_dict()),
         "schedulers": _plain([scheduler.state_dict() for scheduler in training.schedulers]),
-        "extra_state": _plain(training.strategy.extra_state()),
+        "extra_state": _plain(training.strategy.extra_state([training.made], [training.inner])),
     }
 
 
@@ -542,8 +543,8 @@ def load_from_nothing(case: Case, folder: str) -> list[str]:
     training = case.but(scheduled=True).open()
     items = {
         ObjectKind.MODEL: training.made,
-        ObjectKind.OPTIMIZER: training.optimizer,
-        ObjectKind.SCHEDULER: training.schedulers[0],
+        ObjectKind.OPTIMIZER: training.inner,
+        ObjectKind.SCHEDULER: as_set_up(training.schedulers[0]),
     }
     return [_error_of(training, kind, items[kind], Path(folder)) for kind in SAVED_KINDS]
 
@@ -597,7 +598,7 @@ def release(case: Case) -> Answer:
     training.train()
     strategy = training.strategy
     kept = {"model": weakref.ref(training.user_model), "optimizer": weakref.ref(training.optimizer.optimizer)}
-    strategy.release([training.made], [training.optimizer])
+    strategy.release([training.made], [training.inner])
     vars(training).clear()
     gc.collect()
     training = case.open()
@@ -618,7 +619,7 @@ def release_another(case: Case) -> Answer:
     """Train after another model and optimizer were released."""
     training, other = case.open(), make_model(2)
     bundle = training.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
-    training.strategy.release([strategy_model(bundle.models[0])], bundle.optimizers)
+    training.strategy.release(*([as_set_up(one) for one in kind] for kind in (bundle.models, bundle.optimizers)))
     training.train()
     return {"weights": training.weights()}
 

@@ -438,14 +438,15 @@ class TrainingMixin(Facade):
         """
         import gc
 
-        from accel_plugins.layers import strategy_model
+        from accel_plugins.manifest import ObjectKind
 
         if self.session.saver is not None:
             self.session.saver.release()
-        models = [strategy_model(model) for model in self.session.prepared.models]
-        self.session.strategy.release(models, self.session.prepared.optimizers)
-        del models
-        self.session.prepared.clear()
+        prepared = self.session.prepared
+        self.session.strategy.release(
+            prepared.for_strategy(ObjectKind.MODEL), prepared.for_strategy(ObjectKind.OPTIMIZER)
+        )
+        prepared.clear()
         self.session.accumulation.step = 0
         count = len(objects)
         del objects
@@ -559,6 +560,8 @@ def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches
     Raises:
         NotOffered: every step of the backend needs all processes.
     """
+    from torch.nn import Module
+
     if session.state.use_distributed:
         session.backend.demand("join")
     samplers = [] if even_batches is None else _adjustable(session)
@@ -566,7 +569,8 @@ def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches
     for sampler in samplers:
         sampler.even_batches = even_batches
     try:
-        with session.strategy.join([strategy_model(model) for model in joinables], even_batches):
+        models = [strategy_model(item) for item in joinables if isinstance(item, Module)]
+        with session.strategy.join(models, even_batches):
             yield
     finally:
         for sampler, even in zip(samplers, before, strict=True):
