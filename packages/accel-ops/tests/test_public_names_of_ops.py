@@ -46,7 +46,7 @@ def test_the_package_loads_no_torch_its_names_no_hang_report_and_walking_data_no
     code = (
         "import sys, accel_ops; assert 'torch' not in sys.modules; "
         "[getattr(accel_ops, name) for name in accel_ops.__all__]; "
-        "late = {'hang_report.report', 'hang_report.monitor', 'transport.control'}; "
+        "late = {'watch.report', 'watch.monitor', 'transport.control'}; "
         "assert not [name for name in late if f'accel_state.{name}' in sys.modules]; "
         "import torch; from accel_ops import gather; gather(torch.ones(1)); "
         "assert 'torch.distributed.tensor' not in sys.modules"

@@ -11,8 +11,6 @@ from torch.nn import Module
 from accel_plugins.bundle import Bundle, ObjectsByKind
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import ObjectKind
-from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
-from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import SettingError
 from accel_state.labels import PREPARED
 
@@ -128,9 +126,7 @@ def as_set_up(item: Any) -> Any:
     """
     if isinstance(item, Module):
         return strategy_model(item)
-    if type(item) is AcceleratedOptimizer:
-        return item.optimizer
-    return item.scheduler if type(item) is AcceleratedScheduler else item
+    return getattr(item, "as_set_up", item)
 
 
 def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Any:

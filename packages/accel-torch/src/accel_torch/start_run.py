@@ -55,18 +55,7 @@ def start_session(options: Options) -> Session:
     """
     for hook in PROCESS_HOOKS:
         options = hook.configure(options)
-    folder = options.project.project_dir or options.project.logging_dir
-    if folder is not None:
-        RECORD.writes_to(folder)
-    if os.environ.get(STATUS_FOLDER):
-        from accel_torch.samples_at_hand import record_samples
-
-        record_samples()
-    recorder: TimeRecorder | None = None
-    if options.goodput or options.straggler_report:
-        from accel_torch.time_recorder import record_time
-
-        recorder = record_time(options)
+    recorder = _begin_records(options)
     hooks = list(PROCESS_HOOKS)
     session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
@@ -91,6 +80,22 @@ def start_session(options: Options) -> Session:
 
         guard_first_steps(session)
     return session
+
+
+def _begin_records(options: Options) -> TimeRecorder | None:
+    """Begin what the options record of this process; the recorder of its time if they ask for one."""
+    folder = options.project.project_dir or options.project.logging_dir
+    if folder is not None:
+        RECORD.writes_to(folder)
+    if os.environ.get(STATUS_FOLDER):
+        from accel_torch.samples_at_hand import record_samples
+
+        record_samples()
+    if options.goodput or options.straggler_report:
+        from accel_torch.time_recorder import record_time
+
+        return record_time(options)
+    return None
 
 
 _users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()

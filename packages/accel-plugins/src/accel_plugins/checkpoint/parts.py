@@ -37,7 +37,6 @@ from accel_plugins.checkpoint.files import (
 )
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import by_position, canonical_name, names_parameters
-from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular
 
@@ -168,7 +167,7 @@ def _optimizer_state(optimizer: Any, folder: Path, index: int, map_location: Any
 def _positioned(state: Any, optimizer: Any, models: Sequence[Module]) -> Any:
     """The state with its parameters by position."""
     if isinstance(state, Mapping) and "param_groups" in state and names_parameters(state):
-        return by_position(state, inner_optimizer(optimizer), models)
+        return by_position(state, optimizer, models)
     return state
 
 

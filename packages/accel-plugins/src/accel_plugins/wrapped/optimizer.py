@@ -102,6 +102,11 @@ class AcceleratedOptimizer(Optimizer):
         self._steps = 0
 
     @property
+    def as_set_up(self) -> Optimizer:
+        """The optimizer that a strategy's `setup` returned: an engine's own wrapper, or the one inside this wrapper."""
+        return self.optimizer if type(self) is AcceleratedOptimizer else self
+
+    @property
     def accelerator_state(self) -> AcceleratorState:
         """The process and its run."""
         from accel_state.run_state import AcceleratorState

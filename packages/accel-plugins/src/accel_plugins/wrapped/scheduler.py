@@ -123,6 +123,11 @@ class AcceleratedScheduler:
         self._stride = processes
         self._plain = split_batches or (processes == 1 and not hasattr(scheduler, "total_steps"))
 
+    @property
+    def as_set_up(self) -> Any:
+        """The scheduler that a strategy's `setup` returned: an engine's own wrapper, or the one inside this wrapper."""
+        return self.scheduler if type(self) is AcceleratedScheduler else self
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if the optimizers have stepped; arguments go to the scheduler."""
         # Python reads attributes of a class with `__getattr__` more slowly than items of a dict.
