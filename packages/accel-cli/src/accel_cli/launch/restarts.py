@@ -10,7 +10,6 @@ pause.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import signal
@@ -18,11 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
 from accel_state.proc import CGROUP, numbers_of, oom_kills
 from accel_state.untrusted import printable
+from accel_state.watch.seconds import append_line
 
 if TYPE_CHECKING:
     from accel_cli.launch.interface import LaunchPlan
@@ -36,7 +36,6 @@ __all__ = (
     "Restarts",
     "find_cause",
     "port_taken",
-    "record_failure",
 )
 
 FAILURES: Final = "failures.jsonl"
@@ -383,40 +382,6 @@ class RestartPolicy:
         return len(alike) >= _PATIENCE or (exact and any(one.fingerprint.step == mine.step for one in alike))
 
 
-def record_failure(
-    folder: str, cause: Cause, decision: Decision, attempt: int, began: float, decided_after: float
-) -> None:
-    """Append a failure to the run's file; an error while writing is ignored.
-
-    Args:
-        folder: the run's folder.
-        cause: the root cause.
-        decision: what the launcher does.
-        attempt: number of restarts before this attempt.
-        began: start of the attempt, in seconds since 1970.
-        decided_after: seconds from the end of the last process to the decision.
-    """
-    line: dict[str, Any] = {
-        "time": time.time(),
-        "attempt": attempt,
-        "began": began,
-        **asdict(cause),
-        "action": "restart" if decision.restart else "stop",
-        "reason": decision.reason,
-        "pause": decision.pause,
-        "decided_after": decided_after,
-    }
-    try:
-        os.makedirs(folder, exist_ok=True)
-        file = os.open(os.path.join(folder, FAILURES), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(file, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(file)
-    except OSError:
-        return
-
-
 # ---------------------------------------------------------------------- the launcher's side
 
 
@@ -453,7 +418,17 @@ class Restarts:
         if asked_to_end:
             decision = Decision(False, "the run was asked to end")
         if folder:
-            record_failure(folder, cause, decision, attempt, began, time.monotonic() - ended)
+            line = {
+                "time": time.time(),
+                "attempt": attempt,
+                "began": began,
+                **asdict(cause),
+                "action": "restart" if decision.restart else "stop",
+                "reason": decision.reason,
+                "pause": decision.pause,
+                "decided_after": time.monotonic() - ended,
+            }
+            append_line(os.path.join(folder, FAILURES), line)
         self._pause = decision.pause
         if self._plan.restart_policy != "never" and not self._plan.quiet:
             later = f" in {decision.pause:g} s" if decision.pause else ""

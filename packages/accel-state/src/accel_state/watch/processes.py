@@ -138,20 +138,20 @@ def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
         run: the run.
         stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
     """
-    begun = time.monotonic()
-    request_stacks(run.status_folder)
-    processes = _processes(run.status_folder)
-    own = _own_statuses(run.status_folder, processes)
+    begun, folder = time.monotonic(), run.status_folder
+    request_stacks(folder)
+    processes = _processes(folder)
     size = _world_size(processes)
+    own = _own_statuses(folder, processes)
     reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
     elsewhere = size > len(processes)
     if elsewhere and reporting:
-        request_world(run.status_folder, min(reporting))
-    world = _wait_for_answers(run.status_folder, processes, reporting, begun, elsewhere and bool(reporting))
-    processes = _processes(run.status_folder)
-    own = _own_statuses(run.status_folder, processes)
-    answered = {rank for rank, one in own.items() if _has_answered(one, begun)}
-    inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank not in answered)]
+        request_world(folder, min(reporting))
+    world = _wait_for_answers(folder, processes, reporting, begun, elsewhere and bool(reporting))
+    processes = _processes(folder)
+    own = _own_statuses(folder, processes)
+    silent = [rank for rank in processes if rank not in own or not _has_answered(own[rank], own[rank].time, begun)]
+    inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank in silent)]
     written = signalled_stacks({one.pid: one.stack_file for one in inspected})
     statuses = [_local(rank, one, own.get(rank), written.get(one.pid, ""), run) for rank, one in processes.items()]
     if stacks:
@@ -207,30 +207,34 @@ def _is_reporting(own: RankStatus) -> bool:
     return own.activity != _WAITING and time.monotonic() - own.time < _SILENT
 
 
-def _has_answered(own: RankStatus, begun: float) -> bool:
-    return bool(own.left) or own.activity == _WAITING or (own.has_stack and own.time >= begun)
+def _has_answered(status: RankStatus, moment: float, begun: float) -> bool:
+    """Whether a status of this moment answers a request, or its process answers none."""
+    return bool(status.left) or status.activity == _WAITING or (status.has_stack and moment >= begun)
 
 
 def _wait_for_answers(
     folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
 ) -> World | None:
     """Wait for new statuses of the reporting processes, and for those of other machines, which one of them writes."""
-    missing = set(reporting)
     while True:
-        own = _own_statuses(folder, processes)
-        missing = {rank for rank in missing if rank in own and not _has_answered(own[rank], begun)}
-        world = read_world(folder) if wants_world else None
         waited = time.monotonic() - begun
-        complete = world is not None and world.time >= begun and _all_answered(world, begun)
-        if (not missing or waited > _ANSWER) and (not wants_world or complete or waited > _ANSWER_OF_OTHERS):
-            return world if world is not None and world.time >= begun else None
+        own = _own_statuses(folder, processes)
+        missing = waited < _ANSWER and any(
+            rank in own and not _has_answered(own[rank], own[rank].time, begun) for rank in reporting
+        )
+        world = read_world(folder) if wants_world else None
+        world = world if world is not None and world.time >= begun else None
+        if wants_world and waited < _ANSWER_OF_OTHERS:
+            missing = missing or world is None or not _all_answered(world, begun)
+        if not missing:
+            return world
         time.sleep(_POLL)
 
 
 def _all_answered(world: World, begun: float) -> bool:
     return not world.store_answers or all(
-        own.left or world.ages[rank] > _SILENT or (own.has_stack and world.time - world.ages[rank] >= begun)
-        for rank, own in world.statuses.items()
+        world.ages[rank] > _SILENT or _has_answered(status, world.time - world.ages[rank], begun)
+        for rank, status in world.statuses.items()
     )
 
 
