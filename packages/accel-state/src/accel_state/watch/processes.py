@@ -32,6 +32,7 @@ from accel_state.watch.stacks import (
 )
 from accel_state.watch.status import (
     EXITED_NORMALLY,
+    IN_COLLECTIVE,
     RankStatus,
     World,
     read_statuses,
@@ -204,12 +205,12 @@ def _world_size(processes: Mapping[int, _Process]) -> int:
 
 def _is_reporting(own: RankStatus) -> bool:
     """Whether the monitor of a process is running."""
-    return own.activity != _WAITING and time.monotonic() - own.time < _SILENT
+    return own.state != _WAITING and time.monotonic() - own.time < _SILENT
 
 
 def _has_answered(status: RankStatus, moment: float, begun: float) -> bool:
     """Whether a status of this moment answers a request, or its process answers none."""
-    return bool(status.left) or status.activity == _WAITING or (status.has_stack and moment >= begun)
+    return bool(status.left) or status.state == _WAITING or (status.has_stack and moment >= begun)
 
 
 def _wait_for_answers(
@@ -276,36 +277,30 @@ def _seen_from_outside(
     blocked = process.info is not None and process.info.state == "uninterruptible"
     if (call or blocked) and status.state in ("running", "in step"):
         return "in file IO", call, None
-    if own is not None and not own.left and own.activity != _WAITING and time.monotonic() - own.time > _SILENT:
+    if own is not None and not own.left and own.state != _WAITING and time.monotonic() - own.time > _SILENT:
         return "silent", status.operation, time.monotonic() - own.time
     return status.state, status.operation, status.seconds
 
 
 def _published(rank: int, own: RankStatus, host: str, age: float) -> ProcessStatus:
     """A process according to its own status, which is so many seconds old."""
-    # By the clock of its own machine.
-    now = own.time + age
-    base = ProcessStatus(
-        rank=rank,
-        host=host,
-        pid=own.pid,
-        state="running",
-        operation=own.main_thread_in,
-        at=own.main_thread_at,
+    state = "finished" if own.left == EXITED_NORMALLY else "dead" if own.left else own.state
+    operation = own.operation if state == IN_COLLECTIVE else "" if own.at or own.left else own.main_thread_in
+    return ProcessStatus(
+        rank,
+        host,
+        own.pid,
+        state,
+        operation,
+        at=own.main_thread_at if own.left else own.at or own.main_thread_at,
+        # By the clock of its own machine.
+        seconds=own.time + age - own.state_since if own.state_since and not own.left else None,
         steps=own.steps,
         steps_per_second=own.steps_per_second or None,
         memory=own.memory or None,
         device_memory=None if own.device_memory < 0 else own.device_memory,
         call=own.number,
     )
-    if own.left:
-        return replace(base, state="finished" if own.left == EXITED_NORMALLY else "dead", operation="")
-    if own.activity:
-        since = now - own.activity_since
-        return replace(base, state=own.activity, operation="", at=own.activity_at, seconds=since)
-    if own.active:
-        return replace(base, state="in collective", operation=own.operation, at=own.called_at, seconds=now - own.since)
-    return replace(base, state="in step", seconds=now - own.step_since) if own.steps else base
 
 
 def _remote(rank: int, world: World | None) -> ProcessStatus:
@@ -322,8 +317,8 @@ def _remote(rank: int, world: World | None) -> ProcessStatus:
 def _held_up_by(processes: Iterable[ProcessStatus]) -> tuple[int, ...]:
     """Ranks that are not in the newest collective in which others wait."""
     here = list(processes)
-    waiting = [one for one in here if one.state == "in collective" and (one.seconds or 0.0) >= _WAITS]
+    waiting = [one for one in here if one.state == IN_COLLECTIVE and (one.seconds or 0.0) >= _WAITS]
     if not waiting:
         return ()
     newest = max(one.call for one in waiting)
-    return tuple(one.rank for one in here if one.state != "in collective" or one.call != newest)
+    return tuple(one.rank for one in here if one.state != IN_COLLECTIVE or one.call != newest)
