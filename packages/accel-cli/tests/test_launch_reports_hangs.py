@@ -216,3 +216,67 @@ def test_seconds_that_are_none_are_refused(accel, script, words):
     finished = accel("launch", *words, script("print('ran')"))
     assert (finished.returncode, finished.stdout) == (2, "")
     assert f"({words[0]})" in finished.stderr
+
+
+HEALTHY = """
+    import os, queue, sys, threading, time
+    import torch
+    from accel_state.process import PartialState
+    state = PartialState(cpu=True)
+    state.wait_for_everyone()
+    began, how = time.monotonic(), sys.argv[1]
+    if how == "queue":
+        try:
+            queue.Queue().get(timeout=14)
+        except queue.Empty:
+            pass
+    elif how == "file":
+        # A function of torch that waits, for a file that somebody else writes.
+        os.mkfifo(f"weights{state.process_index}")
+        threading.Timer(14, lambda: torch.save(1, f"weights{state.process_index}")).start()
+        try:
+            torch.load(f"weights{state.process_index}")
+        except (OSError, ValueError):
+            # A pipe has no positions.
+            pass
+    elif how == "clock":
+        # The wall clock is an hour back, and then two hours ahead.
+        real = time.time
+        while time.monotonic() < began + 14:
+            for hours in (-1, 1):
+                time.time = lambda: real() + 3600 * hours
+                state.wait_for_everyone()
+                time.sleep(0.5)
+    state.wait_for_everyone()
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["queue", "file", "clock"])
+def test_a_healthy_process_is_neither_reported_nor_ended(accel, script, how):
+    job = script(HEALTHY)
+    options = ("--hang_report_after", "9", "--hang_timeout", "10")
+    finished = accel("launch", "--cpu", "--num_processes", "2", *options, job, how)
+    assert (finished.returncode, finished.stdout) == (0, "done\ndone\n"), finished.stderr
+    assert "have waited" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_an_all_reduce_of_the_script_that_waits_is_reported_and_ends_the_run(accel, script):
+    job = script(
+        """
+        import time
+        import torch
+        import torch.distributed as dist
+        from accel_state.process import PartialState
+        state = PartialState(cpu=True)
+        while state.process_index == 1:
+            time.sleep(0.2)
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    finished = accel(*launched("local", "--hang_timeout", "14"), job)
+    assert finished.returncode == 1
+    assert "rank 0 is in all_reduce() at job.py:9, before any collective" in finished.stderr
+    assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr

@@ -191,7 +191,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     bad = ["{", "[]", '{"event": "end"}', '{"event": "else", "time": 1}', json.dumps(good | {"step": -1}), "\x00" * 9]
     write(tmp_path, start(100), *bad, good, '{"event": "so far", "ti')
     summary = read_goodput(tmp_path)
-    assert summary.damaged == 7
+    assert summary.damaged_lines == 7
     assert summary.ranks[0].seconds["step"] == 10.0
 
 

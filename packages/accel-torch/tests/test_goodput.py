@@ -200,7 +200,7 @@ def test_an_account_goes_on_over_a_restart(tmp_path: Path) -> None:
     finished = launched(tmp_path, 1, parts)
     assert finished.returncode == 0, finished.stderr
     summary = read_goodput(tmp_path / "run")
-    assert (summary.restarts, summary.running, summary.damaged) == (1, False, 0)
+    assert (summary.restarts, summary.running, summary.damaged_lines) == (1, False, 0)
     spent = summary.ranks[0].seconds
     _holds(spent, truth_of(tmp_path / "run", 0))
     assert spent["down"] > 0

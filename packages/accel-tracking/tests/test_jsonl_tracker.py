@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from accel_state.errors import NotReady, SettingError
 from accel_tracking import JSONLinesTracker, read_run
+from accel_tracking.trackers.jsonl import read_runs
 
 
 def started(folder: Path, **options: Any) -> JSONLinesTracker:
@@ -89,6 +90,41 @@ def test_the_name_of_a_run_becomes_one_folder(tmp_path: Path, name: str, folder:
     tracker.start()
     tracker.finish()
     assert [path.name for path in tmp_path.iterdir()] == [folder]
+
+
+def attempt(folder: Path, launch: str, steps: range, loss: float, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a run that a launcher started, and that does not reach its end."""
+    monkeypatch.setenv("ACCEL_STATUS_FOLDER", f"/dev/shm/{launch}/status")
+    tracker = JSONLinesTracker("digits", folder)
+    tracker.start()
+    for step in steps:
+        tracker.log({"loss": loss}, step=step)
+    return tracker.tracker.path
+
+
+def test_the_attempts_of_a_restarted_run_are_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attempt(tmp_path, "accel-launch-1", range(6), 0.5, monkeypatch)
+    other = attempt(tmp_path, "accel-launch-2", range(9), 0.1, monkeypatch)
+    # From a checkpoint of step 4.
+    second = attempt(tmp_path, "accel-launch-1", range(4, 8), 0.2, monkeypatch)
+    for number, path in enumerate((first, other, second)):
+        os.utime(path, (number, number))
+    run = read_run(tmp_path)
+    assert run.path == second
+    assert run.curves() == {"loss": [(step, 0.5 if step < 4 else 0.2) for step in range(8)]}
+    assert [one.launch for one in read_runs(tmp_path)] == ["accel-launch-2", "accel-launch-1"]
+    assert len(read_run(first).records) == 6
+
+
+def test_files_of_other_programs_are_no_runs(tmp_path: Path) -> None:
+    tracker = JSONLinesTracker("digits", tmp_path)
+    tracker.start()
+    tracker.log({"loss": 0.5}, step=1)
+    (tmp_path / "goodput").mkdir()
+    # What a launch with a project folder writes beside the curves, later.
+    for name in ("goodput/rank_0.jsonl", "goodput/launcher_0.jsonl", "failures.jsonl"):
+        (tmp_path / name).write_text('{"event": "start", "time": 1.0}\n')
+    assert read_run(tmp_path).path == tracker.tracker.path
 
 
 def test_flush_every_is_the_number_of_lines_of_one_write(tmp_path: Path) -> None:

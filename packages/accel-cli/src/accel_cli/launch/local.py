@@ -112,7 +112,7 @@ class Supervisor:
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
             restarts = restarts or _restarts_of(plan, oom_killed)
-            if not restarts.after(processes, refused):
+            if not processes.restart(restarts, refused):
                 if refused is not None:
                     raise refused
                 break
@@ -311,7 +311,7 @@ class _Processes:
 
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
         self.plan = plan
-        self.began = time.time()
+        self._began = time.time()
         self._count = plan.processes if plan.starts_ranks else 1
         self._environment = environment
         self._folder = folder
@@ -468,19 +468,23 @@ class _Processes:
         codes = {process.rank: process.popen.poll() for process in self._processes}
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    @property
-    def ended_as_asked(self) -> bool:
-        """Whether it ended on request, or saved its state in order to be resumed."""
+    def restart(self, restarts: Restarts, refused: SettingError | None) -> bool:
+        """Whether the processes of this failed attempt are restarted; `refused` says that the port was in use."""
+        from accel_cli.launch.restarts import port_taken
+        from accel_state.watch.runs import folder_of_output
+
+        ended = time.monotonic()
+        if refused is not None:
+            return restarts.after(port_taken(refused), self._began, ended, self.plan.project_dir, False)
         saved = any(process.popen.poll() == RESUME for process in self._processes)
-        return saved or (self._signalled is not None and self._first is None)
+        if saved or (self._signalled is not None and self._first is None):
+            # It ended on request, or saved its state in order to be resumed.
+            return False
+        cause = self._cause(restarts.killed_for_memory())
+        folder = self.plan.project_dir or folder_of_output(self._status_folder)
+        return restarts.after(cause, self._began, ended, folder, self._signalled is not None)
 
-    @property
-    def asked_to_end(self) -> bool:
-        """Whether the launcher was asked to end the run, possibly after a process had failed."""
-        return self._signalled is not None
-
-    def cause(self, oom_killed: bool) -> Cause:
-        """The root cause of the failure."""
+    def _cause(self, oom_killed: bool) -> Cause:
         from accel_cli.launch.restarts import find_cause
         from accel_state.watch.status import read_records
 
@@ -502,12 +506,6 @@ class _Processes:
         from accel_state.watch.seconds import close_accounts
 
         close_accounts(self._status_folder)
-
-    def folder_of_run(self) -> str:
-        """The folder of the run's output, as the processes report it; empty if they do not."""
-        from accel_state.watch.runs import folder_of_output
-
-        return folder_of_output(self._status_folder)
 
     def forget(self) -> None:
         """Remove the files that the processes of this attempt have written for the launcher."""

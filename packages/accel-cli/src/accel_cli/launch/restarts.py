@@ -10,7 +10,6 @@ pause.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import signal
@@ -18,15 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
 from accel_state.proc import CGROUP, numbers_of, oom_kills
 from accel_state.untrusted import printable
+from accel_state.watch.seconds import append_line
 
 if TYPE_CHECKING:
     from accel_cli.launch.interface import LaunchPlan
-    from accel_state.errors import AccelError
 
 __all__ = (
     "FAILURES",
@@ -35,67 +34,57 @@ __all__ = (
     "Fingerprint",
     "RestartPolicy",
     "Restarts",
-    "RunningProcesses",
     "find_cause",
-    "record_failure",
+    "port_taken",
 )
 
 FAILURES: Final = "failures.jsonl"
 """File in a run's folder, with one line for each failure."""
 
-Kind = Literal[
-    "killed",
-    "peer lost",
-    "port taken",
-    "file system",
-    "hang",
-    "out of memory",
-    "disk full",
-    "no access",
-    "cannot start",
-    "interrupted",
-    "crash",
-    "left early",
-    "error",
-]
-"""Kinds of failures: "crash" is a crash in native code, "left early" a process that ended with exit code 0 while others
-needed it, "cannot start" an error of the program text or its settings, "error" any other exception or exit code."""
+Kind = Literal["killed", "outside", "hang", "out of memory", "final", "error"]
+"""Kinds of failures. "outside": a lost peer, a port in use or an error of the file system, which time may resolve.
+"final": another attempt would end in the same way, because a disk is full, access is refused, the program or its
+settings are wrong, or the user interrupted it. "error": any other exception, exit code or crash, or a process that
+ended with exit code 0 while others needed it."""
 
-_TRANSIENT: Final = frozenset({"killed", "peer lost", "port taken", "file system", "hang"})
+_TRANSIENT: Final = frozenset({"killed", "outside", "hang"})
 """Kinds that may not occur in another attempt."""
-
-_FINAL: Final[Mapping[str, str]] = {
-    "out of memory": "the same sizes would need the same memory again",
-    "disk full": "the disk would still be full",
-    "no access": "the permissions would be the same",
-    "cannot start": "the program or its settings must be corrected first",
-    "interrupted": "the user interrupted it",
-}
-"""Kinds that end a run at once, with the reason."""
-
-_OUTSIDE: Final = frozenset({"port taken", "file system"})
-"""Kinds that only time resolves, so that the first pause is not zero."""
 
 _PATIENCE: Final = 3
 """How often in a row a transient failure may repeat at the same position without progress."""
 
 _LONGEST_PAUSE: Final = 60.0
 
-_OUT_OF_MEMORY: Final = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|Unable to allocate")
-_KILLED_WORKER: Final = re.compile(r"is killed by signal: (Killed|Terminated)")
-_MACHINE: Final = re.compile(
-    r"uncorrectable ECC|Xid|device .*(lost|unavailable)|fallen off the bus|NVLink", re.IGNORECASE
+_OUT_OF_MEMORY: Final = (
+    r"out of memory|can't allocate memory|Cannot allocate memory|Unable to allocate|OutOfMemory|MemoryError"
 )
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_HICCUPS: Final = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY, errno.ENODEV, errno.ENXIO}
+_MACHINE: Final = r"(?i)uncorrectable ECC|Xid|device .*(lost|unavailable)|fallen off the bus|NVLink"
+_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+_HICCUPS: Final = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY, errno.ENODEV, errno.ENXIO),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH),
 )
-_LOST: Final = frozenset({errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH})
-_PROGRAM: Final = frozenset(
-    {"SyntaxError", "ImportError", "NameError", "SettingError", "UnknownKind", "NotOffered", "PluginError"}
+_PROGRAM: Final = (
+    "SyntaxError",
+    "ImportError",
+    "NameError",
+    "SettingError",
+    "UnknownKind",
+    "NotOffered",
+    "PluginError",
 )
-"""Errors of the program text or of its settings, by their class or a base class."""
+
+_RULES: Final[tuple[tuple[Kind, Sequence[str], Sequence[int], str], ...]] = (
+    ("final", ("KeyboardInterrupt",), (), ""),
+    ("out of memory", (), (errno.ENOMEM,), _OUT_OF_MEMORY),
+    ("final", (), (), "No space left on device"),
+    ("outside", (), (errno.EADDRINUSE,), PORT_TAKEN),
+    ("final", (), _REFUSED, ""),
+    ("outside", ("ConnectionError",), _HICCUPS, _MACHINE),
+    ("killed", (), (), r"is killed by signal: (Killed|Terminated)"),
+    ("final", _PROGRAM, (), ""),
+)
+"""How an error is classified: the first rule with a class of the error, an errno, or a text of it or of its causes."""
 
 _KILLS: Final = (
     {int(signal.SIGKILL), int(signal.SIGTERM), int(getattr(signal, "SIGHUP", 0))} if os.name == "posix" else {9}
@@ -200,6 +189,11 @@ def find_cause(
     return _cause_of_victims(failures, codes, steps)
 
 
+def port_taken(error: Exception) -> Cause:
+    """The cause if processes could not be started because a port is in use."""
+    return Cause("outside", None, Fingerprint("port taken"), " ".join(str(error).split()))
+
+
 def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | None], steps: Mapping[int, int]) -> Cause:
     """The cause if every failed process had lost another one."""
     own = [one for one in failures if one.is_victim]
@@ -214,7 +208,7 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
         # The script's own connection broke, not one to another process of the run.
         root = min(sockets, key=lambda one: one.time)
         others = tuple(sorted(hurt - {root.rank}))
-        return Cause("peer lost", root.rank, _fingerprint(root, "lost peer", 0), root.message, others)
+        return Cause("outside", root.rank, _fingerprint(root, "lost peer", 0), root.message, others)
     if not missed:
         # A process that ended with exit code 0 while the others needed it, else one that was still running elsewhere.
         rest = [rank for rank in sorted(codes) if rank not in hurt]
@@ -222,18 +216,18 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
         missed = gone if len(gone) == 1 else rest
         if len(missed) != 1:
             # The network or another machine failed.
-            return Cause("peer lost", None, _fingerprint(first, "lost peer", 0), message, victims)
+            return Cause("outside", None, _fingerprint(first, "lost peer", 0), message, victims)
     rank = max(sorted(set(missed)), key=missed.count)
     step = steps.get(rank, 0)
     if codes.get(rank, -1) == 0:
-        return Cause("left early", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
+        return Cause("error", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
     told = next((one for one in own if f"Process {rank} failed: " in str((one.record or {}).get("message"))), None)
     if told is not None:
         # Another process received the error of this process, which is still ending or could not record it.
         return Cause(_kind_of(told), rank, replace(_fingerprint(told, "error", step), step=step), message, victims)
     if rank in codes and codes[rank] is None:
         return Cause("hang", rank, Fingerprint("missed", step=step), message, victims)
-    return Cause("peer lost", rank, Fingerprint("lost peer", step=step), message, victims)
+    return Cause("outside", rank, Fingerprint("lost peer", step=step), message, victims)
 
 
 def _is_of_a_socket(failure: Failure) -> bool:
@@ -259,11 +253,9 @@ def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_kill
         name = signal.Signals(number).name
     except ValueError:
         name, number = f"exit code {code}", 0
-    kind: Kind = "crash" if number else "error"
-    if number == signal.SIGINT:
-        kind = "interrupted"
-    elif number in _KILLS:
-        kind = "out of memory" if oom_killed and number == signal.SIGKILL else "killed"
+    kind: Kind = "killed" if number in _KILLS else "final" if number == signal.SIGINT else "error"
+    if oom_killed and number == signal.SIGKILL:
+        kind = "out of memory"
     text = ending(first.code) + (f" ({_memory_numbers()})" if kind == "out of memory" else "")
     return Cause(kind, first.rank, Fingerprint(name, step=step), text, victims)
 
@@ -281,25 +273,20 @@ def _fingerprint(failure: Failure, fallback: str, step: int) -> Fingerprint:
 
 
 def _kind_of(first: Failure) -> Kind:
-    """The kind of failure of an error, from its class and the classes of its causes."""
+    """The kind of failure of an error, from its classes, and from the numbers and texts of its causes too."""
     causes = [one for one in first.fingerprint.get("causes") or () if isinstance(one, dict)]
-    types = {str(name) for one in causes for name in one.get("types") or ()}
-    numbers = {one.get("errno") for one in causes if isinstance(one.get("errno"), int)}
-    text = "\n".join([str((first.record or {}).get("message") or ""), *(str(one.get("text") or "") for one in causes)])
-    newest = {str(name) for one in causes[:1] for name in one.get("types") or ()}
-    rules: tuple[tuple[Kind, bool], ...] = (
-        ("interrupted", "KeyboardInterrupt" in newest),
-        ("out of memory", bool(types & {"OutOfMemoryError", "OutOfMemory", "MemoryError"}) or errno.ENOMEM in numbers),
-        ("out of memory", _OUT_OF_MEMORY.search(text) is not None),
-        ("disk full", bool(numbers & _FULL) or "No space left on device" in text),
-        ("port taken", errno.EADDRINUSE in numbers or re.search(PORT_TAKEN, text) is not None),
-        ("no access", bool(numbers & _REFUSED)),
-        ("file system", bool(numbers & _HICCUPS)),
-        ("peer lost", bool(numbers & _LOST) or "ConnectionError" in newest or _MACHINE.search(text) is not None),
-        ("killed", _KILLED_WORKER.search(text) is not None),
-        ("cannot start", bool(newest & _PROGRAM)),
+    names = {str(name) for one in causes[:1] for name in one.get("types") or ()}
+    numbers = {one.get("errno") for one in causes}
+    texts = [str((first.record or {}).get("message")), *(f"{one.get('types')} {one.get('text')}" for one in causes)]
+    text = "\n".join(texts)
+    return next(
+        (
+            kind
+            for kind, classes, errnos, pattern in _RULES
+            if not names.isdisjoint(classes) or not numbers.isdisjoint(errnos) or (pattern and re.search(pattern, text))
+        ),
+        "error",
     )
-    return next((kind for kind, holds in rules if holds), "error")
 
 
 # ---------------------------------------------------------------------- memory
@@ -353,7 +340,7 @@ class RestartPolicy:
         if stop:
             return Decision(False, stop)
         self.restarts += 1
-        waits = self._without_progress - (0 if cause.kind in _OUTSIDE else 1)
+        waits = self._without_progress - (0 if cause.kind == "outside" else 1)
         pause = 0.0 if waits <= 0 else min(2.0 ** (waits - 1), _LONGEST_PAUSE)
         return Decision(True, f"{cause.kind}: restart {self.restarts} of {self.max_restarts}", pause)
 
@@ -361,10 +348,10 @@ class RestartPolicy:
         """The reason why the run is not restarted; empty if it is."""
         if self.name == "never":
             return "restart_policy is never"
-        if cause.kind in _FINAL:
-            return f"{cause.kind}: {_FINAL[cause.kind]}" + (
-                f"; {cause.message}" if cause.kind == "out of memory" else ""
-            )
+        if cause.kind == "out of memory":
+            return f"out of memory: the same sizes would need the same memory again; {cause.message}"
+        if cause.kind == "final":
+            return f"another attempt would end in the same way: {cause.message}"
         again = self._samples_again(cause.fingerprint.samples)
         if again:
             return f"two failures with the same samples: {', '.join(again)}"
@@ -391,67 +378,11 @@ class RestartPolicy:
         ]
         if not cause.is_transient:
             return bool(alike)
-        exact = mine.step > 0 and cause.kind not in _OUTSIDE
+        exact = mine.step > 0 and cause.kind != "outside"
         return len(alike) >= _PATIENCE or (exact and any(one.fingerprint.step == mine.step for one in alike))
 
 
-def record_failure(
-    folder: str, cause: Cause, decision: Decision, attempt: int, began: float, decided_after: float
-) -> None:
-    """Append a failure to the run's file; an error while writing is ignored.
-
-    Args:
-        folder: the run's folder.
-        cause: the root cause.
-        decision: what the launcher does.
-        attempt: number of restarts before this attempt.
-        began: start of the attempt, in seconds since 1970.
-        decided_after: seconds from the end of the last process to the decision.
-    """
-    line: dict[str, Any] = {
-        "time": time.time(),
-        "attempt": attempt,
-        "began": began,
-        **asdict(cause),
-        "action": "restart" if decision.restart else "stop",
-        "reason": decision.reason,
-        "pause": decision.pause,
-        "decided_after": decided_after,
-    }
-    try:
-        os.makedirs(folder, exist_ok=True)
-        file = os.open(os.path.join(folder, FAILURES), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(file, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(file)
-    except OSError:
-        return
-
-
 # ---------------------------------------------------------------------- the launcher's side
-
-
-class RunningProcesses(Protocol):
-    """What the launcher knows about the processes of one attempt; its module is above, and imports this one."""
-
-    @property
-    def ended_as_asked(self) -> bool:
-        """Whether it ended on request, or saved its state in order to be resumed."""
-
-    @property
-    def asked_to_end(self) -> bool:
-        """Whether the launcher was asked to end the run, possibly after a process had failed."""
-
-    @property
-    def began(self) -> float:
-        """Its start time, in seconds since 1970."""
-
-    def cause(self, oom_killed: bool) -> Cause:
-        """The root cause of the failure."""
-
-    def folder_of_run(self) -> str:
-        """The folder of the run's output, as the processes report it; empty if they do not."""
 
 
 class Restarts:
@@ -468,27 +399,37 @@ class Restarts:
         self._oom_killed = oom_killed
         self._pause = 0.0
 
-    def after(self, processes: RunningProcesses, refused: AccelError | None = None) -> bool:
+    def killed_for_memory(self) -> bool:
+        """Whether the system has killed a process for lack of memory since the last call."""
+        before, self._oom_killed = self._oom_killed, oom_kills()
+        return self._oom_killed > before
+
+    def after(self, cause: Cause, began: float, ended: float, folder: str, asked_to_end: bool) -> bool:
         """Decide whether the processes of a failed attempt are restarted.
 
         Args:
-            processes: the processes of the attempt.
-            refused: the error for a port in use, if the processes could not be started.
+            cause: the root cause of the failure.
+            began: start of the attempt, in seconds since 1970.
+            ended: when its last process had ended, by the monotonic clock.
+            folder: the folder of the run; empty if it has none.
+            asked_to_end: whether the launcher was asked to end the run, possibly after a process had failed.
         """
-        if refused is None and processes.ended_as_asked:
-            return False
-        ended, killed, attempt = time.monotonic(), oom_kills(), self._policy.restarts
-        if refused is None:
-            cause = processes.cause(killed > self._oom_killed)
-        else:
-            cause = Cause("port taken", None, Fingerprint("port taken"), " ".join(str(refused).split()))
-        decision = self._policy.decide(cause)
-        if refused is None and processes.asked_to_end:
+        attempt, decision = self._policy.restarts, self._policy.decide(cause)
+        if asked_to_end:
             decision = Decision(False, "the run was asked to end")
-        folder = self._plan.project_dir or ("" if refused is not None else processes.folder_of_run())
         if folder:
-            record_failure(folder, cause, decision, attempt, processes.began, time.monotonic() - ended)
-        self._pause, self._oom_killed = decision.pause, killed
+            line = {
+                "time": time.time(),
+                "attempt": attempt,
+                "began": began,
+                **asdict(cause),
+                "action": "restart" if decision.restart else "stop",
+                "reason": decision.reason,
+                "pause": decision.pause,
+                "decided_after": time.monotonic() - ended,
+            }
+            append_line(os.path.join(folder, FAILURES), line)
+        self._pause = decision.pause
         if self._plan.restart_policy != "never" and not self._plan.quiet:
             later = f" in {decision.pause:g} s" if decision.pause else ""
             what = f"Starting again{later}" if decision.restart else "Not started again"

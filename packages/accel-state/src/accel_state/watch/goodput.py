@@ -65,23 +65,16 @@ class LauncherLines:
 
     def launch(self, attempt: int) -> OSError | None:
         """Record that the processes are about to start; return the error if the folder is not writable."""
-        return self._append({"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt})
+        line = {"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt}
+        return append_line(self._path, line)
 
     def ended(self, rank: int, moment: float) -> None:
         """Record that a process has ended."""
-        self._append({"event": "ended", "time": moment, "rank": rank})
+        append_line(self._path, {"event": "ended", "time": moment, "rank": rank})
 
     def over(self, code: int) -> None:
         """Record that the run has ended."""
-        self._append({"event": "over", "time": time.time(), "code": code})
-
-    def _append(self, line: dict[str, Any]) -> OSError | None:
-        try:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            append_line(self._path, line)
-        except OSError as error:
-            return error
-        return None
+        append_line(self._path, {"event": "over", "time": time.time(), "code": code})
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ class GoodputSummary:
         ended: when it ended, or now if it still runs.
         running: whether it still runs.
         ranks: the time of each process.
-        damaged: lines that could not be read and were left out.
+        damaged_lines: number of lines that could not be read and were left out.
     """
 
     folder: str
@@ -121,7 +114,7 @@ class GoodputSummary:
     ended: float
     running: bool
     ranks: Sequence[RankTime]
-    damaged: int = 0
+    damaged_lines: int = 0
 
     @property
     def wall(self) -> float:

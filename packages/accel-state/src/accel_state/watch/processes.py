@@ -32,6 +32,7 @@ from accel_state.watch.stacks import (
 )
 from accel_state.watch.status import (
     EXITED_NORMALLY,
+    IN_COLLECTIVE,
     RankStatus,
     World,
     read_statuses,
@@ -138,20 +139,20 @@ def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
         run: the run.
         stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
     """
-    begun = time.monotonic()
-    request_stacks(run.status_folder)
-    processes = _processes(run.status_folder)
-    own = _own_statuses(run.status_folder, processes)
+    begun, folder = time.monotonic(), run.status_folder
+    request_stacks(folder)
+    processes = _processes(folder)
     size = _world_size(processes)
+    own = _own_statuses(folder, processes)
     reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
     elsewhere = size > len(processes)
     if elsewhere and reporting:
-        request_world(run.status_folder, min(reporting))
-    world = _wait_for_answers(run.status_folder, processes, reporting, begun, elsewhere and bool(reporting))
-    processes = _processes(run.status_folder)
-    own = _own_statuses(run.status_folder, processes)
-    answered = {rank for rank, one in own.items() if _has_answered(one, begun)}
-    inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank not in answered)]
+        request_world(folder, min(reporting))
+    world = _wait_for_answers(folder, processes, reporting, begun, elsewhere and bool(reporting))
+    processes = _processes(folder)
+    own = _own_statuses(folder, processes)
+    silent = [rank for rank in processes if rank not in own or not _has_answered(own[rank], own[rank].time, begun)]
+    inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank in silent)]
     written = signalled_stacks({one.pid: one.stack_file for one in inspected})
     statuses = [_local(rank, one, own.get(rank), written.get(one.pid, ""), run) for rank, one in processes.items()]
     if stacks:
@@ -204,33 +205,37 @@ def _world_size(processes: Mapping[int, _Process]) -> int:
 
 def _is_reporting(own: RankStatus) -> bool:
     """Whether the monitor of a process is running."""
-    return own.activity != _WAITING and time.monotonic() - own.time < _SILENT
+    return own.state != _WAITING and time.monotonic() - own.time < _SILENT
 
 
-def _has_answered(own: RankStatus, begun: float) -> bool:
-    return bool(own.left) or own.activity == _WAITING or (own.has_stack and own.time >= begun)
+def _has_answered(status: RankStatus, moment: float, begun: float) -> bool:
+    """Whether a status of this moment answers a request, or its process answers none."""
+    return bool(status.left) or status.state == _WAITING or (status.has_stack and moment >= begun)
 
 
 def _wait_for_answers(
     folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
 ) -> World | None:
     """Wait for new statuses of the reporting processes, and for those of other machines, which one of them writes."""
-    missing = set(reporting)
     while True:
-        own = _own_statuses(folder, processes)
-        missing = {rank for rank in missing if rank in own and not _has_answered(own[rank], begun)}
-        world = read_world(folder) if wants_world else None
         waited = time.monotonic() - begun
-        complete = world is not None and world.time >= begun and _all_answered(world, begun)
-        if (not missing or waited > _ANSWER) and (not wants_world or complete or waited > _ANSWER_OF_OTHERS):
-            return world if world is not None and world.time >= begun else None
+        own = _own_statuses(folder, processes)
+        missing = waited < _ANSWER and any(
+            rank in own and not _has_answered(own[rank], own[rank].time, begun) for rank in reporting
+        )
+        world = read_world(folder) if wants_world else None
+        world = world if world is not None and world.time >= begun else None
+        if wants_world and waited < _ANSWER_OF_OTHERS:
+            missing = missing or world is None or not _all_answered(world, begun)
+        if not missing:
+            return world
         time.sleep(_POLL)
 
 
 def _all_answered(world: World, begun: float) -> bool:
     return not world.store_answers or all(
-        own.left or world.ages[rank] > _SILENT or (own.has_stack and world.time - world.ages[rank] >= begun)
-        for rank, own in world.statuses.items()
+        world.ages[rank] > _SILENT or _has_answered(status, world.time - world.ages[rank], begun)
+        for rank, status in world.statuses.items()
     )
 
 
@@ -272,36 +277,30 @@ def _seen_from_outside(
     blocked = process.info is not None and process.info.state == "uninterruptible"
     if (call or blocked) and status.state in ("running", "in step"):
         return "in file IO", call, None
-    if own is not None and not own.left and own.activity != _WAITING and time.monotonic() - own.time > _SILENT:
+    if own is not None and not own.left and own.state != _WAITING and time.monotonic() - own.time > _SILENT:
         return "silent", status.operation, time.monotonic() - own.time
     return status.state, status.operation, status.seconds
 
 
 def _published(rank: int, own: RankStatus, host: str, age: float) -> ProcessStatus:
     """A process according to its own status, which is so many seconds old."""
-    # By the clock of its own machine.
-    now = own.time + age
-    base = ProcessStatus(
-        rank=rank,
-        host=host,
-        pid=own.pid,
-        state="running",
-        operation=own.main_thread_in,
-        at=own.main_thread_at,
+    state = "finished" if own.left == EXITED_NORMALLY else "dead" if own.left else own.state
+    operation = own.operation if state == IN_COLLECTIVE else "" if own.at or own.left else own.main_thread_in
+    return ProcessStatus(
+        rank,
+        host,
+        own.pid,
+        state,
+        operation,
+        at=own.main_thread_at if own.left else own.at or own.main_thread_at,
+        # By the clock of its own machine.
+        seconds=own.time + age - own.state_since if own.state_since and not own.left else None,
         steps=own.steps,
         steps_per_second=own.steps_per_second or None,
         memory=own.memory or None,
         device_memory=None if own.device_memory < 0 else own.device_memory,
         call=own.number,
     )
-    if own.left:
-        return replace(base, state="finished" if own.left == EXITED_NORMALLY else "dead", operation="")
-    if own.activity:
-        since = now - own.activity_since
-        return replace(base, state=own.activity, operation="", at=own.activity_at, seconds=since)
-    if own.active:
-        return replace(base, state="in collective", operation=own.operation, at=own.called_at, seconds=now - own.since)
-    return replace(base, state="in step", seconds=now - own.step_since) if own.steps else base
 
 
 def _remote(rank: int, world: World | None) -> ProcessStatus:
@@ -318,8 +317,8 @@ def _remote(rank: int, world: World | None) -> ProcessStatus:
 def _held_up_by(processes: Iterable[ProcessStatus]) -> tuple[int, ...]:
     """Ranks that are not in the newest collective in which others wait."""
     here = list(processes)
-    waiting = [one for one in here if one.state == "in collective" and (one.seconds or 0.0) >= _WAITS]
+    waiting = [one for one in here if one.state == IN_COLLECTIVE and (one.seconds or 0.0) >= _WAITS]
     if not waiting:
         return ()
     newest = max(one.call for one in waiting)
-    return tuple(one.rank for one in here if one.state != "in collective" or one.call != newest)
+    return tuple(one.rank for one in here if one.state != IN_COLLECTIVE or one.call != newest)

@@ -68,6 +68,8 @@ GOODPUT_FOLDER: Final = "goodput"
 
 START_UP, FIRST_STEP, DATA, STEP, EVALUATION, SAVING, RECOMPUTED, WAITING, DOWN = range(len(CATEGORIES))
 
+_STEPS: Final = frozenset({CATEGORIES[FIRST_STEP], CATEGORIES[STEP], CATEGORIES[RECOMPUTED]})
+
 _CHANGING: Final = 1.0
 _STABLE: Final = 2.0
 """Values at `ACCOUNT` while several numbers change, and when they belong together; 0 if there is no account."""
@@ -80,14 +82,22 @@ _PART: Final = 1 / 200
 """Seconds between two lines: this fraction of the time so far, within the pause of the monitor and the limit above."""
 
 
-def append_line(path: str | os.PathLike[str], line: dict[str, Any]) -> None:
-    """Append a line of JSON atomically: if this process is killed, the line is complete or missing."""
-    # A pipe without a reader is an error, and nothing to wait for.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
+def append_line(path: str, line: dict[str, Any]) -> OSError | None:
+    """Append a line of JSON to a file of a project folder, which never fails a run; return the error if it is lost.
+
+    If this process is killed meanwhile, the line is complete or missing.
+    """
     try:
-        os.write(file, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(file)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        # A pipe without a reader is an error, and nothing to wait for.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
+        try:
+            os.write(file, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(file)
+    except OSError as error:
+        return error
+    return None
 
 
 class TimeAccount:
@@ -237,9 +247,7 @@ class TimeAccount:
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path:
-            with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(self.path), exist_ok=True)
-                append_line(self.path, line)
+            append_line(self.path, line)
 
     def on(self, category: int) -> _Charged:
         """A context manager that charges the time of its block to a category."""
@@ -322,7 +330,7 @@ def close_accounts(folder: str, rank: int | None = None) -> None:
 
 def _close(content: RecordContent, path: str) -> None:
     # A record that was closed, or that a process damaged, says nothing.
-    with contextlib.suppress(OSError, ValueError, IndexError, OverflowError):
+    with contextlib.suppress(ValueError, IndexError, OverflowError):
         if content.cells[ACCOUNT] != 0.0:
             line = account_line(content.cells)
             if not any(one.get("began") == line["began"] and one["event"] == "left" for one in _last_lines(path)):
@@ -331,15 +339,13 @@ def _close(content: RecordContent, path: str) -> None:
 
 def _reached_before(path: str) -> int:
     """The highest step that earlier processes of this file reached."""
-    reached = 0
+    steps = [0]
     for line in _last_lines(path) if path else ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            # The step during which it was killed counts, because its time was charged.
-            begun = line["event"] == "left" and line["doing"] in (
-                CATEGORIES[FIRST_STEP], CATEGORIES[STEP], CATEGORIES[RECOMPUTED],
-            )  # fmt: skip
-            reached = max(reached, int(line["step"]) + begun, int(line.get("before", 0)))
-    return reached
+            # The step during which a process was killed counts, because its time was charged.
+            killed_in_step = line["event"] == "left" and line["doing"] in _STEPS
+            steps += int(line["step"]) + killed_in_step, int(line["before"])
+    return max(steps)
 
 
 def _last_lines(path: str) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from accel_state.watch.record import RECORD, STARTED, STEPS, SUFFIX, RecordConte
 
 __all__ = (
     "EXITED_NORMALLY",
+    "IN_COLLECTIVE",
     "RankStatus",
     "World",
     "capture_status",
@@ -42,6 +43,9 @@ __all__ = (
     "world_requested",
     "write_world",
 )
+
+IN_COLLECTIVE: Final = "in collective"
+"""`RankStatus.state` of a process in a collective of this library."""
 
 EXITED_NORMALLY: Final = "without an exception"
 """`RankStatus.left` of a process after its script has ended normally."""
@@ -65,12 +69,12 @@ class RankStatus:
         has_stack: whether the stack of the main thread was captured.
         left: how it left the run, such as "without an exception"; empty while it takes part.
         since: when that collective began if it is still active; else 0.
+        state: "in collective", what it does instead of training, such as "saving", "in step", or "running" before the
+            first step.
+        at: line of the user's code that called the collective or began the activity; else empty.
+        state_since: when this state or step began; 0 if unknown.
         steps: number of steps of its optimizer.
         steps_per_second: recent steps per second; 0 if unknown.
-        step_since: when the last step ended; 0 before the first step.
-        activity: what it does instead of training, such as "saving"; or empty.
-        activity_at: line of the user's code that began the activity.
-        activity_since: when the activity began.
         folder: folder with the run's output, or empty.
         memory: bytes of memory that it uses, captured with the stack; else 0.
         device_memory: bytes that its tensors use on its device; -1 if they are not counted.
@@ -94,12 +98,11 @@ class RankStatus:
     has_stack: bool = False
     left: str = ""
     since: float = 0.0
+    state: str = "running"
+    at: str = ""
+    state_since: float = 0.0
     steps: int = 0
     steps_per_second: float = 0.0
-    step_since: float = 0.0
-    activity: str = ""
-    activity_at: str = ""
-    activity_since: float = 0.0
     folder: str = ""
     memory: int = 0
     device_memory: int = -1
@@ -156,7 +159,12 @@ def capture_status(
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
     frame = pinned or (main_thread_frame() if stack else None)
-    now, (per_second, step_since), activity = time.monotonic(), RECORD.pace(), RECORD.activity
+    (per_second, state_since), activity, at = RECORD.pace(), RECORD.activity, ""
+    state, since = "in step" if RECORD.steps else "running", time.monotonic() - active.seconds if active else 0.0
+    if activity is not None:
+        state, state_since, at = activity.name, activity.since, str(locate(activity.code.co_filename, activity.line))
+    elif active is not None:
+        state, state_since, at = IN_COLLECTIVE, since, str(active.location)
     info = process_info(os.getpid()) if stack else None
     return RankStatus(
         number=call.number if call else 0,
@@ -167,13 +175,12 @@ def capture_status(
         main_thread_in=frame.inside if frame else "",
         has_stack=stack,
         left=left,
-        since=now - active.seconds if active else 0.0,
+        since=since,
+        state=state,
+        at=at,
+        state_since=state_since,
         steps=RECORD.steps,
         steps_per_second=per_second,
-        step_since=step_since,
-        activity=activity.name if activity else "",
-        activity_at=str(locate(activity.code.co_filename, activity.line)) if activity else "",
-        activity_since=activity.since if activity else 0.0,
         folder=RECORD.folder,
         memory=info.memory if info else 0,
         device_memory=_device_memory(),

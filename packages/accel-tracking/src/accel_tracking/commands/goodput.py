@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -67,30 +68,8 @@ def show_goodput(run: str, as_json: bool = False, output: Path | None = None) ->
 
 def goodput_json(summary: GoodputSummary) -> str:
     """The summary as one line of JSON; times in seconds."""
-    return json.dumps(
-        {
-            "folder": summary.folder,
-            "began": summary.began,
-            "ended": summary.ended,
-            "running": summary.running,
-            "wall": summary.wall,
-            "restarts": summary.restarts,
-            "goodput": summary.goodput,
-            "seconds": summary.seconds,
-            "unattributed": summary.unattributed,
-            "damaged_lines": summary.damaged,
-            "ranks": [
-                {
-                    "rank": one.rank,
-                    "starts": one.starts,
-                    "step": one.step,
-                    "seconds": dict(one.seconds),
-                    "unattributed": one.unattributed,
-                }
-                for one in summary.ranks
-            ],
-        }
-    )
+    figures = ("wall", "restarts", "goodput", "seconds", "unattributed")
+    return json.dumps({**asdict(summary), **{name: getattr(summary, name) for name in figures}})
 
 
 def goodput_text(summary: GoodputSummary, width: int = 80, colored: bool = False) -> str:
@@ -119,8 +98,10 @@ def goodput_text(summary: GoodputSummary, width: int = 80, colored: bool = False
         mark = _painted("##" if colored else f" {_MARKS[name]}", name, colored)
         each = "".join(f"{one:>10.1f}" for one in own) if ranks else ""
         lines.append(f"{mark}  {name:<{names}}{seconds:>10.1f}{share:>8.1%}{each}")
-    if summary.damaged:
-        lines.append(f"{summary.damaged} damaged line{'s were' if summary.damaged > 1 else ' was'} skipped.")
+    if summary.damaged_lines:
+        lines.append(
+            f"{summary.damaged_lines} damaged line{'s were' if summary.damaged_lines > 1 else ' was'} skipped."
+        )
     return "\n".join(lines)
 
 

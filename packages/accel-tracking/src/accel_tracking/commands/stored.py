@@ -50,24 +50,13 @@ def _running() -> Iterator[dict[str, Any]]:
 
 
 def _stored(root: Path) -> Iterator[dict[str, Any]]:
-    from accel_tracking.trackers.jsonl import read_run
+    from accel_tracking.trackers.jsonl import read_runs
 
-    for path in root.rglob("*.jsonl"):
-        try:
-            run = read_run(path)
-        except SettingError:
-            # Another program's file.
-            continue
+    for run in read_runs(root):
         steps = [entry.step for entry in run.records if entry.step is not None]
         state = "finished" if run.finished else "unfinished"
-        where = str(path)
-        yield {
-            "run": run.name,
-            "state": state,
-            "started": run.started,
-            "steps": max(steps, default=None),
-            "where": where,
-        }
+        steps_made = max(steps, default=None)
+        yield {"run": run.name, "state": state, "started": run.started, "steps": steps_made, "where": str(run.path)}
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,9 @@ A run is one file. The first line holds its name, start time and configuration; 
     {"step": 10, "time": 1767225601.6, "table": {"name": "worst", "columns": ["image"], "rows": [[3]]}}
     {"end": true, "time": 1767225660.0}
 
+A run that `accel launch` started has the name of its launch in the first line too ("launch"). If the launcher restarted
+it, each attempt is a file, and the files of one launch are read as one run.
+
 A crash damages at most the line that the process is writing. JSON has no NaN and no infinity: the texts "NaN",
 "Infinity" and "-Infinity" represent them.
 """
@@ -21,17 +24,18 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from accel_state.errors import NotReady, SettingError
 from accel_state.untrusted import open_regular
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import RECORD, STATUS_FOLDER
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import as_number, flatten_keys, is_number, plain
 
-__all__ = ("FORMAT", "JSONLinesTracker", "LogEntry", "RunFile", "RunRecord", "encode", "read_run")
+__all__ = ("FORMAT", "JSONLinesTracker", "LogEntry", "RunFile", "RunRecord", "encode", "read_run", "read_runs")
 
 FORMAT = 1
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -169,6 +173,9 @@ class JSONLinesTracker(GeneralTracker):
             except FileExistsError:
                 number += 1
         self._head = {"run": self.run_name, "format": FORMAT, "time": round(started, 3)}
+        if STATUS_FOLDER in os.environ:
+            # The launcher's own folder, which all attempts share and no other launch has.
+            self._head["launch"] = Path(os.environ[STATUS_FOLDER]).parent.name
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -242,6 +249,7 @@ class RunRecord:
         records: the calls of `log` and `log_table`, in order.
         finished: whether the tracker called `finish`.
         damaged: number of lines that are not valid, such as a last line that a crash cut off.
+        launch: name of the launch that started it; empty if `accel launch` did not.
     """
 
     name: str
@@ -251,6 +259,19 @@ class RunRecord:
     records: tuple[LogEntry, ...]
     finished: bool
     damaged: int
+    launch: str = ""
+
+    def after(self, earlier: RunRecord) -> RunRecord:
+        """This attempt of a restarted run behind an earlier one, whose steps from here on were made again."""
+        first = next((record.step for record in self.records if record.step is not None), math.inf)
+        kept = tuple(record for record in earlier.records if record.step is None or record.step < first)
+        return replace(
+            self,
+            started=earlier.started,
+            config={**earlier.config, **self.config},
+            records=kept + self.records,
+            damaged=earlier.damaged + self.damaged,
+        )
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """The points (step, value) of each numeric metric; an entry without a step follows the previous one."""
@@ -266,12 +287,47 @@ class RunRecord:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Read a run from its file, or the newest run in or below a folder.
+    """Read a run from its file, or the newest run in or below a folder with all its attempts.
 
     Raises:
         SettingError: there is no run at the path, or it has another format.
     """
-    file = _newest(Path(path))
+    place = Path(path)
+    if not place.is_dir():
+        return _read_file(place)
+    for file in sorted(place.rglob("*.jsonl"), key=_written, reverse=True):
+        with suppress(SettingError):
+            run = _read_file(file)
+            return next(one for one in read_runs(file.parent) if one.path == file) if run.launch else run
+    raise SettingError(
+        f"Cannot find a run in {str(path)!r}.",
+        f"The folder contains no .jsonl file of a run in format {FORMAT}.",
+        "Name the logging folder of a run; a newer accel-tracking may read other formats.",
+    )
+
+
+def read_runs(folder: Path) -> list[RunRecord]:
+    """The runs in and below a folder, the one that was written last at the end; other files are left out."""
+    runs: dict[tuple[str, ...], RunRecord] = {}
+    for file in sorted(folder.rglob("*.jsonl"), key=_written):
+        # Another program's file, or one of ours that is not the tracker's.
+        with suppress(SettingError):
+            run = _read_file(file)
+            key = (run.launch, run.name, str(file.parent)) if run.launch else (str(file),)
+            earlier = runs.pop(key, None)
+            runs[key] = run if earlier is None else run.after(earlier)
+    return list(runs.values())
+
+
+def _written(file: Path) -> tuple[int, str]:
+    try:
+        return file.stat().st_mtime_ns, file.name
+    except OSError:
+        # It was removed meanwhile.
+        return 0, file.name
+
+
+def _read_file(file: Path) -> RunRecord:
     try:
         with open_regular(file) as opened:
             lines = opened.readall().decode(errors="replace").splitlines()
@@ -301,20 +357,8 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
         records=records,
         finished=any(line is not None and "end" in line for line in parsed),
         damaged=sum(line is None for line in parsed),
+        launch=str(heads[0].get("launch", "")),
     )
-
-
-def _newest(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    files = sorted(path.rglob("*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file.name))
-    if not files:
-        raise SettingError(
-            f"Cannot find a run in {str(path)!r}.",
-            "The folder contains no .jsonl file.",
-            "Name the logging folder of a run.",
-        )
-    return files[-1]
 
 
 def _parse(line: str) -> dict[str, Any] | None:
