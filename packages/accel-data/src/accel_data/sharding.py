@@ -238,6 +238,10 @@ class BatchSamplerShard(BatchSampler):
         even_batches: pad the last step with samples from the beginning, so that all processes have equal batches; a
             single process never pads.
 
+    Attributes:
+        padded: the padding of the padded batches of the epoch begun last, by number; grows while they are drawn.
+        yields_single_samples: whether the loader takes single indices out of these batches.
+
     Raises:
         SettingError: a number is out of range, or a batch cannot be split into equal shards.
     """
@@ -263,6 +267,8 @@ class BatchSamplerShard(BatchSampler):
         self.skipped_steps = 0
         self._start: int | None = None
         self._replay: RNGState | None = None
+        self._unseen = 0
+        self.yields_single_samples = False
         check_process(num_processes, process_index)
         if split_batches:
             check_split(self.batch_size, num_processes)
@@ -303,19 +309,20 @@ class BatchSamplerShard(BatchSampler):
         """A shard whose epochs begin `steps` steps later; it shares all other state."""
         other = copy.copy(self)
         other.skipped_steps = self.skipped_steps + steps
-        other._start = other._replay = None
+        other._start, other._replay, other._unseen = None, None, 0
         return other
 
-    def starting(self, position: int | None, replay: RNGState | None) -> BatchSamplerShard:
+    def starting(self, position: int | None, replay: RNGState | None, unseen: int = 0) -> BatchSamplerShard:
         """A shard for one resumed epoch; it shares all other state.
 
         Args:
             position: start of the epoch, in samples or, with a custom batch sampler, in steps; None starts after the
                 skipped steps.
             replay: the random state of the epoch; the sampler draws a new one when None.
+            unseen: batches at the start whose indices are drawn, but which are not read.
         """
         other = copy.copy(self)
-        other._start, other._replay = position, replay
+        other._start, other._replay, other._unseen = position, replay, unseen
         return other
 
     def plan(self, length: int, position: int | None = None) -> ShardPlan:
@@ -337,18 +344,18 @@ class BatchSamplerShard(BatchSampler):
         padded: dict[int, Padding] = {}
         self.padded = padded
         if self.has_custom_batches:
-            yield _recorded(self._custom_batches(), padded)
+            yield self._recorded(self._custom_batches(), padded)
             return
         order = begin_epoch(self.batch_sampler.sampler, self.last_rng, self._replay)
         if isinstance(order, Iterator):
-            yield _recorded(shard_samples(order, self.plan(0, self._start)), padded)
+            yield self._recorded(shard_samples(order, self.plan(0, self._start)), padded)
             return
         plan = self.plan(len(order), self._start)
         yield order.rows(plan.first, plan.batch_size, plan.step_size, plan.full_steps)
         if plan.has_tail:
             added = plan.padding()
             if added:
-                padded[plan.full_steps] = added
+                self._record(padded, plan.full_steps, added)
             yield (order.at(plan.tail_positions()),)
         order.exhausted()
 
@@ -359,6 +366,15 @@ class BatchSamplerShard(BatchSampler):
                 yield from _split_batches(self.batch_sampler, self.plan(0), skip)
             else:
                 yield from _whole_batches(self.batch_sampler, self, skip)
+
+    def _recorded(self, steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
+        for number, (batch, padding) in enumerate(steps):
+            if padding:
+                self._record(padded, number, padding)
+            yield batch
+
+    def _record(self, padded: dict[int, Padding], number: int, padding: Padding) -> None:
+        padded[number - self._unseen] = padding.of_single() if self.yields_single_samples else padding
 
     def __len__(self) -> int:
         if not self.has_custom_batches:
@@ -372,13 +388,6 @@ class BatchSamplerShard(BatchSampler):
             return batches
         steps, rest = divmod(batches, self.num_processes)
         return steps + bool(rest and not self.drop_last and (self.pads or self.process_index < rest))
-
-
-def _recorded(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
-    for number, (batch, padding) in enumerate(steps):
-        if padding:
-            padded[number] = padding
-        yield batch
 
 
 def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from accel_data.order import RNGState
 from accel_data.progress import Position
-from accel_data.source import Source, WrappedSource
+from accel_data.source import Source
 from accel_state.transport.base import Transport, Work
 from accel_state.transport.forwarding import ForwardingTransport
 
@@ -82,8 +82,8 @@ class _Running:
         self._stopwatch.stop()
 
 
-class TimedSource(WrappedSource):
-    """The source of a prepared loader, with reading timed.
+class TimedSource:
+    """The source of a prepared loader, with reading timed; everything else is that of the source.
 
     Args:
         inner: the loader's source.
@@ -91,11 +91,10 @@ class TimedSource(WrappedSource):
     """
 
     def __init__(self, inner: Source, stopwatch: Stopwatch) -> None:
-        super().__init__(inner)
+        self.inner = inner
         self._stopwatch = stopwatch
 
     def __getattr__(self, name: str) -> Any:
-        # A dispatching loader uses attributes that not every source has.
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -111,6 +110,8 @@ class TimedSource(WrappedSource):
             if batch is end:
                 return
             yield batch
+            # Its memory must be free before the next batch is read.
+            del batch
 
 
 class _TimedWork:
