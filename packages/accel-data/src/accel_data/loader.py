@@ -344,10 +344,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return transferred(batches, transfer, ahead)
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
-        first = self.next_batch(batches)
+        try:
+            first = self.next_batch(batches)
+        finally:
+            # The other processes may have read theirs.
+            self._check_draws()
         if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
             raise self.error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
         return first
+
+    def _check_draws(self) -> None:
+        if self.source.local is self.source:
+            try:
+                self.source.local.check_draws()
+            except DataError as error:
+                self._raise_explained(error)
 
     def _note_end(self, iteration: Iteration, last: Any) -> None:
         """Update the position when the last batch of the epoch is known; what was read decides, not the length."""

@@ -24,7 +24,7 @@ from accel_data.global_order import check_global_order
 from accel_data.kinds import LoaderKind, Shard, classify, distributed_sampler, get_sampler
 from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
-from accel_data.order import SeedableRandomSampler
+from accel_data.order import SeedableRandomSampler, is_stock
 from accel_data.own_shards import OwnShardSource
 from accel_data.padding import PaddingCollate
 from accel_data.seeding import SampleSeed, SeededStream
@@ -267,6 +267,8 @@ def _shard_map_dataset(
             below.sampler = sampler = replacement
     split = configuration.split_batches and shard is not _ALONE
     batches = BatchSamplerShard(below, shard.processes, shard.index, split, configuration.even_batches)
+    is_custom = batches.has_custom_batches or not is_stock(sampler)
+    batches.compared = shard.everyone and shard.readers > 1 and is_custom
     changes = {} if loader.batch_sampler is None or sampler is None else {"sampler": sampler}
     source = MapSource.reading(loader, batches, _sample_seed(shard, configuration), **changes)
     return source, _generator_of(sampler, below)

@@ -10,6 +10,7 @@ A custom sampler has no positions: every process enumerates all indices or batch
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from accel_data.kept_iterators import keeps_iterator
 from accel_data.order import LastRNG, RNGState, begin_epoch, is_stock_batching, replaying
 from accel_state.errors import DataError, SettingError
 
@@ -241,6 +243,8 @@ class BatchSamplerShard(BatchSampler):
     Attributes:
         padded: the padding of the padded batches of the epoch begun last, by number; grows while they are drawn.
         yields_single_samples: whether the loader takes single indices out of these batches.
+        compared: whether the processes are to compare what they draw from a custom sampler.
+        first_drawn: then, the first indices or batches of the epoch begun last, of all processes.
 
     Raises:
         SettingError: a number is out of range, or a batch cannot be split into equal shards.
@@ -269,6 +273,8 @@ class BatchSamplerShard(BatchSampler):
         self._replay: RNGState | None = None
         self._unseen = 0
         self.yields_single_samples = False
+        self.compared = False
+        self.first_drawn: list[Any] = []
         check_process(num_processes, process_index)
         if split_batches:
             check_split(self.batch_size, num_processes)
@@ -348,6 +354,7 @@ class BatchSamplerShard(BatchSampler):
             return
         order = begin_epoch(self.batch_sampler.sampler, self.last_rng, self._replay)
         if isinstance(order, Iterator):
+            order = self._first_kept(order, self.step_size or 1)
             yield self._recorded(shard_samples(order, self.plan(0, self._start)), padded)
             return
         plan = self.plan(len(order), self._start)
@@ -362,10 +369,18 @@ class BatchSamplerShard(BatchSampler):
     def _custom_batches(self) -> Iterator[Step[int]]:
         skip = self.skipped_steps if self._start is None else self._start
         with replaying(self.batch_sampler, self.sampler, self.last_rng, self._replay):
+            batches = self._first_kept(iter(self.batch_sampler), self.num_processes)
             if self.split_batches:
-                yield from _split_batches(self.batch_sampler, self.plan(0), skip)
+                yield from _split_batches(batches, self.plan(0), skip)
             else:
-                yield from _whole_batches(self.batch_sampler, self, skip)
+                yield from _whole_batches(batches, self, skip)
+
+    def _first_kept(self, drawn: Iterator[T], count: int) -> Iterator[T]:
+        """The same, with the first ones kept for a comparison."""
+        if not self.compared:
+            return drawn
+        self.first_drawn = list(islice(drawn, count))
+        return chain(self.first_drawn, drawn)
 
     def _recorded(self, steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
         for number, (batch, padding) in enumerate(steps):
@@ -378,16 +393,30 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         if not self.has_custom_batches:
-            return len(self.plan(len(self.batch_sampler.sampler)))  # type: ignore[arg-type]
-        return max(self.steps_of_custom_batches() - self.skipped_steps, 0)
+            return len(self.plan(len(self.batch_sampler.sampler), self._start))  # type: ignore[arg-type]
+        return max(self.steps_of_custom_batches() - (self.skipped_steps if self._start is None else self._start), 0)
 
-    def steps_of_custom_batches(self) -> int:
-        """Number of batches of this process, skipped ones included, by the length of a custom batch sampler."""
+    def steps_of_custom_batches(self, index: int | None = None) -> int:
+        """Number of batches of a process, skipped ones included, by the length of a custom batch sampler.
+
+        Args:
+            index: index of the process; None for this one.
+        """
         batches = len(self.batch_sampler)
         if self.split_batches:
             return batches
         steps, rest = divmod(batches, self.num_processes)
-        return steps + bool(rest and not self.drop_last and (self.pads or self.process_index < rest))
+        index = self.process_index if index is None else index
+        return steps + bool(rest and not self.drop_last and (self.pads or index < rest))
+
+    def steps_of(self, index: int) -> int | None:
+        """Number of batches of a process, by the reported length; None when no length is reported."""
+        try:
+            if self.has_custom_batches:
+                return self.steps_of_custom_batches(index)
+            return len(dataclasses.replace(self.plan(len(self.batch_sampler.sampler)), index=index))  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
 
 
 def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
@@ -532,6 +561,8 @@ class UnbatchedSampler(Sampler[int]):
 
 def batching_of(loader: DataLoader[Any]) -> Any:
     """A loader's batch sampler, which may be set as its `sampler`; None when the loader yields single samples."""
+    if keeps_iterator(loader):
+        return loader.batch_sampler.sampler  # type: ignore[union-attr]
     return (
         loader.sampler
         if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)

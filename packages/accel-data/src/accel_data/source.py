@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from accel_data.kept_iterators import keeps_iterator, reading_epochs, restart_kept_iterators
 from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, is_stock, upcoming_rng
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
@@ -17,7 +19,9 @@ from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
 from accel_data.stateful import has_state, is_stateful, steps_in
 from accel_data.workers import opened_with_workers
+from accel_ops.objects import gather_object
 from accel_ops.rng import restore, snapshot
+from accel_state.errors import DataError
 
 __all__ = (
     "READS_SAMPLE_IDS",
@@ -116,6 +120,10 @@ class Source:
         """Why an epoch of the reported length has no samples for a process, or None."""
         return None
 
+    def uneven_steps(self) -> tuple[int, int] | None:
+        """Batches of the first and of the last process, if they are known to differ; None if all have as many."""
+        return None
+
     def agree(self, start: int | None) -> tuple[int, str | None]:
         """`remainder` and `shortage` of an epoch that begins on all processes."""
         return self.remainder(start), self.shortage()
@@ -180,6 +188,13 @@ class LocalSource(Source):
     def sample_seed(self) -> SampleSeed | None:
         """The seed of the samples, if they are seeded."""
         return None
+
+    def check_draws(self) -> None:
+        """Compare what the processes have drawn, once, when the first batch of the first epoch was read.
+
+        Raises:
+            DataError: they have drawn differently; raised on all processes.
+        """
 
     def apart(self) -> LocalSource:
         """A source of the same batches that does not move the position of a stream that has one."""
@@ -308,6 +323,10 @@ class MapSource(LocalSource):
         # The length of the shard is without the skipped steps.
         return len(self.base)
 
+    def uneven_steps(self) -> tuple[int, int] | None:
+        steps = self.shard.steps_of(0), self.shard.steps_of(self.processes - 1)
+        return None if None in steps or steps[0] == steps[1] else cast("tuple[int, int]", steps)
+
     def shortage(self) -> str | None:
         shard = self.shard
         length = self.length() if self.has_exact_length else None
@@ -338,6 +357,23 @@ class MapSource(LocalSource):
     @property
     def padded(self) -> Mapping[int, Padding]:
         return self._reading[1].padded
+
+    def check_draws(self) -> None:
+        shard = self._reading[1]
+        if not self.shard.compared:
+            return
+        self.shard.compared = False
+        digests = gather_object([hashlib.blake2b(repr(shard.first_drawn).encode()).hexdigest()])
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise DataError(
+                "cannot begin an epoch.",
+                f"The sampler {self.identity()} yields other indices on process {other} than on process 0, so samples "
+                "would be lost.",
+                "Let it yield the indices of all processes, in the same order on each: call set_seed, or give it a "
+                "torch.Generator as attribute `generator`. If it yields those of one process, as torch's "
+                "DistributedSampler does, use sharding='already'.",
+            )
 
     def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
         custom = self.shard.batch_sampler if self.shard.has_custom_batches else None
@@ -490,6 +526,8 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
     Torch does not allow the sampler of an existing loader to change, so this creates a new loader without workers yet.
     """
+    if keeps_iterator(loader):
+        changes = reading_epochs(loader, changes)
     other = copy.copy(loader)
     vars(other).update(changes, _iterator=None)
     return other
@@ -497,7 +535,9 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
     """Begin to read epoch number `epoch` through a loader."""
-    return opened_with_workers(loader, epoch) if loader.num_workers else iter(loader)
+    if not restart_kept_iterators(loader, lambda plain: opened(plain, epoch)) and loader.num_workers:
+        return opened_with_workers(loader, epoch)
+    return iter(loader)
 
 
 def with_states(batches: Iterator[Any], source: LocalSource) -> Iterator[PaddedBatch]:
