@@ -51,7 +51,7 @@ def _tests(package: str, *names: str) -> list[str]:
 
 AREAS: Final[Mapping[str, Sequence[str]]] = {
     "plan arithmetic": [
-        *_sources("accel_data", "batch_codec", "dispatch", "padding", "prepare", "sharding"),
+        *_sources("accel_data", "batches", "dispatch", "padding", "prepare", "sharding"),
         *_sources("accel_bigmodel", "device_map", "placement", "sizes"),
     ],
     "collectives": [

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from accel_data import Audit, audit, prepare_data_loader
-from accel_data.batch_codec import cut
+from accel_data.batches import cut
 from accel_state import GradientState, PartialState, current
 from accel_state.settings.installed import importable
 from accel_state.transport.base import LocalTransport
@@ -356,7 +356,7 @@ def read_for_all(case: Case, processes: int) -> list[Steps]:
     with current.replace_process(mine._replace(transport=Played(processes))):
         loader = prepared(case, processes, 0)
     given: list[Steps] = [[] for _ in range(processes)]
-    for step in loader.source.open(None):
+    for step in loader.source.global_steps():
         for index, part in enumerate(step.batches):
             found = samples_of(case["kind"], part, case["batch_size"] is None)
             given[index].append((len(found), found if step.padding is None else found[: step.padding.of(index)]))

@@ -30,7 +30,7 @@ class UntilLearned:
             self.read += 1
             self.learned = False
             while not self.learned:
-                loader.progress.steps += 1
+                loader.progress.iteration.steps += 1
                 yield batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from multiprocessing import Pipe
@@ -14,8 +15,8 @@ from typing import Any, ClassVar
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
-from accel_data import prepare_data_loader, skip_first_batches
-from accel_ops import gather_object
+from accel_data import drop_padding, prepare_data_loader, skip_first_batches
+from accel_ops import gather, gather_object
 from accel_state import GradientState, PartialState
 from accel_state.errors import DataError
 from accel_testing.fresh import fresh
@@ -165,28 +166,99 @@ WRONG = {
 }
 
 
-def wrong(kind: str, dispatch: bool) -> tuple[int, str]:
+def read(loader: Any) -> tuple[int, list[int], list[str]]:
+    """The batches of an epoch, their samples as metrics keep them, and the warnings after the last batch."""
+    kept: list[int] = []
+    count = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            count += 1
+            assert not caught
+            kept += drop_padding(gather(batch), loader.progress.padding).tolist()
+    assert loader.iteration == 1
+    assert not GradientState().in_dataloader
+    return count, kept, [str(warning.message) for warning in caught]
+
+
+def wrong(kind: str, dispatch: bool) -> tuple[int, list[int], list[str], int]:
     PartialState(cpu=True)
-    return refused(prepare_data_loader(WRONG[kind](), dispatch_batches=dispatch, put_on_device=True))
+    loader: Any = prepare_data_loader(WRONG[kind](), dispatch_batches=dispatch, put_on_device=True)
+    return (*read(loader), loader.remainder)
 
 
 @pytest.mark.parametrize("kind", sorted(WRONG))
-def test_a_wrong_length_is_an_error_after_the_last_batch(two: Processes, kind: str) -> None:
+def test_a_wrong_length_is_a_warning_after_an_epoch_of_all_samples(two: Processes, kind: str) -> None:
     steps = 2 if "few" in kind else 3 if "last" in kind else 4
     for dispatch in (False, True):
-        if dispatch and "last" in kind:
-            # The batches of the last step have their full size, so nothing shows that there should have been less.
-            continue
-        for rank, (seen, text) in enumerate(two.run(wrong, kind, dispatch)):
+        for rank, (seen, kept, texts, remainder) in enumerate(two.run(wrong, kind, dispatch)):
             assert seen == steps
+            assert kept == list(range({2: 8, 3: 12, 4: 16}[steps]))
+            assert remainder in (0, -1)
+            if "last" in kind or (dispatch and rank == 1):
+                # The number of steps is right; only the process that reads knows what it should be.
+                assert texts == []
+                continue
+            (text,) = texts
             assert f"Process {rank} of 2, loader over" in text
+            assert "in epoch 0: it yielded" in text
             assert "len()" in text
 
 
-@pytest.mark.parametrize("kind", [kind for kind in sorted(WRONG) if "last" not in kind])
+@pytest.mark.parametrize("kind", sorted(WRONG))
 def test_a_wrong_length_with_one_process(kind: str) -> None:
     with fresh():
-        assert refused(prepare_data_loader(WRONG[kind]()))[0] == (4 if "few" in kind else 8)
+        loader = prepare_data_loader(WRONG[kind]())
+        count, kept, texts = read(loader)
+    assert count == (4 if "few" in kind else 6 if "last" in kind else 8)
+    assert kept == list(range(2 * count))
+    assert len(texts) == 1
+
+
+class Buckets(BatchSampler):
+    """Batches of indices of equal length, with a short one at the end of each bucket, and the right length."""
+
+    def __init__(self, sizes: tuple[int, ...], has_batch_size: bool) -> None:
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.batches = [
+            list(range(first, min(first + 4, start + size)))
+            for start, size in zip(starts, sizes, strict=True)
+            for first in range(start, start + size, 4)
+        ]
+        self.drop_last = False
+        if has_batch_size:
+            self.batch_size = 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def bucketed(cases: list[tuple[tuple[int, ...], bool, bool, bool]]) -> list[tuple[list[list[int]], list[str], int]]:
+    PartialState(cpu=True)
+    found = []
+    for sizes, has_batch_size, even, dispatch in cases:
+        plain = DataLoader(range(sum(sizes)), batch_sampler=Buckets(sizes, has_batch_size))  # type: ignore[arg-type]
+        loader: Any = prepare_data_loader(plain, dispatch_batches=dispatch, even_batches=even)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = [batch.tolist() for batch in loader]
+        found.append((batches, [str(warning.message) for warning in caught], len(loader)))
+    return found
+
+
+def test_a_bucketing_batch_sampler_is_not_accused(two: Processes) -> None:
+    sizes = [(6, 4), (5, 5, 5), (3, 8), (8, 3), (4, 6, 2), (7,)]
+    cases = list(product(sizes, (True, False), (True, False), (True, False)))
+    for case, *found in zip(cases, *two.run(bucketed, cases), strict=True):
+        seen = {sample for batches, _, _ in found for batch in batches for sample in batch}
+        assert seen == set(range(sum(case[0]))), case
+        assert [texts for _, texts, _ in found] == [[], []], case
+        assert [length for *_, length in found] == [len(batches) for batches, *_ in found], case
+        if case[2]:
+            assert len({len(batches) for batches, *_ in found}) == 1, case
 
 
 def test_a_length_that_dataloader_workers_divide_in_their_own_way_is_not_compared() -> None:
@@ -291,8 +363,8 @@ def dead_during_a_step() -> tuple[list[int], str]:
 
 def test_a_dataloader_worker_that_dies_during_a_step_is_an_error_of_a_later_read(two: Processes) -> None:
     (seen, first), (also_seen, second) = two.run(dead_during_a_step)
-    # The main process had read three steps, and the batches of a fourth.
-    assert seen == also_seen == list(range(8))
+    # The main process had read two steps, and the batches of a third.
+    assert seen == also_seen == list(range(6))
     assert "A DataLoader worker died" in first
     assert "could not read it" in second
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderDispatcher, DataLoaderShard, drop_padding, prepare_data_loader, skip_first_batches
-from accel_data.streams import own_shard
+from accel_data.streams import own_shard, shards_itself
 from accel_ops import gather
 from accel_state import PartialState
 from accel_state.errors import Conflict, DataError, ShapeMismatch
@@ -125,7 +125,7 @@ def single_samples() -> list[tuple[int, Any]]:
 
 def test_samples_that_are_not_batched_end_together(two: Processes) -> None:
     first, second = two.run(single_samples)
-    assert first == [(0, None), (1, None), (0, 0)]
+    assert first == [(0, None), (1, None), (1, 0)]
     assert [sample for sample, _ in second] == [100, 101, 102]
 
 
@@ -157,9 +157,9 @@ def failing() -> str:
 
 def test_a_stream_that_cannot_be_read_ends_all_processes_at_once(two: Processes) -> None:
     first, second = two.run(failing)
-    assert first.startswith("1 DataError")
+    assert first.startswith("2 DataError")
     assert "Process 1 could not read" in first
-    assert second == "1 ValueError corrupt record"
+    assert second == "2 ValueError corrupt record"
 
 
 def leaves_early(calls_in_the_loop: bool) -> str:
@@ -270,9 +270,9 @@ def test_the_rest_of_an_epoch_of_own_streams(two: Processes, workers: int) -> No
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_number_of_shards_that_does_not_divide_evenly_is_left_to_dispatching(processes: int) -> None:
     whole = Files(*[range(3)] * 4)
-    part = own_shard(whole, processes, 1, "auto")
-    assert (part is None) == (processes == 3)
-    assert own_shard(whole, processes, 1, "dispatch") is None
+    assert shards_itself(whole, processes, "auto") == (processes == 2)
+    assert not shards_itself(whole, processes, "dispatch")
+    assert shards_itself(whole, processes, "already")
     assert own_shard(whole, processes, 1, "already") is whole
 
 

@@ -29,9 +29,8 @@ from accel_ops import (
     reduce,
     scatter,
 )
-from accel_ops.pending import async_all_gather_bytes, open_scatter_stream
+from accel_ops.pending import async_all_gather_bytes
 from accel_ops.rng import synchronize_rng_states
-from accel_ops.shared_memory import _poll
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.process import wait_for_everyone
@@ -211,35 +210,6 @@ def test_every_kind_of_handler_interrupts(two: Processes, handler: str) -> None:
 def test_an_error_of_a_handler_is_not_taken_for_one_that_all_have(two: Processes) -> None:
     messages = two.run(interrupted, "gather", stop_as_a_collective, CollectiveError)
     assert all("was interrupted by CollectiveError" in message[0] for message in messages)
-
-
-def interrupted_in_a_stream() -> tuple[str, list[int]]:
-    """Rank 1 is interrupted while it waits for a message in shared memory."""
-    state = PartialState(cpu=True)
-    _, stream = open_scatter_stream(b"", "begin", "step", lambda message: message)
-    if not state.is_main_process:
-
-        def alarm(signum: int, frame: Any) -> None:
-            raise TimeoutError("too late")
-
-        previous = signal.signal(signal.SIGUSR1, alarm)
-        stream.expect(4)
-        sender = threading.Thread(target=send_in, args=(_poll,))
-        sender.start()
-        with pytest.raises(TimeoutError, match="too late"):
-            stream.wait()
-        sender.join()
-        signal.signal(signal.SIGUSR1, previous)
-    message = refused()
-    stream.close()
-    return message, gather(torch.tensor([state.process_index])).tolist()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="streams use shared memory on Linux")
-def test_a_timeout_of_a_handler_is_not_taken_for_a_process_that_left_a_stream(two: Processes) -> None:
-    for message, values in two.run(interrupted_in_a_stream):
-        assert "was interrupted by TimeoutError" in message
-        assert values == [0, 1]
 
 
 def interrupted_with_a_pending_call(operation: str, times: int) -> tuple[list[Any], list[int], list[bytes]]:

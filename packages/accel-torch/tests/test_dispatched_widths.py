@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderConfiguration
-from accel_state.errors import DataError
 from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
@@ -108,20 +107,25 @@ def test_an_incomplete_step_is_completed_from_itself(three: Processes) -> None:
         assert shapes == [(2, 2 + rank), (2, (5, 6, 6)[rank])]
 
 
-def unequal_sizes() -> str:
-    """Batches of a sampler that makes the last one larger."""
+def unequal_sizes(sampler: list[list[int]]) -> tuple[list[int], list[int]]:
+    """The gathered numbers of samples, and the sizes of this process's batches."""
     configuration = DataLoaderConfiguration(dispatch_batches=True)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-    sampler = [[0], [1, 2]]
-    loader = accelerator.prepare(DataLoader(texts([2, 3, 3]), batch_sampler=sampler, collate_fn=padded))
-    with pytest.raises(DataError) as caught:
-        list(loader)
-    return str(caught.value)
+    loader = accelerator.prepare(DataLoader(texts([2, 3, 3, 4, 4, 4]), batch_sampler=sampler, collate_fn=padded))
+    found: list[int] = []
+    sizes = []
+    for batch in loader:
+        sizes.append(len(batch))
+        found += accelerator.gather_for_metrics(numbers(batch)).tolist()
+    return found, sizes
 
 
-def test_a_last_batch_that_is_larger_cannot_be_completed(two: Processes) -> None:
-    for message in two.run(unequal_sizes):
-        assert "Their tensors cannot be concatenated" in message
+@pytest.mark.parametrize("sampler", [[[0], [1, 2]], [[0], [1, 2], [3, 4], [5]], [[0, 1], [2, 3, 4], [5]]])
+def test_batches_of_different_sizes_and_widths_are_completed(two: Processes, sampler: list[list[int]]) -> None:
+    samples = sum(map(len, sampler))
+    (first, sizes), (second, others) = two.run(unequal_sizes, sampler)
+    assert first == second == list(range(1, samples + 1))
+    assert sizes == others
 
 
 def resumed_in_the_middle() -> list[int]:

@@ -3,6 +3,7 @@ from accel_data.auditing import Audit as Audit
 from accel_data.auditing import audit as audit
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from accel_data.kinds import get_sampler as get_sampler
 from accel_data.loader import DataLoaderShard as DataLoaderShard
 from accel_data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_data.loader import PreparedLoader as PreparedLoader
@@ -12,7 +13,6 @@ from accel_data.mixture import MixtureStream as MixtureStream
 from accel_data.mixture import SourceCount as SourceCount
 from accel_data.order import SeedableRandomSampler as SeedableRandomSampler
 from accel_data.padding import drop_padding as drop_padding
-from accel_data.prepare import get_sampler as get_sampler
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.progress import Position as Position
 from accel_data.progress import Progress as Progress

@@ -47,5 +47,5 @@ def position_in(state: Mapping[str, Any], source: Source, epoch: int, name: str)
             "Disable restoring (use_stateful_dataloader=False) and call skip_first_batches.",
         )
     samples = None if source.counts_steps or source.step_size is None else steps * source.step_size
-    base = dict(state) if source.continues_from_base and source.processes == 1 else None
+    base = dict(state) if source.local.continues_from_base and source.processes == 1 else None
     return Position(epoch, steps, samples, None, base)

@@ -79,7 +79,7 @@ def _ids_of(loader: Any) -> tuple[list[Hashable], int]:
             "Only a prepared loader defines how its samples are sharded.",
             "Give a loader that prepare or prepare_data_loader returned.",
         )
-    source, generators, gradient = loader.source, snapshot(), current.gradient()
+    source, generators, gradient = loader.source.local, snapshot(), current.gradient()
     upcoming = source.upcoming_rng()
     shadow: Any = loader.auditing(Progress(loader.progress.epoch), GradientState.of(GradientAccumulationPlugin()))
     shadow.progress.replay = loader.progress.replay
@@ -121,7 +121,7 @@ def _one_of_each(gathered: list[tuple[int, Any]]) -> list[Any]:
 
 
 def _missing(loader: Any, counted: Counter[Hashable]) -> tuple[Any, ...]:
-    expected = loader.source.sample_ids()
+    expected = loader.source.local.sample_ids()
     if expected is not None:
         return tuple(sample for sample in expected if sample not in counted)
     last: dict[str, int] = {}

@@ -15,10 +15,10 @@ __all__ = ("ORDERS", "SHARDINGS", "TORCHDATA", "DataLoaderConfiguration", "Order
 Sharding = Literal["auto", "already", "dispatch"] | Callable[[Any, int, int], Any]
 """How a stream is sharded; a function receives (data set, number of processes, index) and returns a data set."""
 
-OrderOf = Literal["sampler", "global"]
+OrderOf = Literal["sampler", "seeded", "global"]
 """What determines the order of samples; see `DataLoaderConfiguration`."""
 
-ORDERS: Final = ("sampler", "global")
+ORDERS: Final = ("sampler", "seeded", "global")
 
 SHARDINGS: Final = ("auto", "already", "dispatch")
 
@@ -36,11 +36,12 @@ class DataLoaderConfiguration:
             for streams that cannot be sharded at their source.
         even_batches: pad the last global batch with samples from the beginning, so that all processes have batches of
             equal size.
-        use_seedable_sampler: shuffle in an order that depends only on seed and epoch, not on other random draws.
-        data_seed: seed of that sampler. None uses torch's initial seed.
+        use_seedable_sampler: the same as order="seeded".
+        data_seed: seed of the orders "seeded" and "global". None uses torch's initial seed.
         non_blocking: copy batches to the device asynchronously.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader` and restore the position after a load.
-        use_configured_sampler: use the script's own sampler even with `use_seedable_sampler`.
+        use_configured_sampler: use the script's own sampler in any case: the same as order="sampler" instead of
+            "seeded".
         gradient_accumulation_kwargs: fields of the `GradientAccumulationPlugin` that the Accelerator creates if it
             receives none.
         sharding: how the samples of a stream are sharded between processes. "auto" shards at the source if the source
@@ -49,9 +50,9 @@ class DataLoaderConfiguration:
         restore_position: continue in the middle of the epoch after a load, without `skip_first_batches`.
         seed_samples: seed the random-number generators for each sample from seed, epoch and index, so that random draws
             in `__getitem__` are the same after a resume.
-        order: "sampler" uses the order of the script's sampler. "global" shuffles in an order that depends only on seed
-            and epoch, like `use_seedable_sampler`, and raises an error for a DataLoader whose order depends on anything
-            else, such as the number of processes or DataLoader workers.
+        order: what determines the order of samples. "sampler": the script's sampler. "seeded": torch's `RandomSampler`
+            shuffles by seed and epoch, not by other random draws. "global": the same, and a DataLoader whose order
+            depends on anything else, such as the number of processes or DataLoader workers, is an error.
 
     Raises:
         Conflict: two fields contradict each other.
@@ -72,6 +73,11 @@ class DataLoaderConfiguration:
     restore_position: bool = field(default=False, kw_only=True)
     seed_samples: bool = field(default=False, kw_only=True)
     order: OrderOf = field(default="sampler", kw_only=True)
+
+    @property
+    def shuffles_by_seed(self) -> bool:
+        """Whether torch's `RandomSampler` is replaced by one whose order depends only on seed and epoch."""
+        return (self.order != "sampler" or self.use_seedable_sampler) and not self.use_configured_sampler
 
     def __post_init__(self) -> None:
         check_sharding(self.sharding, self.dispatch_batches)

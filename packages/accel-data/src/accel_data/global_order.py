@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accel_data.order import SeedableRandomSampler, decided_by_epoch
+from accel_data.own_shards import OwnShardSource
 from accel_data.source import MapSource, Source
 from accel_data.stream_source import StreamSource
 from accel_ops.objects import gather_object
@@ -28,32 +29,28 @@ _COMPARED: Final = 1024
 """Indices of a custom sampler that the processes compare."""
 
 
-def check_global_order(
-    loader: DataLoader[Any], source: Source, own_shard: bool, dispatched: bool, compared: bool
-) -> None:
+def check_global_order(loader: DataLoader[Any], source: Source, compared: bool) -> None:
     """Check that the order of a loader depends only on the seed, the epoch and the data set.
 
     Args:
         loader: the script's loader.
         source: the source of the prepared loader.
-        own_shard: whether each process reads its own shard.
-        dispatched: whether the main process reads for all processes.
         compared: whether all processes call this, so that they can compare a custom sampler.
 
     Raises:
         Conflict: the order depends on more; raised on every process if custom samplers differ between processes.
     """
-    obstacle, remedy = _obstacle(loader, source, own_shard) or ("", "")
-    if not obstacle and compared and not dispatched and isinstance(source, MapSource):
+    obstacle, remedy = _obstacle(loader, source) or ("", "")
+    if not obstacle and compared and isinstance(source, MapSource):
         obstacle, remedy = _difference(source.shard.sampler) or ("", "")
     if obstacle:
         needed_by = 'which order="global" and some backends need'
-        raise Conflict(f"Cannot give {source.identity()} a global order, {needed_by}.", obstacle, remedy)
+        raise Conflict(f"Cannot give {source.local.identity()} a global order, {needed_by}.", obstacle, remedy)
 
 
-def _obstacle(loader: DataLoader[Any], source: Source, own_shard: bool) -> tuple[str, str] | None:
+def _obstacle(loader: DataLoader[Any], source: Source) -> tuple[str, str] | None:
     """Why the order depends on something else, and the remedy; None if it does not."""
-    if own_shard:
+    if isinstance(source, OwnShardSource):
         return (
             "Each process reads its own shard, so the order depends on the number of processes.",
             "Prepare a loader over the whole data set: without a DistributedSampler, sharding='already' or a stream "
@@ -64,16 +61,17 @@ def _obstacle(loader: DataLoader[Any], source: Source, own_shard: bool) -> tuple
             "With in_order=False the order depends on the speed of the DataLoader workers.",
             "Use in_order=True, the default.",
         )
-    if isinstance(source, StreamSource):
-        return _stream_obstacle(loader, source)
-    if not isinstance(source, MapSource):
+    local = source.local
+    if isinstance(local, StreamSource):
+        return _stream_obstacle(loader, local)
+    if not isinstance(local, MapSource):
         return None
-    if source.continues_from_base:
+    if local.continues_from_base:
         return (
             "The data set has its own state_dict(), which belongs to one process.",
             "Remove use_stateful_dataloader=True, or use a data set without state_dict().",
         )
-    shard, sampler = source.shard, source.shard.sampler
+    shard, sampler = local.shard, local.shard.sampler
     if shard.has_custom_batches:
         return (
             "Its batch sampler yields whole batches, so the samples of a step depend on the number of processes.",

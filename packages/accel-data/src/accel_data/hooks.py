@@ -7,6 +7,8 @@ from contextlib import closing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
+from accel_data.padding import PaddedBatch
+
 if TYPE_CHECKING:
     from accel_state.watch.seconds import TimeAccount
 
@@ -70,25 +72,17 @@ class BatchPauses:
         self.used = False
 
 
-def transferred(
-    items: Iterator[Any],
-    transfer: DeviceTransfer,
-    ahead: bool,
-    batch_of: Callable[[Any], Any],
-    replaced: Callable[[Any, Any], Any],
-) -> Iterator[Any]:
+def transferred(items: Iterator[Any], transfer: DeviceTransfer, ahead: bool) -> Iterator[Any]:
     """Items with their batches copied to the device.
 
     Args:
-        items: the items that a loader reads.
+        items: batches, or `PaddedBatch` where there is more than the batch.
         transfer: copies batches to the device.
         ahead: whether another thread may read the items.
-        batch_of: returns the batch of an item.
-        replaced: returns the item with another batch.
     """
-    pairs = ((batch_of(item), item) for item in items)
+    pairs = ((item.batch, item) if type(item) is PaddedBatch else (item, None) for item in items)
     for batch, item in transfer(pairs, ahead):
-        yield replaced(item, batch)
+        yield batch if item is None else PaddedBatch(batch, item.padding, item.base)
 
 
 def accompanied(

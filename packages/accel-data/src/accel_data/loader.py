@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
@@ -14,12 +16,12 @@ from torch.utils.data import IterableDataset
 
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
-from accel_data.batch_codec import samples_in
+from accel_data.batches import samples_in
 from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, accompanied, observed, transferred
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
-from accel_data.progress import EpochInfo, Position, Progress
-from accel_data.sharding import Padding, batching_of, innermost_sampler
+from accel_data.progress import Iteration, Position, Progress
+from accel_data.sharding import batching_of, innermost_sampler
 from accel_data.source import Source
 from accel_data.source_choice import source_of
 from accel_data.workers import is_of_a_worker
@@ -29,12 +31,12 @@ from accel_state import current
 from accel_state.errors import CheckpointError, CollectiveError, DataError
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
+from accel_state.library import stack_level
 
 __all__ = (
     "NO_BATCH",
     "DataLoaderShard",
     "DataLoaderStateMixin",
-    "LoaderEpoch",
     "LoaderOptions",
     "PreparedLoader",
     "SkipDataLoader",
@@ -62,44 +64,61 @@ _OF_THE_RUN: Final = ("between_batches", "device_transfer", "epoch_reader", "obs
 
 
 class DataLoaderStateMixin:
-    """The base of prepared loaders: the position, and the gradient state that follows it.
+    """The state of a loader that gradient accumulation and metrics read; the base of loaders of other libraries too.
+
+    A subclass has a `gradient_state`, calls `begin` and `end` around an iteration, and sets `end_of_dataloader` before
+    it yields its last batch.
 
     Attributes:
-        progress: its position.
         gradient_state: notified when the loader enters and leaves iteration.
+        end_of_dataloader: whether the last yielded batch is the last one of the epoch.
+        remainder: real samples of an incomplete last step of all processes; 0 if it is complete, -1 if unknown.
+
+    Example:
+        >>> class Batches(DataLoaderStateMixin):
+        ...     def __init__(self, batches):
+        ...         self.batches, self.gradient_state = batches, GradientState()
+        ...     def __iter__(self):
+        ...         self.begin()
+        ...         for number, batch in enumerate(self.batches, 1):
+        ...             self.end_of_dataloader = number == len(self.batches)
+        ...             yield batch
+        ...         self.end()
+        >>> [batch for batch in Batches([1, 2])]
+        [1, 2]
     """
 
-    progress: Progress
     gradient_state: GradientState
-
-    # Gradient accumulation reads it at each micro-batch, and a C function is faster.
-    end_of_dataloader = property(
-        attrgetter("progress.end_of_dataloader"),
-        doc="Whether the last yielded batch is the last one of the epoch.",
-    )
-
-    @property
-    def remainder(self) -> int:
-        """Real samples of an incomplete last step; 0 if it is complete, -1 if unknown."""
-        return self.progress.remainder
-
-    @property
-    def iteration(self) -> int:
-        """Number of the current or the next epoch."""
-        return self.progress.epoch
+    end_of_dataloader: bool = False
+    remainder: int = -1
 
     def reset(self) -> None:
         """Reset the state of the last iteration."""
-        self.progress.end_of_dataloader = False
-        self.progress.remainder = -1
+        self.end_of_dataloader = False
+        self.remainder = -1
 
     def begin(self) -> None:
-        """Enter iteration."""
+        """Enter iteration; the remainder follows from `total_dataset_length` and `total_batch_size`, if there are."""
+        self.reset()
+        length, size = getattr(self, "total_dataset_length", None), getattr(self, "total_batch_size", None)
+        if length is not None and size and not getattr(self, "_drop_last", False):
+            self.remainder = length % size
         self.gradient_state.begin(self)
 
     def end(self) -> None:
         """Leave iteration."""
         self.gradient_state.finish(self)
+
+
+class _FailedRead:
+    """The error of reading a batch, which is raised where the batch is due.
+
+    Args:
+        error: the error. It is taken out to be raised: it keeps alive the frames in which it is raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.errors = [error]
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Attributes:
         source: yields this process's batches.
+        progress: the position: that of the iterator which yielded last.
         between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
             True before the first batch of an epoch.
         pauses: whether `between_batches` has work to do; None calls it always.
@@ -141,11 +161,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         observer: observes epochs and batches.
         epoch_reader: reads epochs whose next batch depends on what the loop did with the last one; None if no batch
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
-            in host memory, which sets `progress` before it yields a batch, or None to let the loader read this epoch
-            itself. The loader moves the batches to its device and reads none ahead.
+            in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
+            this epoch itself. The loader moves the batches to its device and reads none ahead.
     """
 
     source: Source
+    progress: Progress
     device: torch.device | None
     rng_types: Sequence[str | RNGType] | None
     synchronized_generator: torch.Generator | None
@@ -190,7 +211,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         gradient_state: GradientState | None,
         progress: Progress | None,
     ) -> None:
-        self.hold(source.base, use_stateful_dataloader)
+        self.hold(source.local.base, use_stateful_dataloader)
         vars(self).update(
             vars(options),
             source=source,
@@ -202,6 +223,31 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderOptions)}
         return LoaderOptions(**own | changes)
 
+    # Gradient accumulation reads it at each micro-batch, and a C function is faster.
+    end_of_dataloader = property(
+        attrgetter("progress.iteration.end_of_dataloader"),
+        doc="Whether the last yielded batch is the last one of the epoch.",
+    )
+
+    @property
+    def remainder(self) -> int:  # type: ignore[override]
+        """Real samples of an incomplete last step; 0 if it is complete, -1 if unknown."""
+        return self.progress.remainder
+
+    @property
+    def iteration(self) -> int:
+        """Number of the current or the next epoch."""
+        return self.progress.epoch
+
+    def reset(self) -> None:
+        """Reset the state of the last iteration."""
+        iteration = self.progress.iteration
+        iteration.end_of_dataloader, iteration.remainder = False, -1
+
+    def begin(self) -> None:
+        """Enter iteration."""
+        self.gradient_state.begin(self)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._batches() if self.epoch_reader is None else self._batches_of(self.epoch_reader)
         return batches if self.observer is None else observed(batches, self.observer)
@@ -212,68 +258,141 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             yield from self._batches()
             return
         self.progress.take_start()
-        self.begin()
-        try:
-            if self.device is not None:
-                batches = (send_to_device(batch, self.device, self._non_blocking) for batch in batches)
-            between = self.between_batches
-            yield from (batches if between is None else accompanied(batches, between, self.pauses))
-            self.progress.finish()
-        finally:
-            self.end()
+        if self.device is not None:
+            batches = map(partial(send_to_device, device=self.device, non_blocking=self._non_blocking), batches)
+        if self.between_batches is not None:
+            batches = accompanied(batches, self.between_batches, self.pauses)
+        with _OpenEpoch(self) as epoch:
+            while True:
+                # The reader sets the position before it yields.
+                self._follow(epoch.iteration)
+                batch = next(batches, NO_BATCH)
+                if batch is NO_BATCH:
+                    return
+                yield batch
+                # Its memory must be free before the next batch is read.
+                del batch
 
     def _batches(self) -> Generator[Any, None, None]:
-        """Yield the batches of an epoch, inside `with LoaderEpoch(self)`.
+        """Yield the batches of an epoch, each read while the loop works on the one before, and keep the position."""
+        with _OpenEpoch(self) as epoch:
+            iteration, progress, loaders = epoch.iteration, self.progress, self.gradient_state.loaders
+            batches, current = epoch.read()
+            padded, number = self.source.padded, 0
+            between, pauses = self.between_batches, self.pauses
+            device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
+            is_there = None if device is None else _on(device)
+            while current is not NO_BATCH:
+                padding, base = padded.get(number) if padded else None, None
+                kind = type(current)
+                if kind is PaddedBatch:
+                    # A map-style source has the padding elsewhere; that of a complete step is false, but not None.
+                    padding = padding if current.padding is None else current.padding
+                    current, base = current.batch, current.base
+                    kind = type(current)
+                elif kind is _FailedRead:
+                    self._raise_explained(current.errors.pop())
+                batch = current
+                # Start the copy to the device before reading the next batch, so that both overlap.
+                if is_there is not None:
+                    # Most batches are there already, and the check is faster than moving.
+                    try:
+                        leaves = batch.values() if kind is dict else (batch,) if kind is tensor else batch
+                        stays = kind in _FLAT and all(map(is_there, leaves))
+                    except AttributeError:
+                        stays = False
+                    batch = batch if stays else send_to_device(batch, device, non_blocking)
+                try:
+                    current = next(batches, NO_BATCH)
+                except Exception as error:
+                    # The loop gets the batch before it first.
+                    current = _FailedRead(error)
+                number += 1
+                iteration.steps += 1
+                iteration.base, iteration.padding = base, padding
+                if current is NO_BATCH:
+                    self._note_end(iteration, batch)
+                if progress.iteration is not iteration or loaders[-1] is not self:
+                    self._follow(iteration)
+                yield batch
+                del batch
+                if between is not None and (pauses is None or pauses.used):
+                    between(False)
 
-        Updates `progress`, and calls `between_batches` after each batch.
-        """
-        raise NotImplementedError
+    def _follow(self, iteration: Iteration) -> None:
+        """Make an iterator the current one of this loader, and this loader that of the gradient state."""
+        self.progress.follow(iteration)
+        self.gradient_state.follow(self)
+
+    def _open(self, iteration: Iteration, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
+        """Begin an epoch of the source, with its batches on the device if that takes more than a copy."""
+        source = self.source
+        source.local.set_epoch(iteration.epoch)
+        steps, samples = source.skipped() if at is None else (at.steps, at.samples)
+        try:
+            remainder, shortage = source.agree(samples)
+            if shortage is not None:
+                raise DataError("cannot begin an epoch.", shortage, _ENOUGH)
+        except DataError as error:
+            self._raise_explained(error)
+        iteration.begin(steps, samples, source.step_size, remainder)
+        batches, transfer = source.open(at, replay), self.device_transfer
+        if transfer is None:
+            return batches
+        # Prefetching in another thread must not draw from this process's generators, nor call collectives.
+        ahead = source.local is source and self.base_dataloader.num_workers > 0
+        return transferred(batches, transfer, ahead)
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
-        first = self.next_batch(batches)
+        try:
+            first = self.next_batch(batches)
+        finally:
+            # The other processes may have read theirs.
+            self._check_draws()
         if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
             raise self.error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
         return first
 
-    def _begin_epoch(self, at: Position | None) -> EpochInfo:
-        source, progress = self.source, self.progress
-        source.set_epoch(progress.epoch)
-        steps, samples = source.skipped() if at is None else (at.steps, at.samples)
-        info = self._epoch_info(at, samples)
-        if info.shortage is not None:
-            raise self.error("cannot begin an epoch.", info.shortage, _ENOUGH)
-        progress.begin(steps, samples, source.step_size, info.length, info.remainder)
-        return info
+    def _check_draws(self) -> None:
+        if self.source.local is self.source:
+            try:
+                self.source.local.check_draws()
+            except DataError as error:
+                self._raise_explained(error)
 
-    def _epoch_info(self, at: Position | None, samples: int | None) -> EpochInfo:
-        source = self.source
-        return EpochInfo(source.length(), source.remainder(samples), source.steps(at), source.shortage())
+    def _note_end(self, iteration: Iteration, last: Any) -> None:
+        """Update the position when the last batch of the epoch is known; what was read decides, not the length."""
+        source, padding = self.source, iteration.padding
+        iteration.end_of_dataloader = True
+        # With a dispatched loader, only the main process has a state.
+        iteration.final_base = None if iteration.base is None else source.base_state()
+        size = source.step_size
+        if padding is not None and padding.total >= 0:
+            iteration.remainder = padding.total % size if size else padding.total * bool(padding)
+        elif size and not source.has_exact_length:
+            if source.pads:
+                iteration.remainder = 0
+            elif source.processes == 1:
+                count = samples_in(last)
+                iteration.remainder = -1 if count is None or count > size else count % size
 
-    def _open(self, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
-        return self.source.open(at, replay)
-
-    def _count_last(self, batch: Any) -> None:
-        """Read the remainder from the last batch, if one process reads all samples and has no length."""
-        size = self.source.step_size
-        if self.source.processes > 1 or not size or self.progress.remainder >= 0:
+    def _warn_of_wrong_length(self, epoch: int, received: int) -> None:
+        base = self.base_dataloader
+        divided_by_workers = isinstance(base.dataset, IterableDataset) and base.num_workers > 0
+        if divided_by_workers or not self.source.reads_here:
             return
-        count = samples_in(batch)
-        if count is not None and count <= size:
-            self.progress.remainder = count % size
-
-    def _wrong_length(self, info: EpochInfo, given: int) -> DataError | None:
-        """How the reported length differs from the number of yielded batches."""
-        promised, remainder = info.batches, info.remainder
-        if promised is None:
-            return None
-        padding, obstacle = self.progress.padding, ""
-        real = padding.total if padding else 0 if self.source.pads else -1
-        if given != promised:
-            obstacle = f"It yielded {given} batches on this process; len() reported {promised}."
-        elif real >= 0 <= remainder != real:
-            obstacle = f"Its last step had {real or 'all'} samples; by len() it should have {remainder}."
-        remedy = "Correct __len__ of the data set, the sampler or the batch sampler, or remove it."
-        return self.error("the epoch does not have the reported length.", obstacle, remedy) if obstacle else None
+        try:
+            reported = len(self)
+        except (TypeError, NotImplementedError):
+            return
+        if reported != received:
+            warnings.warn(
+                f"{self._name(epoch)}: it yielded {received} batches on this process; len() reports {reported}. "
+                "Correct __len__ of the data set, the sampler or the batch sampler, or remove it: a learning rate "
+                "schedule may be computed from it.",
+                UserWarning,
+                stacklevel=stack_level(),
+            )
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or `NO_BATCH`; the message of an error names the process and the loader."""
@@ -284,9 +403,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _raise_explained(self, error: Exception) -> NoReturn:
         explained = self._explained(error)
-        if explained is None:
-            raise error
-        raise explained from error
+        try:
+            if explained is None:
+                raise error
+            raise explained from error
+        finally:
+            # An error would keep this frame alive, and the frame the error.
+            del error, explained
 
     def _explained(self, error: Exception) -> Exception | None:
         """An error of reading with process and loader in its message; None to raise it unchanged."""
@@ -310,16 +433,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """An error whose message names the process and the loader before what failed."""
         return DataError(f"{self._name()}: {failed}", obstacle, remedy)
 
-    def _name(self) -> str:
+    def _name(self, epoch: int | None = None) -> str:
         process = current.process_or_none()
         where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
         dataset: Any = self.dataset
         while type(dataset).__module__.startswith(_OURS) and hasattr(dataset, "dataset"):
             dataset = dataset.dataset
-        return f"{where}loader over {type(dataset).__name__} in epoch {self.progress.epoch}"
+        return f"{where}loader over {type(dataset).__name__} in epoch {self.progress.epoch if epoch is None else epoch}"
 
     def __len__(self) -> int:
-        return max(len(self.base_dataloader) - self.source.missing_from_len(), 0)
+        return self.source.steps()
 
     @property
     def total_batch_size(self) -> int:
@@ -377,8 +500,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.progress.replay = self.progress.following = None
             self.progress.move_to(epoch)
             if following is not None:
-                self.source.upcoming_rng(following)
-        self.source.set_epoch(epoch)
+                self.source.local.upcoming_rng(following)
+        self.source.local.set_epoch(epoch)
 
     def skipping(self: P, steps: int) -> P:
         """A loader without the first `steps` batches of its epochs; both share their position."""
@@ -404,14 +527,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is complete, it is returned alone.
         """
         source, progress = self.source, self.progress
-        theirs = progress.final_base or progress.base if progress.resume is None else progress.resume.base
+        local, iteration = source.local, progress.iteration
+        theirs = iteration.final_base or iteration.base if progress.resume is None else progress.resume.base
         if source.self_contained and (theirs or progress.resume is None):
             return dict(theirs or source.base_state() or {})
-        begun = source.last_rng.state if progress.steps else source.upcoming_rng()
+        begun = iteration.rng_state if iteration.steps else local.upcoming_rng()
         position = progress.resume or progress.position(progress.replay or begun)
-        if not source.continues_from_base:
+        if not local.continues_from_base:
             position = dataclasses.replace(position, base=None)
-        obstacle = source.obstacle() if self.restores and position.steps else None
+        obstacle = local.obstacle() if self.restores and position.steps else None
         if obstacle is not None:
             raise CheckpointError(
                 f"{self._name()}: cannot save a position that can be restored.",
@@ -419,17 +543,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 _REPEATABLE,
             )
         # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
-        following = source.upcoming_rng() if progress.steps and progress.end_of_dataloader else progress.following
+        ended = iteration.steps and iteration.end_of_dataloader
+        following = local.upcoming_rng() if ended else progress.following
         return {
             **(theirs or {}),
             "version": _VERSION,
             **position.state_dict(),
-            "sampler": source.identity(),
+            "sampler": local.identity(),
             "processes": source.processes,
             "step_size": source.step_size,
             "length": source.length(),
             "following": following.state_dict() if following is not None else None,
-            "sample_seed": None if source.sample_seed is None else source.sample_seed.seed,
+            "sample_seed": None if local.sample_seed is None else local.sample_seed.seed,
             **({"mixture": self.dataset.mixture_state()} if hasattr(self.dataset, "mixture_state") else {}),
         }
 
@@ -451,9 +576,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position.from_state_dict(state_dict)
         if hasattr(self.dataset, "load_mixture_state"):
             self.dataset.load_mixture_state(state_dict.get("mixture"), position.epoch, position.samples or 0)
-        same = state_dict["sampler"] == self.source.identity()
-        if self.source.sample_seed is not None and state_dict["sample_seed"] is not None:
-            self.source.sample_seed.seed = state_dict["sample_seed"]
+        local = self.source.local
+        same = state_dict["sampler"] == local.identity()
+        if local.sample_seed is not None and state_dict["sample_seed"] is not None:
+            local.sample_seed.seed = state_dict["sample_seed"]
         resumes = self.restores and position.steps > 0
         if resumes:
             self._check_restorable(state_dict)
@@ -462,14 +588,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.progress.following = None if following is None else RNGState.from_state_dict(following)
         self.progress.replay = rng_state if position.steps else None
         if rng_state is not None and not position.steps:
-            self.source.upcoming_rng(rng_state)
+            local.upcoming_rng(rng_state)
         self.progress.move_to(position.epoch, position if resumes else None)
 
     def _check_restorable(self, state: Mapping[str, Any]) -> None:
-        source = self.source
-        obstacle = source.obstacle()
-        if state["sampler"] != source.identity():
-            obstacle = f"It was saved with {state['sampler']}; this loader has {source.identity()}."
+        source, local = self.source, self.source.local
+        obstacle = local.obstacle()
+        if state["sampler"] != local.identity():
+            obstacle = f"It was saved with {state['sampler']}; this loader has {local.identity()}."
         elif state["length"] != source.length():
             obstacle = f"It was saved over {state['length']} samples; this loader has {source.length()}."
         elif source.counts_steps and (state["processes"], state["step_size"]) != (source.processes, source.step_size):
@@ -485,63 +611,60 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
-class LoaderEpoch:
-    """Context manager of one iteration of a loader.
+class _OpenEpoch:
+    """Context manager of one iterator of a loader.
 
     Args:
         loader: the loader.
 
     Attributes:
-        batches: iterator over the batches after the first.
-        first: the first batch, or `NO_BATCH`; the loader replaces it by None, so that its memory is freed.
-        given: number of batches that the loop received; set by the loader at the end of the epoch.
+        iteration: the position of the iterator.
     """
 
-    __slots__ = ("_info", "_loader", "batches", "first", "given")
+    __slots__ = ("_from_the_start", "_loader", "iteration")
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._loader = loader
-        self.given = 0
+        self._from_the_start = False
 
-    def __enter__(self) -> LoaderEpoch:
-        loader, progress = self._loader, self._loader.progress
-        at, replay = progress.take_start()
-        if loader.skips:
-            # A position set by the script counts from the beginning of the epoch.
-            at = None
+    def __enter__(self) -> _OpenEpoch:
+        self.iteration = self._loader.progress.enter()
+        self._loader.begin()
+        return self
+
+    def read(self) -> tuple[Iterator[Any], Any]:
+        """Begin to read the epoch; its batches after the first, and the first."""
+        loader = self._loader
+        at, replay = loader.progress.take_start()
+        # A position set by the script counts from the beginning of the epoch.
+        at = None if loader.skips else at
+        self._from_the_start = at is None
         resumed = at is not None or replay is not None
         before = snapshot() if resumed else None
         if loader.rng_types and not resumed:
             synchronize_rng_states(list(loader.rng_types), loader.synchronized_generator)
-        loader.begin()
-        try:
-            self._info = loader._begin_epoch(at)
-            self.batches = loader._open(at, replay)
-            self.first = loader._first(self.batches, resumed)
-            if before is not None:
-                # The saved run had drawn its random numbers for this epoch before it was saved.
-                restore(before)
-            if loader.between_batches is not None and (loader.pauses is None or loader.pauses.used):
-                loader.between_batches(True)
-        except BaseException:
-            loader.end()
-            raise
-        return self
+        batches = loader._open(self.iteration, at, replay)
+        first = loader._first(batches, resumed)
+        self.iteration.rng_state = loader.source.local.last_rng.state
+        if before is not None:
+            # The saved run had drawn its random numbers for this epoch before it was saved.
+            restore(before)
+        if loader.between_batches is not None and (loader.pauses is None or loader.pauses.used):
+            loader.between_batches(True)
+        return batches, first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        loader, progress = self._loader, self._loader.progress
-        try:
-            if kind is None:
-                wrong = loader._wrong_length(self._info, self.given)
-                progress.finish()
-                if wrong is not None:
-                    raise wrong
-            elif kind is GeneratorExit and progress.end_of_dataloader:
-                loader.gradient_state.left = loader
-        finally:
-            loader.end()
+        loader, iteration = self._loader, self.iteration
+        epoch, received = iteration.epoch, iteration.received
+        if kind is GeneratorExit and iteration.end_of_dataloader:
+            loader.gradient_state.left = loader
+        loader.progress.leave(iteration, finished=kind is None)
+        loader.end()
+        if kind is None and self._from_the_start:
+            # The work of the epoch is done.
+            loader._warn_of_wrong_length(epoch, received)
 
 
 class DataLoaderShard(PreparedLoader):
@@ -596,68 +719,6 @@ class DataLoaderShard(PreparedLoader):
         source = source.skipping(skip_batches) if skip_batches else source
         self._read_from(source, options, use_stateful_dataloader, gradient, Progress(iteration))
 
-    def _open(self, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
-        batches, transfer = super()._open(at, replay), self.device_transfer
-        if self.source.has_base_state:
-            batches = _with_states(batches, self.source)
-        if transfer is None:
-            return batches
-        # Prefetching in another thread must not draw from this process's generators.
-        return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
-
-    def _batches(self) -> Generator[Any, None, None]:
-        with LoaderEpoch(self) as epoch:
-            progress, source = self.progress, self.source
-            padded = source.padded
-            device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
-            is_there = None if device is None else _on(device)
-            between, pauses = self.between_batches, self.pauses
-            batches, number = epoch.batches, 0
-            current, epoch.first = epoch.first, None
-            while current is not NO_BATCH:
-                padding = source.padding(number) if padded else None
-                base = None
-                kind = type(current)
-                if kind is PaddedBatch:
-                    padding, base = current.padding or padding, current.base
-                    current = current.batch
-                    kind = type(current)
-                batch = current
-                # Start the copy to the device before reading the next batch, so that both overlap.
-                if is_there is not None:
-                    # Most batches are there already, and the check is faster than moving.
-                    try:
-                        leaves = batch.values() if kind is dict else (batch,) if kind is tensor else batch
-                        moves = kind not in _FLAT or not all(map(is_there, leaves))
-                    except AttributeError:
-                        moves = True
-                    if moves:
-                        batch = send_to_device(batch, device, non_blocking)
-                try:
-                    current = next(batches, NO_BATCH)
-                except Exception as error:
-                    self._raise_explained(error)
-                number += 1
-                progress.steps += 1
-                progress.base = base
-                progress.padding = padding
-                if current is NO_BATCH:
-                    self._note_end(batch, padding)
-                yield batch
-                if between is not None and (pauses is None or pauses.used):
-                    between(False)
-            epoch.given = number
-
-    def _note_end(self, last: Any, padding: Padding | None) -> None:
-        """Update `progress` when the last batch of the epoch is known."""
-        progress = self.progress
-        progress.end_of_dataloader = True
-        progress.final_base = self.source.base_state()
-        if padding is not None and padding.total >= 0:
-            progress.remainder = padding.total
-        elif progress.remainder < 0:
-            self._count_last(last)
-
 
 class SkipDataLoader(DataLoaderShard):
     """A loader without the first batches of its epochs.
@@ -673,22 +734,6 @@ class SkipDataLoader(DataLoaderShard):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-
-
-def _with_states(batches: Iterator[Any], source: Source) -> Iterator[PaddedBatch]:
-    """The batches, each with torchdata's state after it, since the next batch changes that state."""
-    for batch in batches:
-        padded = batch if type(batch) is PaddedBatch else PaddedBatch(batch, None)
-        padded.base = source.base_state()
-        yield padded
-
-
-def _batch_of(item: Any) -> Any:
-    return item.batch if type(item) is PaddedBatch else item
-
-
-def _replaced(item: Any, batch: Any) -> Any:
-    return PaddedBatch(batch, item.padding, item.base) if type(item) is PaddedBatch else batch
 
 
 def _on(device: torch.device) -> Callable[[Any], bool]:

@@ -27,6 +27,7 @@ __all__ = (
     "can_replay",
     "decided_by_epoch",
     "has_own_state",
+    "is_stock",
     "is_stock_batching",
     "permutation",
     "replaying",
@@ -337,6 +338,11 @@ def _generator(sampler: object) -> object:
 def has_own_state(holder: object) -> bool:
     """Whether a sampler or a data set can save its state and restore it."""
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
+
+
+def is_stock(sampler: object) -> bool:
+    """Whether a sampler is of a class whose order is sliced, so that it has as many indices as its length."""
+    return type(sampler) in _STOCK
 
 
 def is_stock_batching(batch_sampler: object) -> bool:

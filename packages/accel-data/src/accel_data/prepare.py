@@ -6,7 +6,6 @@ import copy
 import types
 import warnings
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -18,19 +17,19 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
-from accel_data.agreement import AgreedSource
-from accel_data.config import OrderOf, Sharding, check_order, check_sharding
+from accel_data.config import DataLoaderConfiguration, OrderOf, Sharding
 from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
 from accel_data.global_order import check_global_order
+from accel_data.kinds import LoaderKind, Shard, classify, distributed_sampler, get_sampler
 from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
-from accel_data.order import SeedableRandomSampler
+from accel_data.order import SeedableRandomSampler, is_stock
+from accel_data.own_shards import OwnShardSource
 from accel_data.padding import PaddingCollate
 from accel_data.seeding import SampleSeed, SeededStream
-from accel_data.sharding import BatchSamplerShard, batching_of, check_process, check_split, innermost_sampler
-from accel_data.source import MapSource, Source, rebuilt
+from accel_data.sharding import BatchSamplerShard, batching_of, check_split, innermost_sampler
+from accel_data.source import LocalSource, MapSource, Source, rebuilt
 from accel_data.stateful import has_state, stateful_twin
 from accel_data.stream_source import StreamSource
 from accel_data.streams import IterableDatasetShard, ResumableShard, own_shard
@@ -47,53 +46,6 @@ _READ_ONCE: Final = frozenset({types.GeneratorType, map, filter, zip})
 
 _DRAWING: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
 """Torch's samplers that draw from the process's generator if they have no generator."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This process's shard of the data.
-
-    Args:
-        processes: the number of processes that share the data.
-        index: the index of this process among them.
-        split: batches are global batches.
-        even: pad the last step.
-        readers: the number of processes that draw a common order, including those with the same shard; 1 if each draws
-            its own.
-    """
-
-    processes: int
-    index: int
-    split: bool = False
-    even: bool = True
-    readers: int = 1
-
-    def __post_init__(self) -> None:
-        check_process(self.processes, self.index)
-
-    @property
-    def shared(self) -> bool:
-        """Whether another process reads in the same order."""
-        return self.processes > 1 or self.readers > 1
-
-
-@dataclass(frozen=True)
-class Shuffling:
-    """How a map-style data set is shuffled.
-
-    Args:
-        seedable: replace torch's `RandomSampler` by one that depends only on seed and epoch.
-        seed: seed of that sampler. None uses torch's initial seed.
-        seed_samples: seed the generators for each sample.
-        repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be replayed.
-        rereads: assume that a stream without a position yields the same samples each time, as torchdata does.
-    """
-
-    seedable: bool = False
-    seed: int | None = None
-    repeatable: bool = False
-    seed_samples: bool = False
-    rereads: bool = False
 
 
 def prepare_data_loader(
@@ -158,49 +110,46 @@ def prepare_data_loader(
             "Only a DataLoader can be prepared.",
             "Wrap the data in torch.utils.data.DataLoader first.",
         )
-    check_sharding(sharding, dispatch_batches)
-    check_order(order)
-    processes, index = _place(num_processes, process_index, torch_device_mesh)
-    world_size = current.process_or_start().world_size
-    everyone = torch_device_mesh is not None or processes == world_size
-    shard = Shard(processes, index, split_batches, even_batches, world_size if everyone else 1)
-    base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
-    own = _own_shard(base, shard, sharding, dispatch_batches)
-    dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, processes, everyone)
-    seedable = (use_seedable_sampler or order == "global") and not use_configured_sampler
-    rereads = use_stateful_dataloader and not restore_position
-    shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples, rereads)
-    # A loader over this process's shard needs no sharding, nor does one that the main process reads for all.
-    source, generator = _sharded(
-        base if own is None else own, shard if own is None and not dispatches else Shard(1, 0), shuffling
+    configuration = DataLoaderConfiguration(
+        split_batches,
+        dispatch_batches,
+        even_batches,
+        use_seedable_sampler,
+        data_seed,
+        non_blocking,
+        use_stateful_dataloader,
+        use_configured_sampler=use_configured_sampler,
+        sharding=sharding,
+        restore_position=restore_position,
+        seed_samples=seed_samples,
+        order=order,
     )
+    shard = _shard(num_processes, process_index, torch_device_mesh)
+    loader = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
+    kind = classify(loader, shard, configuration, put_on_device)
+    if split_batches and (kind is not LoaderKind.OWN_SHARD or isinstance(dataloader.dataset, IterableDataset)):
+        check_split(getattr(batching_of(loader), "batch_size", None), shard.processes)
+    source, generator = _source(kind, loader, shard, configuration, slice_fn_for_dispatch, torch_device_mesh)
     if order == "global":
-        check_global_order(dataloader, source, own is not None, dispatches, everyone and world_size > 1)
-    if own is not None:
-        together = first_of_each(torch_device_mesh, world_size) if everyone else ()
-        source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, shard))
+        check_global_order(dataloader, source, shard.everyone and shard.readers > 1)
     if restore_position or use_stateful_dataloader:
         option = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
-        _check_resumable(dataloader.dataset, source, option)
-    shared = generator if shard.shared and own is None and not dispatches else None
+        _check_resumable(dataloader.dataset, source.local, option)
+    synchronized = generator if shard.shared else None
     options = LoaderOptions(
         device=_device(device) if put_on_device else None,
-        rng_types=_rng_types(rng_types, shared),
-        synchronized_generator=shared,
+        rng_types=_rng_types(rng_types, synchronized),
+        synchronized_generator=synchronized,
         restores=restore_position or use_stateful_dataloader,
         torch_device_mesh=torch_device_mesh,
         _drop_last=dataloader.drop_last,
         _non_blocking=non_blocking,
     )
-    if not dispatches:
-        return DataLoaderShard.around(source, options, use_stateful_dataloader, gradient)
-    if split_batches:
-        check_split(getattr(batching_of(dataloader), "batch_size", None), processes)
-    steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
-    return DataLoaderDispatcher.around(steps, options, use_stateful_dataloader, gradient)
+    loader_class = DataLoaderDispatcher if kind is LoaderKind.DISPATCHED else DataLoaderShard
+    return loader_class.around(source, options, use_stateful_dataloader, gradient)
 
 
-def _check_resumable(dataset: Any, source: Source, option: str) -> None:
+def _check_resumable(dataset: Any, source: LocalSource, option: str) -> None:
     """Raise an error for a stream that cannot continue after a load, before a run depends on it.
 
     A map-style data set whose order cannot be replayed is only a warning: it may be for evaluation.
@@ -228,81 +177,70 @@ def _check_resumable(dataset: Any, source: Source, option: str) -> None:
         )
 
 
-def _own_shard(
-    loader: DataLoader[Any], shard: Shard, sharding: Sharding, dispatch_batches: bool | None
-) -> DataLoader[Any] | None:
-    """A loader over this process's shard, if the data are sharded already or at their source; else None."""
-    if dispatch_batches or (shard.processes == 1 and not callable(sharding)):
-        return None
+_ALONE: Final = Shard(1, 0)
+"""The shard of a process that needs no sharding: of its own shard, or of data that it reads for all."""
+
+
+def _source(
+    kind: LoaderKind,
+    loader: DataLoader[Any],
+    shard: Shard,
+    configuration: DataLoaderConfiguration,
+    slice_fn: Callable[..., Any] | None,
+    mesh: Any,
+) -> tuple[Source, torch.Generator | None]:
+    """The source of a kind of loader, and the generator that shuffles it for all processes, if one does."""
+    if kind is LoaderKind.MAP:
+        return _shard_map_dataset(loader, shard, configuration)
+    if kind is LoaderKind.STREAM:
+        return _shard_stream(loader, shard, configuration)
+    drop_last = _drops_last(loader)
+    if kind is LoaderKind.DISPATCHED:
+        local = _unsharded(loader, configuration)
+        return DispatchedSource(local, shard.processes, configuration.split_batches, drop_last, slice_fn, mesh), None
+    local = _unsharded(_with_own_stream(loader, shard, configuration), configuration)
+    ranks = first_of_each(mesh, current.process_or_start().world_size) if shard.everyone else ()
+    real = _real_samples(loader, shard)
+    return OwnShardSource(local, shard.processes, configuration.even_batches, drop_last, ranks, real), None
+
+
+def _unsharded(loader: DataLoader[Any], configuration: DataLoaderConfiguration) -> LocalSource:
+    """A source of all that a loader yields."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    return (_shard_stream if is_stream else _shard_map_dataset)(loader, _ALONE, configuration)[0]
+
+
+def _with_own_stream(loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration) -> DataLoader[Any]:
+    """A loader over this process's stream, with its share of a global batch; a map-style one is unchanged."""
     if not isinstance(loader.dataset, IterableDataset):
-        if callable(sharding):
-            raise Conflict(
-                "Cannot use a function as sharding for a map-style data set.",
-                "Functions shard streams; a map-style data set is sharded through the sampler.",
-                "Use sharding='auto' for this loader.",
-            )
-        return loader if sharding == "already" or _distributed_sampler(loader, shard.processes) is not None else None
-    dataset = own_shard(loader.dataset, shard.processes, shard.index, sharding)
-    if dataset is None:
-        return None
-    if not shard.split:
+        return loader
+    dataset = own_shard(loader.dataset, shard.processes, shard.index, configuration.sharding)
+    if not configuration.split_batches or shard.processes == 1:
         return rebuilt(loader, dataset=dataset)
-    check_split(loader.batch_size, shard.processes)
     width = (loader.batch_size or 1) // shard.processes
     batch_sampler = BatchSampler(loader.sampler, width, loader.drop_last)
     return rebuilt(loader, dataset=dataset, batch_size=width, batch_sampler=batch_sampler)
 
 
-def _distributed_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
-    """Torch's `DistributedSampler`, if the script shards the indices itself."""
-    sampler = get_sampler(loader)
-    shards = isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
-    return cast("DistributedSampler[Any]", sampler) if shards else None
-
-
 def _real_samples(loader: DataLoader[Any], shard: Shard) -> int | None:
     """This process's samples of torch's `DistributedSampler` without repeated ones; None for another sampler."""
-    sampler = None if isinstance(loader.dataset, IterableDataset) else _distributed_sampler(loader, shard.processes)
+    sampler = None if isinstance(loader.dataset, IterableDataset) else distributed_sampler(loader, shard.processes)
     if sampler is None:
         return None
     return min(sampler.num_samples, len(range(sampler.rank, len(cast("Sized", sampler.dataset)), shard.processes)))
-
-
-def _sharded(loader: DataLoader[Any], shard: Shard, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
-    if isinstance(loader.dataset, IterableDataset):
-        return _shard_stream(loader, shard, shuffling)
-    return _shard_map_dataset(loader, shard, shuffling)
-
-
-def _dispatches(
-    loader: DataLoader[Any],
-    dispatch_batches: bool | None,
-    sharding: Sharding,
-    put_on_device: bool,
-    processes: int,
-    everyone: bool,
-) -> bool:
-    """Whether the main process reads for all processes."""
-    if dispatch_batches or sharding == "dispatch":
-        if not everyone:
-            raise Conflict(
-                f"Cannot dispatch to {processes} processes.",
-                f"The run has {current.process_or_start().world_size}, and the main process sends to each of them.",
-                "Remove num_processes and process_index, or let every process read its own batches.",
-            )
-        return True
-    undecided = dispatch_batches is None and sharding == "auto" and put_on_device
-    return undecided and everyone and processes > 1 and isinstance(loader.dataset, IterableDataset)
 
 
 def _drops_last(loader: DataLoader[Any]) -> bool:
     return loader.drop_last or bool(getattr(batching_of(loader), "drop_last", False))
 
 
-def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
+def _shard(num_processes: int | None, process_index: int | None, mesh: Any) -> Shard:
     process = current.process_or_start()
-    processes, index = (process.world_size, process.rank) if mesh is None else data_coordinates(mesh)
-    return processes if num_processes is None else num_processes, index if process_index is None else process_index
+    count, index = (process.world_size, process.rank) if mesh is None else data_coordinates(mesh)
+    count = count if num_processes is None else num_processes
+    everyone = mesh is not None or count == process.world_size
+    readers = process.world_size if everyone else 1
+    return Shard(count, index if process_index is None else process_index, readers, everyone)
 
 
 def _device(device: torch.device | None) -> torch.device:
@@ -313,54 +251,50 @@ def _rng_types(given: Sequence[str | RNGType] | None, generator: torch.Generator
     return [kind for kind in given or () if generator is not None or str(kind) != "generator"]
 
 
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler of a loader that gives single indices, below whatever shards them; None when there is none."""
-    batching = batching_of(dataloader)
-    return dataloader.sampler if batching is None else innermost_sampler(batching)
-
-
 def _shard_map_dataset(
-    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+    loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration
 ) -> tuple[MapSource, torch.Generator | None]:
     """One process's shard of a loader over a data set with indices, and the generator that shuffles it."""
     below: Any = batching_of(loader)
     single = below is None
     if single:
         below = BatchSampler(loader.sampler, 1, False)
-    if shard.split:
-        check_split(None if single else getattr(below, "batch_size", None), shard.processes)
     sampler = innermost_sampler(below)
     if sampler is not None and getattr(below, "sampler", None) is sampler:
-        replacement = _shuffled(sampler, shard, shuffling)
+        replacement = _shuffled(sampler, shard, configuration)
         if replacement is not sampler:
             below = copy.copy(below)
             below.sampler = sampler = replacement
-    batches = BatchSamplerShard(below, shard.processes, shard.index, shard.split, shard.even)
+    split = configuration.split_batches and shard is not _ALONE
+    batches = BatchSamplerShard(below, shard.processes, shard.index, split, configuration.even_batches)
+    is_custom = batches.has_custom_batches or not is_stock(sampler)
+    batches.compared = shard.everyone and shard.readers > 1 and is_custom
     changes = {} if loader.batch_sampler is None or sampler is None else {"sampler": sampler}
-    source = MapSource.reading(loader, batches, _sample_seed(shard, shuffling), **changes)
+    source = MapSource.reading(loader, batches, _sample_seed(shard, configuration), **changes)
     return source, _generator_of(sampler, below)
 
 
-def _sample_seed(shard: Shard, shuffling: Shuffling) -> SampleSeed | None:
-    if not shuffling.seed_samples:
+def _sample_seed(shard: Shard, configuration: DataLoaderConfiguration) -> SampleSeed | None:
+    if not configuration.seed_samples:
         return None
-    return SampleSeed(_seed(shard, shuffling))
+    return SampleSeed(_seed(shard, configuration))
 
 
-def _seed(shard: Shard, shuffling: Shuffling) -> int:
-    return _agreed(torch.initial_seed(), shard) if shuffling.seed is None else shuffling.seed
+def _seed(shard: Shard, configuration: DataLoaderConfiguration) -> int:
+    return _agreed(torch.initial_seed(), shard) if configuration.data_seed is None else configuration.data_seed
 
 
-def _shuffled(sampler: Any, shard: Shard, shuffling: Shuffling) -> Any:
+def _shuffled(sampler: Any, shard: Shard, configuration: DataLoaderConfiguration) -> Any:
     # A subclass that draws its indices in its own way keeps doing so.
-    if shuffling.seedable and isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
+    draws_as_torch = isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__
+    if draws_as_torch and configuration.shuffles_by_seed:
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
-        seed = _seed(shard, shuffling)
+        seed = _seed(shard, configuration)
         seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, count, data_seed=seed)
         seeded.generator = sampler.generator
         return seeded
     draws_globally = type(sampler) in _DRAWING and sampler.generator is None
-    if not draws_globally or not (shard.shared or shuffling.repeatable):
+    if not draws_globally or not (shard.shared or configuration.restore_position):
         return sampler
     own = copy.copy(sampler)
     seed = _agreed(int(torch.empty((), dtype=torch.int64).random_().item()), shard)
@@ -386,11 +320,13 @@ def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
 
 
 def _shard_stream(
-    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+    loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration
 ) -> tuple[StreamSource, torch.Generator | None]:
     """One process's shard of a loader over a stream that every process reads, and the generator that shuffles it."""
-    source, generator = _sharded_stream(loader, shard, shuffling)
-    if shuffling.rereads and source.obstacle() is not None:
+    source, generator = _sharded_stream(loader, shard, configuration)
+    # torchdata assumes that a stream without a position yields the same samples each time.
+    rereads = configuration.use_stateful_dataloader and not configuration.restore_position
+    if rereads and source.obstacle() is not None:
         source.rereads = True
         warnings.warn(
             f"The stream {source.identity()} has no position: after a load it is read again from its beginning, "
@@ -403,14 +339,12 @@ def _shard_stream(
 
 
 def _sharded_stream(
-    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+    loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration
 ) -> tuple[StreamSource, torch.Generator | None]:
     batch_size = loader.batch_size
-    if shard.split:
-        check_split(batch_size, shard.processes)
     generator = getattr(loader.dataset, "generator", None)
     generator = generator if isinstance(generator, torch.Generator) else None
-    sample_seed = _sample_seed(shard, shuffling)
+    sample_seed = _sample_seed(shard, configuration)
     if sample_seed is not None:
         loader = rebuilt(loader, dataset=SeededStream.of(loader.dataset, sample_seed))
     if shard.processes == 1:
@@ -422,8 +356,8 @@ def _sharded_stream(
         loader.drop_last,
         shard.processes,
         shard.index,
-        shard.split,
-        even_batches=shard.even,
+        configuration.split_batches,
+        even_batches=configuration.even_batches,
         marking=True,
     )
     width = own.plan().batch_size

@@ -9,7 +9,7 @@ from typing import Any
 from accel_data.order import RNGState
 from accel_data.sharding import Padding
 
-__all__ = ("EpochInfo", "Position", "Progress")
+__all__ = ("Iteration", "Position", "Progress")
 
 
 @dataclass(frozen=True)
@@ -42,125 +42,175 @@ class Position:
         return cls(state["epoch"], state["steps"], state["samples"], rng_state, state["base"])
 
 
-@dataclass(frozen=True)
-class EpochInfo:
-    """Facts about an epoch, or the rest of one, before it is read.
-
-    Args:
-        length: samples of the whole epoch; None when unknown.
-        remainder: real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped.
-        batches: this process's number of batches, if the reported length is correct; None without a length.
-        shortage: why a process would have no samples, or None.
-    """
-
-    length: int | None
-    remainder: int
-    batches: int | None
-    shortage: str | None
-
-
-class Progress:
-    """The position of a loader, counted in batches that the loop has received; prefetched ones do not count.
+class Iteration:
+    """The position of one iterator of a loader; several iterators of a loader have one each.
 
     Attributes:
-        epoch: number of the epoch that runs or comes next.
+        epoch: number of its epoch.
         end_of_dataloader: whether the last yielded batch is the last one of the epoch.
         remainder: real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown.
         padding: padding of the last yielded step; None when there is none.
         steps: batches received in this epoch, skipped ones included.
         base: torchdata's state after the last yielded batch.
         final_base: torchdata's state at the end of the epoch, once it is known that no batch follows.
-        resume: where the next iteration continues, or None when it begins at the beginning.
-        replay: the random state from which the next iteration begins, or None when the samplers draw a new one.
-        following: the random state of the epoch after this one, when this one was restored after its last batch.
+        rng_state: the random state that determines the order of its epoch; None when it is unknown.
     """
 
     __slots__ = (
-        "_base_samples",
-        "_base_steps",
-        "_length",
+        "_first_samples",
+        "_first_steps",
         "_step_size",
         "base",
         "end_of_dataloader",
         "epoch",
         "final_base",
-        "following",
         "padding",
         "remainder",
-        "replay",
-        "resume",
+        "rng_state",
         "steps",
     )
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.end_of_dataloader = False
         self.remainder = -1
         self.padding: Padding | None = None
-        self.resume: Position | None = None
-        self.replay: RNGState | None = None
-        self.following: RNGState | None = None
         self.base: dict[str, Any] | None = None
         self.final_base: dict[str, Any] | None = None
-        self.steps = 0
-        self._base_steps = 0
-        self._base_samples: int | None = 0
+        self.rng_state: RNGState | None = None
         self._step_size: int | None = None
-        self._length: int | None = None
+        self.move_to(0, 0)
 
-    def begin(self, steps: int, samples: int | None, step_size: int | None, length: int | None, remainder: int) -> None:
-        """Begin an iteration.
+    def move_to(self, steps: int, samples: int | None) -> None:
+        """Set the position, without a batch."""
+        self.steps = self._first_steps = steps
+        self._first_samples = samples
+
+    def begin(self, steps: int, samples: int | None, step_size: int | None, remainder: int) -> None:
+        """Begin at a position.
 
         Args:
-            steps: batches before its first one.
-            samples: samples before its first one; None when they have no position.
+            steps: batches before the first one.
+            samples: samples before the first one; None when they have no position.
             step_size: samples of all processes in one step; None when it varies.
-            length: samples of the epoch; None when unknown.
-            remainder: see `Progress`.
+            remainder: see `Iteration`; what the reported length promises.
         """
         self.end_of_dataloader = False
-        self.following = self.base = self.final_base = None
+        self.base = self.final_base = self.padding = None
         self.remainder = remainder
-        self.padding = None
-        self.steps = self._base_steps = steps
-        self._base_samples = samples
         self._step_size = step_size
-        self._length = length
-
-    def finish(self) -> None:
-        """End a completely read epoch and move to the next one."""
-        self.move_to(self.epoch + 1)
+        self.move_to(steps, samples)
 
     @property
     def received(self) -> int:
         """Batches that the training loop has received since the iteration began."""
-        return self.steps - self._base_steps
+        return self.steps - self._first_steps
 
     @property
     def samples(self) -> int | None:
         """Samples of the global order that the processes together have received; None when they have no position."""
-        if self.steps == self._base_steps:
-            return self._base_samples
-        if self._base_samples is None or self._step_size is None:
+        if not self.received:
+            return self._first_samples
+        if self._first_samples is None or self._step_size is None:
             return None
-        samples = self._base_samples + (self.steps - self._base_steps) * self._step_size
-        return samples if self._length is None else min(samples, self._length)
+        missing = self._step_size - self.remainder if self.end_of_dataloader and self.remainder > 0 else 0
+        return self._first_samples + self.received * self._step_size - missing
 
-    def position(self, rng_state: RNGState | None) -> Position:
-        """The current position in the epoch, with the random state that determines its order."""
-        # torchdata's state marks the epoch as finished only after a batch beyond the last one was requested.
-        base = self.final_base or self.base
-        return Position(self.epoch, self.steps, self.samples, rng_state, base if self.steps else None)
+
+class Progress:
+    """The position of a loader, counted in batches that the loop has received; prefetched ones do not count.
+
+    It is that of the iterator which yielded last. When that one ends, it is that of the iterator which yielded last
+    among those that are still open.
+
+    Attributes:
+        epoch: number of the epoch that runs or comes next.
+        iteration: the position of the current iterator; of the last one, if none is open.
+        resume: where the next iteration continues, or None when it begins at the beginning.
+        replay: the random state from which the next iteration begins, or None when the samplers draw a new one.
+        following: the random state of the epoch after this one, when this one was restored after its last batch.
+    """
+
+    __slots__ = ("_open", "epoch", "following", "iteration", "replay", "resume")
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.iteration = Iteration(epoch)
+        self.resume: Position | None = None
+        self.replay: RNGState | None = None
+        self.following: RNGState | None = None
+        self._open: list[Iteration] = []
+
+    def enter(self) -> Iteration:
+        """Open an iteration of the next epoch, which becomes the current one."""
+        self.following = None
+        self.iteration = Iteration(self.epoch)
+        self._open.append(self.iteration)
+        return self.iteration
+
+    def follow(self, iteration: Iteration) -> None:
+        """Make an open iteration the current one, because it yields a batch."""
+        self._open.remove(iteration)
+        self._open.append(iteration)
+        self.iteration = iteration
+
+    def leave(self, iteration: Iteration, finished: bool) -> None:
+        """Close an iteration; with `finished` its epoch was read completely, and the loader moves to the next one."""
+        self._open.remove(iteration)
+        if finished:
+            self.epoch = self.epoch + 1
+            iteration.epoch = self.epoch
+            iteration.move_to(0, 0)
+        if self._open:
+            self.iteration = self._open[-1]
 
     def move_to(self, epoch: int, resume: Position | None = None) -> None:
         """Set the epoch of the next iteration, and the position at which it continues, if given."""
         self.epoch = epoch
         self.resume = resume
-        self.steps = self._base_steps = 0
-        self._base_samples = 0
+        self.iteration = Iteration(epoch)
 
     def take_start(self) -> tuple[Position | None, RNGState | None]:
         """Return position and random state for the next iteration, and clear them for the one after it."""
         start = self.resume, self.replay
         self.resume = self.replay = None
         return start
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the last yielded batch is the last one of the epoch."""
+        return self.iteration.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown."""
+        return self.iteration.remainder
+
+    @property
+    def padding(self) -> Padding | None:
+        """Padding of the last yielded step; None when there is none."""
+        return self.iteration.padding
+
+    @property
+    def steps(self) -> int:
+        """Batches received in this epoch, skipped ones included."""
+        return self.iteration.steps
+
+    @property
+    def received(self) -> int:
+        """Batches that the training loop has received since the iteration began."""
+        return self.iteration.received
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the global order that the processes together have received; None when they have no position."""
+        return self.iteration.samples
+
+    def position(self, rng_state: RNGState | None) -> Position:
+        """The current position in the epoch, with the random state that determines its order."""
+        iteration = self.iteration
+        # torchdata's state marks the epoch as finished only after a batch beyond the last one was requested.
+        base = iteration.final_base or iteration.base
+        return Position(
+            iteration.epoch, iteration.steps, iteration.samples, rng_state, base if iteration.steps else None
+        )

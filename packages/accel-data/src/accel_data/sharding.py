@@ -10,6 +10,7 @@ A custom sampler has no positions: every process enumerates all indices or batch
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from accel_data.kept_iterators import keeps_iterator
 from accel_data.order import LastRNG, RNGState, begin_epoch, is_stock_batching, replaying
 from accel_state.errors import DataError, SettingError
 
@@ -238,6 +240,12 @@ class BatchSamplerShard(BatchSampler):
         even_batches: pad the last step with samples from the beginning, so that all processes have equal batches; a
             single process never pads.
 
+    Attributes:
+        padded: the padding of the padded batches of the epoch begun last, by number; grows while they are drawn.
+        yields_single_samples: whether the loader takes single indices out of these batches.
+        compared: whether the processes are to compare what they draw from a custom sampler.
+        first_drawn: then, the first indices or batches of the epoch begun last, of all processes.
+
     Raises:
         SettingError: a number is out of range, or a batch cannot be split into equal shards.
     """
@@ -263,6 +271,10 @@ class BatchSamplerShard(BatchSampler):
         self.skipped_steps = 0
         self._start: int | None = None
         self._replay: RNGState | None = None
+        self._unseen = 0
+        self.yields_single_samples = False
+        self.compared = False
+        self.first_drawn: list[Any] = []
         check_process(num_processes, process_index)
         if split_batches:
             check_split(self.batch_size, num_processes)
@@ -303,19 +315,20 @@ class BatchSamplerShard(BatchSampler):
         """A shard whose epochs begin `steps` steps later; it shares all other state."""
         other = copy.copy(self)
         other.skipped_steps = self.skipped_steps + steps
-        other._start = other._replay = None
+        other._start, other._replay, other._unseen = None, None, 0
         return other
 
-    def starting(self, position: int | None, replay: RNGState | None) -> BatchSamplerShard:
+    def starting(self, position: int | None, replay: RNGState | None, unseen: int = 0) -> BatchSamplerShard:
         """A shard for one resumed epoch; it shares all other state.
 
         Args:
             position: start of the epoch, in samples or, with a custom batch sampler, in steps; None starts after the
                 skipped steps.
             replay: the random state of the epoch; the sampler draws a new one when None.
+            unseen: batches at the start whose indices are drawn, but which are not read.
         """
         other = copy.copy(self)
-        other._start, other._replay = position, replay
+        other._start, other._replay, other._unseen = position, replay, unseen
         return other
 
     def plan(self, length: int, position: int | None = None) -> ShardPlan:
@@ -337,48 +350,73 @@ class BatchSamplerShard(BatchSampler):
         padded: dict[int, Padding] = {}
         self.padded = padded
         if self.has_custom_batches:
-            yield _recorded(self._custom_batches(), padded)
+            yield self._recorded(self._custom_batches(), padded)
             return
         order = begin_epoch(self.batch_sampler.sampler, self.last_rng, self._replay)
         if isinstance(order, Iterator):
-            yield _recorded(shard_samples(order, self.plan(0, self._start)), padded)
+            order = self._first_kept(order, self.step_size or 1)
+            yield self._recorded(shard_samples(order, self.plan(0, self._start)), padded)
             return
         plan = self.plan(len(order), self._start)
         yield order.rows(plan.first, plan.batch_size, plan.step_size, plan.full_steps)
         if plan.has_tail:
             added = plan.padding()
             if added:
-                padded[plan.full_steps] = added
+                self._record(padded, plan.full_steps, added)
             yield (order.at(plan.tail_positions()),)
         order.exhausted()
 
     def _custom_batches(self) -> Iterator[Step[int]]:
         skip = self.skipped_steps if self._start is None else self._start
         with replaying(self.batch_sampler, self.sampler, self.last_rng, self._replay):
+            batches = self._first_kept(iter(self.batch_sampler), self.num_processes)
             if self.split_batches:
-                yield from _split_batches(self.batch_sampler, self.plan(0), skip)
+                yield from _split_batches(batches, self.plan(0), skip)
             else:
-                yield from _whole_batches(self.batch_sampler, self, skip)
+                yield from _whole_batches(batches, self, skip)
+
+    def _first_kept(self, drawn: Iterator[T], count: int) -> Iterator[T]:
+        """The same, with the first ones kept for a comparison."""
+        if not self.compared:
+            return drawn
+        self.first_drawn = list(islice(drawn, count))
+        return chain(self.first_drawn, drawn)
+
+    def _recorded(self, steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
+        for number, (batch, padding) in enumerate(steps):
+            if padding:
+                self._record(padded, number, padding)
+            yield batch
+
+    def _record(self, padded: dict[int, Padding], number: int, padding: Padding) -> None:
+        padded[number - self._unseen] = padding.of_single() if self.yields_single_samples else padding
 
     def __len__(self) -> int:
         if not self.has_custom_batches:
-            return len(self.plan(len(self.batch_sampler.sampler)))  # type: ignore[arg-type]
-        return max(self.steps_of_custom_batches() - self.skipped_steps, 0)
+            return len(self.plan(len(self.batch_sampler.sampler), self._start))  # type: ignore[arg-type]
+        return max(self.steps_of_custom_batches() - (self.skipped_steps if self._start is None else self._start), 0)
 
-    def steps_of_custom_batches(self) -> int:
-        """Number of batches of this process, skipped ones included, by the length of a custom batch sampler."""
+    def steps_of_custom_batches(self, index: int | None = None) -> int:
+        """Number of batches of a process, skipped ones included, by the length of a custom batch sampler.
+
+        Args:
+            index: index of the process; None for this one.
+        """
         batches = len(self.batch_sampler)
         if self.split_batches:
             return batches
         steps, rest = divmod(batches, self.num_processes)
-        return steps + bool(rest and not self.drop_last and (self.pads or self.process_index < rest))
+        index = self.process_index if index is None else index
+        return steps + bool(rest and not self.drop_last and (self.pads or index < rest))
 
-
-def _recorded(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
-    for number, (batch, padding) in enumerate(steps):
-        if padding:
-            padded[number] = padding
-        yield batch
+    def steps_of(self, index: int) -> int | None:
+        """Number of batches of a process, by the reported length; None when no length is reported."""
+        try:
+            if self.has_custom_batches:
+                return self.steps_of_custom_batches(index)
+            return len(dataclasses.replace(self.plan(len(self.batch_sampler.sampler)), index=index))  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
 
 
 def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
@@ -528,6 +566,8 @@ class UnbatchedSampler(Sampler[int]):
 
 def batching_of(loader: DataLoader[Any]) -> Any:
     """A loader's batch sampler, which may be set as its `sampler`; None when the loader yields single samples."""
+    if keeps_iterator(loader):
+        return loader.batch_sampler.sampler  # type: ignore[union-attr]
     return (
         loader.sampler
         if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)

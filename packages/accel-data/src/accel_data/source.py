@@ -3,68 +3,71 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, upcoming_rng
+from accel_data.kept_iterators import keeps_iterator, reading_epochs, restart_kept_iterators
+from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, is_stock, upcoming_rng
+from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
 from accel_data.sample_ids import IndexIds, as_list
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
 from accel_data.stateful import has_state, is_stateful, steps_in
 from accel_data.workers import opened_with_workers
+from accel_ops.objects import gather_object
 from accel_ops.rng import restore, snapshot
+from accel_state.errors import DataError
 
 __all__ = (
     "READS_SAMPLE_IDS",
+    "LocalSource",
     "MapSource",
     "SelfContainedSource",
     "Source",
-    "WrappedSource",
     "first_batches",
     "length_of",
     "loader_over",
     "opened",
     "rebuilt",
+    "with_states",
 )
-
-W = TypeVar("W", bound="WrappedSource")
 
 READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": False, "worker_init_fn": None}
 """Changes to a loader that reads sample ids in place of samples."""
 
 
 class Source:
-    """Yields the batches of a prepared loader, with facts about them.
+    """Yields this process's batches of a prepared loader, with facts about the steps of an epoch.
 
-    Positions are counted in samples of the global order, or in steps when `counts_steps`. The defaults are for a source
-    of one process without known length or order; subclasses override them.
+    There is one class for each kind of loader (`accel_data.prepare.classify`). A `LocalSource` reads what its own
+    loader yields; the other kinds make their steps from the batches of one. Positions are counted in samples of the
+    global order, or in steps when `counts_steps`. The defaults are for a source without known length or order.
 
     Attributes:
-        base: the loader that reads the batches.
-        last_rng: the random state that determined the order of the epoch begun last.
+        local: what this process reads, with the facts about its order; itself for a `LocalSource`.
     """
 
-    base: DataLoader[Any]
-    last_rng: LastRNG
-
-    @property
-    def sample_seed(self) -> SampleSeed | None:
-        """The seed of the samples, if they are seeded."""
-        return None
+    local: LocalSource
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """Number of processes that share the data."""
         return 1
 
     @property
     def index(self) -> int:
-        """Index of this process."""
+        """Index of this process among them."""
         return 0
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether this process reads the data, and not another one for it."""
+        return True
 
     @property
     def step_size(self) -> int | None:
@@ -82,35 +85,51 @@ class Source:
         return False
 
     @property
+    def drops_last(self) -> bool:
+        """Whether an incomplete last step is dropped."""
+        return False
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether an epoch without batches is a normal result of the options."""
         return False
 
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether `length` is known by arithmetic, and not only reported by an object of the script."""
+        return False
+
     def length(self) -> int | None:
-        """Samples of an epoch of all processes together; None when unknown."""
+        """Samples of an epoch of all processes together, as far as it is reported; None when unknown."""
         return None
+
+    def steps(self) -> int:
+        """Batches of this process in an epoch, by the reported length.
+
+        Raises:
+            TypeError: no length is reported.
+        """
+        return max(len(self.local.base) - self.skipped()[0], 0)
 
     def remainder(self, start: int | None) -> int:
-        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
-        return -1
+        """Real samples of an incomplete last step by the length; 0 when it is complete, -1 when unknown or dropped."""
+        length, size = self.length(), self.step_size
+        return -1 if length is None or not size or self.drops_last else max(length - (start or 0), 0) % size
 
     def shortage(self) -> str | None:
-        """Why an epoch of this length has no samples for a process, or None."""
+        """Why an epoch of the reported length has no samples for a process, or None."""
         return None
 
-    def steps(self, at: Position | None) -> int | None:
-        """Number of this process's steps from a position on, if the reported length is correct.
-
-        None when no length is reported, or when the data set divides its samples among DataLoader workers itself.
-        """
+    def uneven_steps(self) -> tuple[int, int] | None:
+        """Batches of the first and of the last process, if they are known to differ; None if all have as many."""
         return None
 
-    def missing_from_len(self) -> int:
-        """Number of batches that the base loader's length includes and this source skips."""
-        return 0
+    def agree(self, start: int | None) -> tuple[int, str | None]:
+        """`remainder` and `shortage` of an epoch that begins on all processes."""
+        return self.remainder(start), self.shortage()
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
-        """Begin an epoch.
+        """Begin an epoch; yields batches, and `PaddedBatch` where a batch has padding or a state.
 
         Args:
             at: position at which to begin; None begins after the skipped steps.
@@ -118,25 +137,10 @@ class Source:
         """
         raise NotImplementedError
 
-    def apart(self) -> Source:
-        """A source of the same batches that does not move the position of a stream that has one."""
-        return self
-
     @property
-    def padded(self) -> Collection[int]:
-        """Numbers of the batches for which `padding` returns a value; grows while the epoch is read."""
-        return ()
-
-    def padding(self, number: int) -> Padding | None:
-        """Padding of batch `number`, counted since the epoch was opened; None when batches contain it themselves."""
-        return None
-
-    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
-        """The random state of the next epoch, or None if unknown; samplers are set to `restored` first, if given."""
-        return None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch to the data set and the samplers."""
+    def padded(self) -> Mapping[int, Padding]:
+        """Padding of batches of the epoch opened last that do not contain it, by number; grows while they are read."""
+        return {}
 
     def skipping(self, steps: int) -> Source:
         """A source whose epochs begin `steps` steps later."""
@@ -146,11 +150,71 @@ class Source:
         """Steps and samples by which all epochs begin later."""
         return 0, 0
 
+    def with_sample_ids(self) -> Source:
+        """A source that yields sample ids in place of samples, and lists in place of batches."""
+        raise NotImplementedError
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether torchdata's state describes a position completely."""
+        return False
+
+    def base_state(self) -> dict[str, Any] | None:
+        """torchdata's state after the last yielded batch; None if the loader is not torchdata's."""
+        return self.local.base_state()
+
+    def obstacle_to_counting(self) -> str | None:
+        """Why an epoch cannot be continued from a number of batches only, or None."""
+        return self.local.obstacle_to_counting()
+
+
+class LocalSource(Source):
+    """What one process reads through a loader, and the order of it.
+
+    Attributes:
+        base: the loader that reads the batches.
+        last_rng: the random state that determined the order of the epoch begun last.
+    """
+
+    base: DataLoader[Any]
+    last_rng: LastRNG
+
+    @property
+    def local(self) -> LocalSource:  # type: ignore[override]
+        """Itself."""
+        return self
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """The seed of the samples, if they are seeded."""
+        return None
+
+    def check_draws(self) -> None:
+        """Compare what the processes have drawn, once, when the first batch of the first epoch was read.
+
+        Raises:
+            DataError: they have drawn differently; raised on all processes.
+        """
+
+    def apart(self) -> LocalSource:
+        """A source of the same batches that does not move the position of a stream that has one."""
+        return self
+
+    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
+        """The random state of the next epoch, or None if unknown; samplers are set to `restored` first, if given."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the data set and the samplers."""
+
+    def skipping(self, steps: int) -> LocalSource:
+        raise NotImplementedError
+
     def sample_ids(self) -> Iterable[Any] | None:
         """Ids of all samples, as in `with_sample_ids`; None when they are unknown before the epoch is read."""
         return None
 
-    def with_sample_ids(self, own: bool = False) -> Source:
+    def with_sample_ids(self, own: bool = False) -> LocalSource:
         """A source that yields sample ids in place of samples, and lists in place of batches.
 
         Args:
@@ -163,18 +227,10 @@ class Source:
         """Whether torchdata resumes an epoch by itself, because the data set has a `state_dict`."""
         return False
 
-    @property
-    def self_contained(self) -> bool:
-        """Whether torchdata's state describes a position completely."""
-        return False
-
-    @property
-    def has_base_state(self) -> bool:
-        """Whether the loader that reads the batches is torchdata's."""
-        return False
-
     def base_state(self) -> dict[str, Any] | None:
-        """torchdata's state after the last yielded batch; None if the loader is not torchdata's."""
+        return None
+
+    def obstacle_to_counting(self) -> str | None:
         return None
 
     def identity(self) -> str:
@@ -185,158 +241,8 @@ class Source:
         """Why an epoch cannot be continued in its middle, or None."""
         return None
 
-    def obstacle_to_counting(self) -> str | None:
-        """Why an epoch cannot be continued from a number of batches only, or None."""
-        return None
 
-
-class WrappedSource(Source):
-    """A source that forwards all methods to another one; subclasses override some.
-
-    Args:
-        inner: the other source.
-    """
-
-    def __init__(self, inner: Source) -> None:
-        self.inner = inner
-        self.base = inner.base
-        self.last_rng = inner.last_rng
-
-    def over(self: W, inner: Source) -> W:
-        """A copy of this source that wraps another one."""
-        other = copy.copy(self)
-        other.inner, other.base, other.last_rng = inner, inner.base, inner.last_rng
-        return other
-
-    @property
-    def sample_seed(self) -> SampleSeed | None:
-        """See `Source`."""
-        return self.inner.sample_seed
-
-    @property
-    def processes(self) -> int:
-        """See `Source`."""
-        return self.inner.processes
-
-    @property
-    def index(self) -> int:
-        """See `Source`."""
-        return self.inner.index
-
-    @property
-    def step_size(self) -> int | None:
-        """See `Source`."""
-        return self.inner.step_size
-
-    @property
-    def counts_steps(self) -> bool:
-        """See `Source`."""
-        return self.inner.counts_steps
-
-    @property
-    def pads(self) -> bool:
-        """See `Source`."""
-        return self.inner.pads
-
-    @property
-    def may_be_empty(self) -> bool:
-        """See `Source`."""
-        return self.inner.may_be_empty
-
-    def length(self) -> int | None:
-        """See `Source`."""
-        return self.inner.length()
-
-    def remainder(self, start: int | None) -> int:
-        """See `Source`."""
-        return self.inner.remainder(start)
-
-    def shortage(self) -> str | None:
-        """See `Source`."""
-        return self.inner.shortage()
-
-    def steps(self, at: Position | None) -> int | None:
-        """See `Source`."""
-        return self.inner.steps(at)
-
-    def missing_from_len(self) -> int:
-        """See `Source`."""
-        return self.inner.missing_from_len()
-
-    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
-        """See `Source`."""
-        return self.inner.open(at, replay)
-
-    def apart(self) -> Source:
-        """See `Source`."""
-        return self.over(self.inner.apart())
-
-    @property
-    def padded(self) -> Collection[int]:
-        """See `Source`."""
-        return self.inner.padded
-
-    def padding(self, number: int) -> Padding | None:
-        """See `Source`."""
-        return self.inner.padding(number)
-
-    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
-        """See `Source`."""
-        return self.inner.upcoming_rng(restored)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `Source`."""
-        self.inner.set_epoch(epoch)
-
-    def skipping(self, steps: int) -> Source:
-        """See `Source`."""
-        return self.over(self.inner.skipping(steps))
-
-    def skipped(self) -> tuple[int, int | None]:
-        """See `Source`."""
-        return self.inner.skipped()
-
-    def sample_ids(self) -> Iterable[Any] | None:
-        """See `Source`."""
-        return self.inner.sample_ids()
-
-    def with_sample_ids(self, own: bool = False) -> Source:
-        """See `Source`."""
-        return self.over(self.inner.with_sample_ids(own))
-
-    @property
-    def continues_from_base(self) -> bool:
-        """See `Source`."""
-        return self.inner.continues_from_base
-
-    @property
-    def self_contained(self) -> bool:
-        """See `Source`."""
-        return self.inner.self_contained
-
-    @property
-    def has_base_state(self) -> bool:
-        """See `Source`."""
-        return self.inner.has_base_state
-
-    def base_state(self) -> dict[str, Any] | None:
-        """See `Source`."""
-        return self.inner.base_state()
-
-    def identity(self) -> str:
-        """See `Source`."""
-        return self.inner.identity()
-
-    def obstacle(self) -> str | None:
-        """See `Source`."""
-        return self.inner.obstacle()
-
-    def obstacle_to_counting(self) -> str | None:
-        """See `Source`."""
-        return self.inner.obstacle_to_counting()
-
-
-class MapSource(Source):
+class MapSource(LocalSource):
     """Batches of a map-style data set.
 
     Args:
@@ -350,12 +256,12 @@ class MapSource(Source):
         self.shard = shard
         self.last_rng = shard.last_rng
         self._sample_seed = sample_seed
-        self._has_base_state = is_stateful(base)
+        self.shard.yields_single_samples = batching_of(base) is None
         self._continues = has_state(base)
+        self._is_stateful = is_stateful(base)
         self._epoch = 0
         # The loader and shard of the epoch that was opened last.
         self._reading: tuple[DataLoader[Any], BatchSamplerShard] = base, shard
-        self._unseen = 0
 
     @classmethod
     def reading(
@@ -372,113 +278,108 @@ class MapSource(Source):
         return cls(loader_over(base, shard, sample_seed, **changes), shard, sample_seed)
 
     @property
-    def single(self) -> bool:
-        """Whether the loader yields single samples."""
-        return batching_of(self.base) is None
-
-    @property
     def sample_seed(self) -> SampleSeed | None:
-        """See `Source`."""
         return self._sample_seed
 
     @property
     def processes(self) -> int:
-        """See `Source`."""
         return self.shard.num_processes
 
     @property
     def index(self) -> int:
-        """See `Source`."""
         return self.shard.process_index
 
     @property
     def step_size(self) -> int | None:
-        """See `Source`."""
         return None if self.shard.has_custom_batches else self.shard.step_size
 
     @property
     def counts_steps(self) -> bool:
-        """See `Source`."""
         return self.shard.has_custom_batches
 
     @property
     def pads(self) -> bool:
-        """See `Source`."""
         return self.shard.pads and not self.shard.has_custom_batches
+
+    @property
+    def drops_last(self) -> bool:
+        return self.shard.drop_last
 
     @property
     def may_be_empty(self) -> bool:
         """True: `shortage` was checked before."""
         return True
 
+    @property
+    def has_exact_length(self) -> bool:
+        return not self.shard.has_custom_batches and is_stock(self.shard.sampler)
+
     def length(self) -> int | None:
-        """See `Source`."""
         if not self.shard.has_custom_batches:
             return length_of(self.shard.sampler)
         return length_of(self.base.dataset)
 
-    def remainder(self, start: int | None) -> int:
-        """See `Source`."""
-        length, size = self.length(), self.shard.step_size
-        if length is None or not size or self.shard.drop_last:
-            return -1
-        return max(length - (start or 0), 0) % size
+    def steps(self) -> int:
+        # The length of the shard is without the skipped steps.
+        return len(self.base)
+
+    def uneven_steps(self) -> tuple[int, int] | None:
+        steps = self.shard.steps_of(0), self.shard.steps_of(self.processes - 1)
+        return None if None in steps or steps[0] == steps[1] else cast("tuple[int, int]", steps)
 
     def shortage(self) -> str | None:
-        """See `Source`."""
         shard = self.shard
-        return shortage(self.length(), shard.num_processes, shard.pads and not shard.drop_last)
-
-    def steps(self, at: Position | None) -> int | None:
-        """See `Source`."""
-        shard = self.shard
-        if not shard.has_custom_batches:
-            length = length_of(shard.sampler)
-            return None if length is None else len(shard.plan(length, None if at is None else at.samples))
-        # Only when batches are read and split is it known whether one has no sample for a process.
-        if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.pads):
-            return None
-        return max(shard.steps_of_custom_batches() - (shard.skipped_steps if at is None else at.steps), 0)
+        length = self.length() if self.has_exact_length else None
+        return shortage(length, shard.num_processes, shard.pads and not shard.drop_last)
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
-        """See `Source`."""
-        self._unseen = 0
         self._reading = self.base, self.shard
         if at is None and replay is None:
-            return opened(self.base, self._epoch)
-        shard, base_state = self.shard, None if at is None else at.base
+            return self._opened(self.base)
+        shard, base_state, unseen = self.shard, None if at is None else at.base, 0
         position = None if at is None else at.steps if shard.has_custom_batches else at.samples
         if at is not None and base_state is not None:
             # torchdata restores the data set's state and skips the indices of these batches.
-            self._unseen = steps_in(base_state) or 0
-            before = at.steps - self._unseen
+            unseen = steps_in(base_state) or 0
+            before = at.steps - unseen
             position = before if shard.has_custom_batches else before * (shard.step_size or 1)
-        shard = shard.starting(position, replay)
+        shard = shard.starting(position, replay, unseen)
         base = MapSource.reading(self.base, shard, self._sample_seed).base
         if base_state is not None:
             base.load_state_dict(base_state)  # type: ignore[attr-defined]
         self._reading = base, shard
-        return opened(base, self._epoch)
+        return self._opened(base)
+
+    def _opened(self, base: DataLoader[Any]) -> Iterator[Any]:
+        batches = opened(base, self._epoch)
+        return with_states(batches, self) if self._is_stateful else batches
 
     @property
-    def padded(self) -> Collection[int]:
-        """See `Source`."""
+    def padded(self) -> Mapping[int, Padding]:
         return self._reading[1].padded
 
-    def padding(self, number: int) -> Padding | None:
-        """See `Source`."""
-        padding = self._reading[1].padded.get(number + self._unseen)
-        if padding is None or not self.single:
-            return padding
-        return padding.of_single()
+    def check_draws(self) -> None:
+        shard = self._reading[1]
+        if not self.shard.compared:
+            return
+        self.shard.compared = False
+        digests = gather_object([hashlib.blake2b(repr(shard.first_drawn).encode()).hexdigest()])
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise DataError(
+                "cannot begin an epoch.",
+                f"The sampler {self.identity()} yields other indices on process {other} than on process 0, so samples "
+                "would be lost.",
+                "Let it yield the indices of all processes, in the same order on each: call set_seed, or give it a "
+                "torch.Generator as attribute `generator`. If it yields those of one process, as torch's "
+                "DistributedSampler does, use sharding='already'.",
+            )
 
     def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
-        """See `Source`."""
         custom = self.shard.batch_sampler if self.shard.has_custom_batches else None
         return upcoming_rng(custom, self.shard.sampler, restored)
 
     def set_epoch(self, epoch: int) -> None:
-        """See `Source`."""
         self._epoch = epoch
         if self._sample_seed is not None:
             self._sample_seed.epoch = epoch
@@ -487,52 +388,38 @@ class MapSource(Source):
                 holder.set_epoch(epoch)
 
     def skipping(self, steps: int) -> MapSource:
-        """See `Source`."""
         return self.reading(self.base, self.shard.skipping(steps), self._sample_seed)
 
     def skipped(self) -> tuple[int, int | None]:
-        """See `Source`."""
         steps, size = self.shard.skipped_steps, self.step_size
         return steps, None if size is None else steps * size
 
     def sample_ids(self) -> Iterable[Any] | None:
-        """See `Source`."""
         length = length_of(self.base.dataset)
         return None if length is None else range(length)
 
     def with_sample_ids(self, own: bool = False) -> MapSource:
-        """See `Source`."""
         shard = self.shard.skipping(0)
         return MapSource.reading(self.base, shard, dataset=IndexIds(self.base.dataset), **READS_SAMPLE_IDS)
 
     @property
     def continues_from_base(self) -> bool:
-        """See `Source`."""
         return self._continues
 
-    @property
-    def has_base_state(self) -> bool:
-        """See `Source`."""
-        return self._has_base_state
-
     def base_state(self) -> dict[str, Any] | None:
-        """See `Source`."""
         base: Any = self._reading[0]
-        return base.state_dict() if self._has_base_state else None
+        return base.state_dict() if self._is_stateful else None
 
     def identity(self) -> str:
-        """See `Source`."""
         classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
         return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
 
     def obstacle(self) -> str | None:
-        """See `Source`."""
         if can_replay(self.shard.batch_sampler if self.shard.has_custom_batches else None, self.shard.sampler):
             return None
         return f"The order of {self.identity()} cannot be replayed: it has neither a generator nor a state_dict()."
 
     def obstacle_to_counting(self) -> str | None:
-        """See `Source`."""
         if not self.shard.has_custom_batches and decided_by_epoch(self.shard.sampler):
             return None
         return f"It does not contain the random state of the order of {self.identity()}."
@@ -553,29 +440,22 @@ class SelfContainedSource(MapSource):
         """True: torchdata counts batches."""
         return True
 
-    def steps(self, at: Position | None) -> int | None:
-        """See `Source`."""
-        return super().steps(None) if at is None else None
-
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
-        """See `Source`."""
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
-            return opened(self.base, self._epoch)
+            return self._opened(self.base)
         # Skipped batches are read too, because torchdata counts what it reads.
         skipped = self.shard.skipped_steps if at is None else at.steps
-        batches = opened(self.base, self._epoch)
+        batches = self._opened(self.base)
         return islice(batches, skipped, None) if skipped else batches
 
     def skipping(self, steps: int) -> SelfContainedSource:
-        """See `Source`."""
         other = copy.copy(self)
         other.shard = self.shard.skipping(steps)
         return other
 
-    def missing_from_len(self) -> int:
-        """See `Source`."""
-        return self.shard.skipped_steps
+    def steps(self) -> int:
+        return max(len(self.base) - self.shard.skipped_steps, 0)
 
     @property
     def continues_from_base(self) -> bool:
@@ -592,7 +472,7 @@ class SelfContainedSource(MapSource):
         return None
 
 
-def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[list[Any], RNGState | None]:
+def first_batches(source: LocalSource, count: int, replay: RNGState | None) -> tuple[list[Any], RNGState | None]:
     """The first batches of an epoch that will be opened at a later position.
 
     Args:
@@ -604,7 +484,8 @@ def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[
         The batches, and the random state with which to open the epoch, so that it has the order of these batches.
     """
     generators = snapshot()
-    first = list(islice(source.apart().open(Position(epoch=0, steps=0, samples=0), replay), count))
+    batches = source.apart().open(Position(epoch=0, steps=0, samples=0), replay)
+    first = [item.batch if type(item) is PaddedBatch else item for item in islice(batches, count)]
     restore(generators)
     drawn = source.last_rng.state
     # A seed drawn from the process's generator is drawn again when the epoch is opened.
@@ -645,6 +526,8 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
     Torch does not allow the sampler of an existing loader to change, so this creates a new loader without workers yet.
     """
+    if keeps_iterator(loader):
+        changes = reading_epochs(loader, changes)
     other = copy.copy(loader)
     vars(other).update(changes, _iterator=None)
     return other
@@ -652,4 +535,17 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
     """Begin to read epoch number `epoch` through a loader."""
-    return opened_with_workers(loader, epoch) if loader.num_workers else iter(loader)
+    if not restart_kept_iterators(loader, lambda plain: opened(plain, epoch)) and loader.num_workers:
+        return opened_with_workers(loader, epoch)
+    return iter(loader)
+
+
+def with_states(batches: Iterator[Any], source: LocalSource) -> Iterator[PaddedBatch]:
+    """The batches of torchdata's loader, each with the loader's state after it, since the next batch changes it."""
+    for batch in batches:
+        item = batch if type(batch) is PaddedBatch else PaddedBatch(batch, None)
+        # A local variable would keep the batch in memory while the loop's body runs.
+        del batch
+        item.base = source.base_state()
+        yield item
+        del item

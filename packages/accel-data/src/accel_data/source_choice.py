@@ -7,14 +7,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.sharding import BatchSamplerShard, batching_of
-from accel_data.source import MapSource, SelfContainedSource, Source
+from accel_data.source import LocalSource, MapSource, SelfContainedSource
 from accel_data.stateful import knows_its_order
 from accel_data.stream_source import StreamSource
 
 __all__ = ("source_of",)
 
 
-def source_of(loader: DataLoader[Any]) -> Source:
+def source_of(loader: DataLoader[Any]) -> LocalSource:
     """The source of a loader whose samplers are already those of this process."""
     contained = knows_its_order(loader)
     if isinstance(loader.dataset, IterableDataset):

@@ -16,15 +16,14 @@ from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
 from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SampleSeed, SeededStream
-from accel_data.sharding import ShardPlan, shortage
-from accel_data.source import READS_SAMPLE_IDS, Source, length_of, opened, rebuilt
+from accel_data.source import READS_SAMPLE_IDS, LocalSource, length_of, opened, rebuilt, with_states
 from accel_data.stateful import has_state, is_finished, is_stateful
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
 
 __all__ = ("StreamSource",)
 
 
-class StreamSource(Source):
+class StreamSource(LocalSource):
     """Batches of a stream.
 
     Args:
@@ -63,73 +62,44 @@ class StreamSource(Source):
 
     @property
     def sample_seed(self) -> SampleSeed | None:
-        """See `Source`."""
         dataset: Any = self.base.dataset
         dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
         return dataset.sample_seed if isinstance(dataset, SeededStream) else None
 
     @property
     def processes(self) -> int:
-        """See `Source`."""
         return self._processes
 
     @property
     def index(self) -> int:
-        """See `Source`."""
         dataset = self.base.dataset
         return dataset.process_index if isinstance(dataset, IterableDatasetShard) else 0
 
     @property
     def step_size(self) -> int | None:
-        """See `Source`."""
         return self._step_size
 
     @property
     def counts_steps(self) -> bool:
-        """See `Source`."""
         return self.base.num_workers > 0 or not self.step_size
 
     @property
     def pads(self) -> bool:
-        """See `Source`."""
         dataset = self.base.dataset
         return isinstance(dataset, IterableDatasetShard) and dataset.pads
 
     @property
+    def drops_last(self) -> bool:
+        return self.base.drop_last
+
+    @property
     def may_be_empty(self) -> bool:
-        """See `Source`."""
         return self.base.drop_last or (self.processes > 1 and not self.pads)
 
     def length(self) -> int | None:
-        """See `Source`."""
         return length_of(self.stream)
 
-    def remainder(self, start: int | None) -> int:
-        """See `Source`."""
-        length = self.length()
-        if length is None or not self.step_size or self.base.drop_last:
-            return -1
-        return max(length - (start or 0), 0) % self.step_size
-
-    def shortage(self) -> str | None:
-        """See `Source`."""
-        return shortage(self.length(), self.processes, self.pads and not self.base.drop_last)
-
-    def steps(self, at: Position | None) -> int | None:
-        """See `Source`."""
-        length = self.length()
-        if length is None or self.counts_steps or not self.step_size:
-            return None
-        start = self.skipped_steps * self.step_size if at is None else at.samples or 0
-        width = self.step_size // self.processes
-        return len(ShardPlan(length, width, self.processes, self.index, self.pads, self.base.drop_last, start))
-
-    def missing_from_len(self) -> int:
-        """See `Source`."""
-        return self.skipped_steps
-
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
-        """See `Source`."""
         generator = self._generator
         self.last_rng.state = RNGState("fixed") if generator is None else restore_generator(generator, replay)
         self._reading = self.base
@@ -142,19 +112,22 @@ class StreamSource(Source):
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
             # torchdata restores the stream's state when it is opened. If that happened in the next epoch, it would
             # undo `set_epoch`.
-            batches = opened(self.base, self._epoch)
+            batches = self._opened(self._epoch)
             return iter(()) if ended else batches
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
         if not steps:
-            return opened(self.base, self._epoch)
+            return self._opened(self._epoch)
         if self.counts_steps or samples is None:
-            return islice(opened(self.base, self._epoch), steps, None)
+            return islice(self._opened(self._epoch), steps, None)
         self._reading = self._without(samples)
-        return opened(self._reading, 0)
+        return self._opened(0)
 
-    def apart(self) -> Source:
-        """See `Source`."""
+    def _opened(self, epoch: int) -> Iterator[Any]:
+        batches = opened(self._reading, epoch)
+        return with_states(batches, self) if is_stateful(self._reading) else batches
+
+    def apart(self) -> StreamSource:
         if self.base.num_workers or not has_own_state(self.stream):
             return self
         other = copy.copy(self)
@@ -180,28 +153,23 @@ class StreamSource(Source):
         return generator if isinstance(generator, torch.Generator) else None
 
     def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
-        """See `Source`."""
         generator = self._generator
         return None if generator is None else restore_generator(generator, restored)
 
     def set_epoch(self, epoch: int) -> None:
-        """See `Source`."""
         self._epoch = epoch
         if hasattr(self.base.dataset, "set_epoch"):
             self.base.dataset.set_epoch(epoch)
 
     def skipping(self, steps: int) -> StreamSource:
-        """See `Source`."""
         other = copy.copy(self)
         other.skipped_steps += steps
         return other
 
     def skipped(self) -> tuple[int, int | None]:
-        """See `Source`."""
         return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
 
     def with_sample_ids(self, own: bool = False) -> StreamSource:
-        """See `Source`."""
         ids, dataset = (ContentHashIds if own else PositionIds), self.base.dataset
         other = copy.copy(self)
         other._continues = False
@@ -216,29 +184,19 @@ class StreamSource(Source):
 
     @property
     def continues_from_base(self) -> bool:
-        """See `Source`."""
         return self._continues
 
     @property
     def self_contained(self) -> bool:
-        """See `Source`."""
         return self._self_contained
 
-    @property
-    def has_base_state(self) -> bool:
-        """See `Source`."""
-        return is_stateful(self.base)
-
     def base_state(self) -> dict[str, Any] | None:
-        """See `Source`."""
         return self._reading.state_dict() if is_stateful(self._reading) else None  # type: ignore[attr-defined]
 
     def identity(self) -> str:
-        """See `Source`."""
         return f"{type(self.stream).__module__}.{type(self.stream).__qualname__}"
 
     def obstacle(self) -> str | None:
-        """See `Source`."""
         if self.continues_from_base:
             return None
         obstacle = self.obstacle_to_counting()
@@ -249,7 +207,6 @@ class StreamSource(Source):
         return None
 
     def obstacle_to_counting(self) -> str | None:
-        """See `Source`."""
         stream = self.stream
         if hasattr(stream, "set_epoch") or (self.continues_from_base and self.processes == 1):
             return None

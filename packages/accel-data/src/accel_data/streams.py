@@ -21,11 +21,27 @@ __all__ = (
     "is_sharded",
     "own_shard",
     "seed_stream",
+    "shards_itself",
 )
 
 
-def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> Any | None:
-    """The stream of one process; None when the stream cannot be divided at its source.
+def shards_itself(dataset: Any, processes: int, sharding: Sharding) -> bool:
+    """Whether a stream is, or can give, the shard of one process.
+
+    Args:
+        dataset: the whole stream, or one that is sharded already.
+        processes: number of processes, more than one.
+        sharding: see `DataLoaderConfiguration`.
+    """
+    if callable(sharding) or sharding == "already":
+        return True
+    if sharding != "auto":
+        return False
+    return is_sharded(dataset) or callable(getattr(dataset, "split_by_node", None)) or _has_shards(dataset, processes)
+
+
+def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> Any:
+    """The stream of one process, of a stream for which `shards_itself` is true.
 
     Args:
         dataset: the whole stream, or one that is sharded already.
@@ -35,17 +51,17 @@ def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> A
     """
     if callable(sharding):
         return sharding(dataset, processes, index)
-    if sharding == "already" or (sharding == "auto" and is_sharded(dataset)):
+    if sharding == "already" or is_sharded(dataset):
         return dataset
-    if sharding != "auto" or processes == 1:
-        return None
     if callable(getattr(dataset, "split_by_node", None)):
         return dataset.split_by_node(index, processes)
+    return dataset.shard(num_shards=processes, index=index)
+
+
+def _has_shards(dataset: Any, processes: int) -> bool:
     # With fewer shards, or an uneven number, some processes would have no samples or more than others.
     count = getattr(dataset, "num_shards", None)
-    if callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count and count % processes == 0:
-        return dataset.shard(num_shards=processes, index=index)
-    return None
+    return callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count > 0 and count % processes == 0
 
 
 def is_sharded(dataset: Any) -> bool:

@@ -14,6 +14,7 @@ from accel_ops.conversion import convert_to_fp32 as convert_to_fp32
 from accel_ops.conversion import send_to_device as send_to_device
 from accel_ops.objects import broadcast_object_list as broadcast_object_list
 from accel_ops.objects import gather_object as gather_object
+from accel_ops.objects import scatter_object as scatter_object
 from accel_ops.reduction import reduce as reduce
 from accel_ops.reduction import reduce_scatter as reduce_scatter
 from accel_ops.rng import set_seed as set_seed

@@ -1,4 +1,4 @@
-"""gather_object and broadcast_object_list: send picklable objects between processes that trust each other.
+"""gather_object, broadcast_object_list and scatter_object: picklable objects between processes that trust each other.
 
 They pickle with `dumps` and `loads`, which sign the pickles with the secret of the run, and also support tensors of the
 dtypes that torch itself cannot pickle.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -16,10 +17,15 @@ import torch
 
 from accel_ops.checked_call import CheckedCall, index_of, transport_of
 from accel_ops.groups import Group
-from accel_state.errors import UnknownKind
+from accel_ops.packing import PackedLayout
+from accel_ops.tree import TensorInformation, is_tensor_information, leaves_with_paths, recursively_apply
+from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_content
 
-__all__ = ("broadcast_object_list", "dumps", "gather_object", "is_list_of_items", "loads")
+__all__ = ("broadcast_object_list", "dumps", "gather_object", "is_list_of_items", "loads", "scatter_object")
+
+_LENGTHS: Final = struct.Struct("<2q")
+"""At the beginning of a message of `scatter_object`: bytes of its tensors, and of its pickle."""
 
 _NOT_PICKLED_BY_TORCH: Final = frozenset(
     getattr(torch, name)
@@ -102,6 +108,115 @@ def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Gr
     if not sends:
         object_list[:] = loads(received)
     return object_list
+
+
+def scatter_object(
+    objects: Sequence[Any] | None = None,
+    src: int | None = None,
+    *,
+    group: Group = None,
+    operation: str = "scatter_object",
+) -> Any:
+    """Send object r of one process's list to process r.
+
+    Each process receives its own object only, in one message: tensors in nested data as their bytes, everything else
+    pickled. Received tensors are on the device of the run. The sending process gets its own object unchanged.
+
+    Args:
+        objects: on `src`, one object for each process; ignored on the others. Shapes and structures may differ.
+        src: rank in the run of the sending process; by default the first of the group, or rank 0 without a group.
+        group: a process group, a one-dimensional DeviceMesh, or the name of a mesh axis of the run. Only its
+            processes take part; by default all processes do.
+        operation: the name of the call in error messages, for a function that uses this one.
+
+    Raises:
+        SettingError: `src` is not a rank of the group, this process is not in the group, or `objects` has another
+            length than the group.
+        UnknownKind: an object cannot be pickled.
+        ShapeMismatch: on the other processes, when `src` could not take part, or when the calls differ.
+        CollectiveError: a process ended or did not call this in time.
+
+    Example:
+        >>> mine = scatter_object([{"text": "a"}] if state.is_main_process else None)
+    """
+    transport = transport_of(group, operation)
+    src = transport.rank_in_run(0) if src is None else src
+    if transport.world_size == 1:
+        index_of(operation, "src", src, transport)
+        return _one_for_each(operation, objects, 1)[0]
+    with CheckedCall(transport, operation, src=src) as call:
+        origin = index_of(operation, "src", src, transport)
+        messages = []
+        if transport.rank == origin:
+            others = list(_one_for_each(operation, objects, transport.world_size))
+            own, others[origin] = others[origin], None
+            messages = [_message(operation, other) for other in others]
+        length = max((message.numel() for message in messages), default=0)
+        said = call.broadcast_bytes(_LENGTHS.pack(length, 0) if messages else None, origin, moves=True)
+        length = _LENGTHS.unpack(said)[0]
+        output = torch.empty(length, dtype=torch.uint8, device=transport.device)
+        inputs = [_lengthened(message, length).to(transport.device) for message in messages]
+        call.wait([transport.scatter(output, inputs or None, origin)])
+    return own if messages else _received(output)
+
+
+def _one_for_each(operation: str, objects: Sequence[Any] | None, count: int) -> Sequence[Any]:
+    if not isinstance(objects, (list, tuple)) or len(objects) != count:
+        has = f"a list of {len(objects)}" if isinstance(objects, (list, tuple)) else f"of type {type(objects).__name__}"
+        raise SettingError(
+            f"Cannot send the objects of {operation}() to {count} processes.",
+            f"There must be one for each process in a list, and they are {has}.",
+            "Pass a list with one object for each process.",
+        )
+    return objects
+
+
+def _message(operation: str, value: Any) -> torch.Tensor:
+    """Lengths, tensors and pickle of an object, uint8 of shape (bytes,)."""
+    tensors: list[torch.Tensor] = []
+
+    def described(tensor: torch.Tensor) -> Any:
+        # A tensor with an unusual storage is pickled with the rest.
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+        ):
+            return tensor
+        tensors.append(tensor.detach().cpu())
+        return TensorInformation(tensor.shape, tensor.dtype)
+
+    outline = _pickled(operation, [recursively_apply(described, value)])
+    layout = PackedLayout((tensor.shape, tensor.dtype) for tensor in tensors)
+    start, stop = _LENGTHS.size, _LENGTHS.size + layout.nbytes
+    message = torch.empty(stop + len(outline), dtype=torch.uint8)
+    message[:start] = torch.frombuffer(bytearray(_LENGTHS.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
+    layout.write(tensors, layout.parts(message[start:stop]))
+    message[stop:] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
+    return message
+
+
+def _lengthened(message: torch.Tensor, length: int) -> torch.Tensor:
+    """The message in `length` bytes: all messages of a scatter have the same length."""
+    return message if message.numel() == length else torch.cat([message, message.new_empty(length - message.numel())])
+
+
+def _received(message: torch.Tensor) -> Any:
+    """The object in a message; its tensors do not share the message's memory."""
+    start = _LENGTHS.size
+    tensor_bytes, outline_bytes = _LENGTHS.unpack(_bytes_of(message[:start]))
+    stop = start + tensor_bytes
+    (outline,) = loads(_bytes_of(message[stop : stop + outline_bytes]))
+    layout = PackedLayout(
+        (info.shape, info.dtype) for _, info in leaves_with_paths(outline) if is_tensor_information(info)
+    )
+    tensors = iter(layout.split(layout.parts(message[start:stop])))
+    return recursively_apply(lambda info: next(tensors), outline, test_type=is_tensor_information)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def _check_list(value: Any) -> None:

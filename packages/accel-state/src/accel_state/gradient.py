@@ -174,9 +174,17 @@ class GradientState:
         return self.plugin.to_kwargs()
 
     def begin(self, loader: Iterating) -> None:
-        """Add a loader at the start of its iteration; it becomes the innermost one."""
+        """Add a loader at the start of its iteration; it becomes the current one."""
         self.loaders.append(loader)
         self.left = None
+
+    def follow(self, loader: Iterating) -> None:
+        """Make a loader that is being iterated the current one, because it yields a batch.
+
+        An iterator that a script advances by hand may stay open in the loop over another loader.
+        """
+        self._remove(loader)
+        self.loaders.append(loader)
 
     def finish(self, loader: Iterating) -> None:
         """Remove a loader at the end of its iteration.
@@ -184,6 +192,9 @@ class GradientState:
         Raises:
             NotReady: the loader was not being iterated.
         """
+        self._remove(loader)
+
+    def _remove(self, loader: Iterating) -> None:
         for index in range(len(self.loaders) - 1, -1, -1):
             if self.loaders[index] is loader:
                 del self.loaders[index]
@@ -196,12 +207,12 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Iterating | None:
-        """The innermost loader that is being iterated."""
+        """The loader that yielded last among those that are being iterated."""
         return self.loaders[-1] if self.loaders else None
 
     @property
     def dataloader_references(self) -> list[Iterating | None]:
-        """None, then the loaders that are being iterated, innermost last."""
+        """None, then the loaders that are being iterated; the one that yielded last is the last."""
         return [None, *self.loaders]
 
     @property
@@ -211,12 +222,12 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loader has yielded its last batch; False outside of loaders."""
+        """Whether the current loader has yielded its last batch; False outside of loaders."""
         return bool(self.loaders) and self.loaders[-1].end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Number of samples of the innermost loader's last global batch without padding; -1 outside of loaders."""
+        """Number of samples of the current loader's last global batch without padding; -1 outside of loaders."""
         return self.loaders[-1].remainder if self.loaders else -1
 
     def __repr__(self) -> str:

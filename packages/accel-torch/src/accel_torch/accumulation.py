@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.shards import BatchShare
-    from accel_state.gradient import GradientState
+    from accel_state.gradient import GradientState, Iterating
     from accel_torch.hooks import Hooks
     from accel_torch.weighting import LossReduction, TokenWeighting
 
@@ -48,7 +48,9 @@ class Accumulation:
 
     __slots__ = (
         "_counted_by_strategy",
+        "_followed",
         "_plain_backward",
+        "_received",
         "can_hold_back",
         "elastic",
         "factor",
@@ -67,6 +69,9 @@ class Accumulation:
         self.hooks = hooks
         self.strategy = strategy
         self.step = 0
+        # The loader that gave the last micro-batch, and how many batches it had yielded, if several were open.
+        self._followed = 0
+        self._received: int | None = None
         self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
         self._counted_by_strategy = strategy.capabilities.own_accumulation
         scales = type(strategy.context.precision).backward_scale is not Precision.backward_scale
@@ -88,12 +93,27 @@ class Accumulation:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
         gradient = self.gradient
         plugin, loaders = gradient.plugin, gradient.loaders
-        if loaders and plugin.sync_with_dataloader and loaders[-1].end_of_dataloader:
+        if loaders and plugin.sync_with_dataloader and self._window_ends(loaders):
             self.step = 0
             gradient.sync_gradients = True
         else:
             self.step = step = self.step + 1
             gradient.sync_gradients = step % (plugin.num_steps or 1) == 0
+
+    def _window_ends(self, loaders: list[Iterating]) -> bool:
+        """Whether the loader that gives the micro-batches has yielded its last one.
+
+        It is the loader that gave the last micro-batch, if it has yielded since: an iterator that the script advances
+        by hand may have yielded after it. Else it is the one that yielded last.
+        """
+        loader = loaders[-1]
+        if len(loaders) > 1:
+            for other in loaders:
+                if id(other) == self._followed and _received(other) != self._received:
+                    loader = other
+            self._received = _received(loader)
+        self._followed = id(loader)
+        return loader.end_of_dataloader
 
     # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
     __exit__: ClassVar[Any] = "".format
@@ -171,6 +191,12 @@ class Accumulation:
                 "Some micro-batches of this window have a weight and others have none.",
                 "Give every micro-batch a weight, or none.",
             )
+
+
+def _received(loader: Any) -> int | None:
+    """How many batches a loop has received from a prepared loader; None for a loader of another library."""
+    progress = getattr(loader, "progress", None)
+    return None if progress is None else progress.received
 
 
 def share_of_step(strategy: Strategy, gradient: GradientState) -> BatchShare | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data import Padding, drop_padding
+from accel_data import Padding, PreparedLoader, drop_padding
 from accel_data.mesh import coordinates
 from accel_ops.collectives import gather
 from accel_ops.objects import gather_object, is_list_of_items
@@ -40,14 +40,34 @@ def gather_for_metrics(
         gathered = recursively_apply(
             lambda tensor: tensor.unflatten(0, (processes, -1))[chosen].flatten(0, 1), gathered
         )
-    padding, full_batch = _padding(gradient, mesh)
+    loader = _loader(gradient)
+    if not isinstance(loader, PreparedLoader):
+        return recursively_apply(_first_samples, gathered, loader)
+    padding, full_batch = _padding(loader, mesh)
     return drop_padding(gathered, padding, full_batch)
+
+
+def _loader(gradient: GradientState) -> Any:
+    """The loader that yielded the batch, or None."""
+    return gradient.left if gradient.active_dataloader is None else gradient.active_dataloader
+
+
+def _first_samples(gathered: Any, loader: Any) -> Any:
+    """The real samples of a step of another library's loader, which has only a remainder: they come first."""
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return gathered
+    has_samples = isinstance(gathered, (list, tuple)) or getattr(gathered, "ndim", 0) > 0
+    return gathered[: loader.remainder] if has_samples else gathered
 
 
 def _gathered_objects(gradient: GradientState, objects: Any, mesh: DeviceMesh | None) -> Any:
     """The objects of all processes, without those of added samples."""
+    loader = _loader(gradient)
+    is_ours = isinstance(loader, PreparedLoader)
+    padding = _padding(loader, mesh)[0] if is_ours else None
     if current.process().world_size == 1:
-        return _without_added(gather_object(objects), _padding(gradient, mesh)[0])
+        gathered = _without_added(gather_object(objects), padding)
+        return gathered if is_ours else _first_samples(gathered, loader)
     if not is_list_of_items(objects):
         # Raises the error.
         return gather_object(objects)
@@ -55,8 +75,8 @@ def _gathered_objects(gradient: GradientState, objects: Any, mesh: DeviceMesh | 
     by_process = gather_object([list(objects)])
     if mesh is not None:
         by_process = [by_process[process] for process in _one_of_each(mesh)[0]]
-    padding, _ = _padding(gradient, mesh)
-    return _real_objects(by_process, padding)
+    gathered = _real_objects(by_process, padding)
+    return gathered if is_ours else _first_samples(gathered, loader)
 
 
 def _without_added(objects: Any, padding: Padding | None) -> Any:
@@ -69,18 +89,15 @@ def _without_added(objects: Any, padding: Padding | None) -> Any:
     return objects[:count]
 
 
-def _padding(gradient: GradientState, mesh: DeviceMesh | None) -> tuple[Padding | None, int | None]:
+def _padding(loader: PreparedLoader, mesh: DeviceMesh | None) -> tuple[Padding | None, int | None]:
     """The padding of the current step, and the samples of one process in a full step, if they are known."""
-    loader: Any = gradient.left if gradient.active_dataloader is None else gradient.active_dataloader
-    if loader is None:
-        return None, None
     padding, full_batch = loader.progress.padding, _full_batch(loader, mesh)
     if padding is None and full_batch and loader.progress.end_of_dataloader and loader.progress.remainder > 0:
         padding = Padding(loader.progress.remainder, full_batch, _readers(mesh))
     return padding, full_batch
 
 
-def _full_batch(loader: Any, mesh: DeviceMesh | None) -> int | None:
+def _full_batch(loader: PreparedLoader, mesh: DeviceMesh | None) -> int | None:
     """Samples of one process in a full step; None if batches have no size."""
     size: int | None = loader.source.step_size
     return None if size is None else size // _readers(mesh)

@@ -213,7 +213,25 @@ def prepare_loader(
         seed_samples=configuration.seed_samples,
         order="global" if strategy.capabilities.elastic else configuration.order,
     )
+    _check_equal_steps(session, sharded)
     call_between_batches(session, sharded)
     for loader_prepared in session.hooks.loader_prepared:
         loader_prepared(session, sharded)
     return strategy.wrap_loader(sharded)
+
+
+def _check_equal_steps(session: Session, loader: Any) -> None:
+    """Check that the processes take equally many steps, if they wait for each other in every step.
+
+    Raises:
+        Conflict: the lengths of the data show that they do not.
+    """
+    uneven = None if session.backend.capabilities.join else loader.source.uneven_steps()
+    if uneven is not None:
+        count = session.strategy.shards().count
+        raise Conflict(
+            "Cannot prepare a loader with even_batches=False.",
+            f"Process 0 of {count} would have {uneven[0]} batches, and process {count - 1} {uneven[1]}; with the backend "
+            f"{session.backend.name!r} they wait for each other in every step.",
+            "Use even_batches=True (the default) or drop_last=True.",
+        )

@@ -80,10 +80,8 @@ class SampleRecorder(Hook):
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Make a loader store the indices that it draws."""
-        source = getattr(loader, "source", None)
-        while source is not None and not isinstance(getattr(source, "shard", None), BatchSamplerShard):
-            source = getattr(source, "inner", None)
-        if source is None:
+        local: Any = getattr(getattr(loader, "source", None), "local", None)
+        if not isinstance(getattr(local, "shard", None), BatchSamplerShard):
             return
         known = weakref.ref(loader)
 
@@ -98,7 +96,7 @@ class SampleRecorder(Hook):
 
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         drawn = DrawnBatches(learn, RECORD.write_samples if restarted else None)
-        source.shard.drawn = drawn
+        local.shard.drawn = drawn
 
 
 def record_samples() -> None:

@@ -124,7 +124,7 @@ def follow_steps(
         raise _cannot_follow()
     if isinstance(loader.epoch_reader, ElasticEpochs):
         return loader.epoch_reader
-    check_global_order(loader.base_dataloader, loader.source, own_shard=False, dispatched=False, compared=False)
+    check_global_order(loader.base_dataloader, loader.source, compared=False)
     loader.epoch_reader = epochs = ElasticEpochs(begin_step, trains)
     return epochs
 
@@ -176,15 +176,15 @@ class ElasticEpochs:
             if expected != (step_epoch, members.number, place):
                 batches = _read(loader, _StepIndices(order, plan, step, place))
             share, total = plan.share(step, *place), plan.samples(step)
-            progress.begin(step, step * plan.step_size, None, plan.length, -1)
+            progress.iteration.begin(step, step * plan.step_size, None, -1)
             newest: BatchShare | None = None
             for number, (_, samples) in enumerate(share, start=1):
                 batch = loader.next_batch(batches)
                 last = number == len(share)
                 self.share = newest = BatchShare(members.number, samples, total, members.count, last)
                 if last:
-                    progress.begin(step + 1, step * plan.step_size + total, None, plan.length, -1)
-                    progress.end_of_dataloader = step + 1 == len(plan)
+                    progress.iteration.begin(step + 1, step * plan.step_size + total, None, -1)
+                    progress.iteration.end_of_dataloader = step + 1 == len(plan)
                 yield batch
             expected = (step_epoch, members.number + 1, place)
             before, members = members.number, self._begin_step()
@@ -221,14 +221,14 @@ def _source(loader: PreparedLoader) -> MapSource:
 
 
 def _order(loader: PreparedLoader, epoch: int) -> _Order:
-    loader.source.set_epoch(epoch)
+    _source(loader).set_epoch(epoch)
     order = begin_epoch(_source(loader).shard.sampler, LastRNG())
     return list(order) if isinstance(order, Iterator) else order
 
 
 def _read(loader: PreparedLoader, indices: _StepIndices) -> Iterator[Any]:
     """Batches from a step on, prefetched by DataLoader workers while the processes do not change."""
-    reading = loader_over(loader.source.base, indices, loader.source.sample_seed)
+    reading = loader_over(_source(loader).base, indices, _source(loader).sample_seed)
     # Torch draws a seed for each iterator. Changes of processes must not advance the process's generator.
     reading.generator = torch.Generator().manual_seed(torch.initial_seed())
     return opened(reading, epoch=0)
