@@ -205,7 +205,8 @@ def _arrivals(server: socket.socket, meeting: Meeting, stack: ExitStack) -> list
                 selector.register(line, selectors.EVENT_READ, (line, address[0], bytearray()))
             elif key is not None and _has_spoken(*key.data):
                 selector.unregister(key.fileobj)
-                peers += _peer(*key.data, _patience(meeting.machines))
+                line, host, said = key.data
+                peers += _peer(line, host, said, _patience(meeting.machines))
     return peers
 
 
