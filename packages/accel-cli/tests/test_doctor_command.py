@@ -15,7 +15,7 @@ import time
 import uuid
 from argparse import Namespace
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -69,16 +69,8 @@ def test_machines_that_agree():
             [("settings", ERROR, "num_processes is 4 on alpha and 8 on beta.")],
         ),
         (
-            [MAIN, replace(SECOND, clock=-7.25)],
-            [("clocks", WARNING, "The clock of beta differs from that of alpha by -7.2 s.")],
-        ),
-        (
             [MAIN, replace(SECOND, unreachable={0: "timed out"})],
             [("network", ERROR, "beta cannot connect to alpha: timed out.")],
-        ),
-        (
-            [replace(MAIN, shares_folder=True), replace(SECOND, shares_folder=False)],
-            [("shared folder", ERROR, "The files that alpha writes into the shared folder are not visible on beta.")],
         ),
     ],
 )
@@ -112,20 +104,26 @@ def both(meetings, members):
     return results
 
 
-def test_two_machines_get_the_same_report(tmp_path, port):
-    meeting = Meeting("127.0.0.1", port, 2, 60.0, str(tmp_path))
+def test_two_machines_get_the_same_report(port):
+    meeting = Meeting("127.0.0.1", port, 2, 60.0)
     first, second = both([meeting, meeting], [MAIN, SECOND])
     assert first == second
     assert [finding.verdict for finding in first] == [OK]
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_noticed(tmp_path, port):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    meeting = Meeting("127.0.0.1", port, 2, 60.0, str(tmp_path / "a"))
-    first, _ = both([meeting, replace(meeting, folder=str(tmp_path / "b"))], [MAIN, SECOND])
-    assert [finding.subject for finding in first] == ["shared folder"]
+def test_a_machine_that_leaves_is_a_finding(port):
+    meeting = Meeting("127.0.0.1", port, 2, 60.0)
+    results = []
+    host = threading.Thread(target=lambda: results.append(meet(meeting, MAIN)))
+    host.start()
+    with listen(0) as listener, connect("127.0.0.1", port, time.monotonic() + 60) as line:
+        hello = {"member": asdict(SECOND), "listener": listener.getsockname()[1]}
+        line.sendall(json.dumps(hello).encode() + b"\n")
+        line.makefile("rb").readline()
+    host.join(250)
+    assert [finding.told for finding in results[0]] == [
+        "beta cannot connect to alpha: it disconnected (the connection was closed)."
+    ]
 
 
 def test_strangers_are_not_machines_of_the_run(port):

@@ -44,6 +44,23 @@ def test_a_collective_that_is_waited_for_too_long_is_reported_and_ends_the_run(a
     assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr
 
 
+def test_a_process_that_ends_while_the_others_wait_ends_the_run(accel, script):
+    job = script(
+        """
+        import os, sys
+        if os.environ["RANK"] == "1":
+            sys.exit(0)
+        from accel_state.process import PartialState
+        PartialState(cpu=True)
+        """
+    )
+    finished = accel("launch", "--cpu", "--num_processes", "3", "--grace_period", "5", job)
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines()[-1] == (
+        "accel launch: Process 1 has ended (exit code 0) while the others wait for all processes."
+    )
+
+
 def reported(background, timeout=250.0):
     """What was printed to standard error until a report came."""
     text, deadline = "", time.monotonic() + timeout

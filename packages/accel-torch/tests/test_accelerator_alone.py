@@ -476,3 +476,8 @@ def test_the_first_accelerator_of_one_process_imports_what_it_needs() -> None:
     loaded = set(done.stdout.split())
     assert "accel_torch.accelerator" in loaded
     assert not loaded & set(AFTER_THE_START)
+
+
+def test_a_log_without_a_tracker_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"logs nothing: no tracker runs.*init_trackers\(\) first"):
+        Accelerator(cpu=True).log({"loss": 0.5})

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from accel_cli.command import spelled
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -39,11 +38,6 @@ class Doctor:
             default=60.0,
             metavar="N",
             help="Seconds to wait for the other machines (default: 60).",
-        )
-        parser.add_argument(
-            *spelled("--shared_folder"),
-            metavar="PATH",
-            help="Folder that all machines should share; checks that they do.",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON.")
         parser.add_argument("launch", nargs="...", help="Arguments of `accel launch`, after --.")
@@ -85,7 +79,7 @@ def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
     from accel_cli.doctor.nodes import meet_machines
 
     own = [finding for finding in examine_launch(request) if finding.verdict == ERROR]
-    return [*own, *meet_machines(request, arguments.timeout, arguments.shared_folder)]
+    return [*own, *meet_machines(request, arguments.timeout)]
 
 
 COMMAND: Final = Doctor()

@@ -321,7 +321,8 @@ class _Processes:
         self._signalled: int | None = None
         self._witness: GroupWitness | None = None
         self._first: Failure | None = None
-        self._hung = False
+        self._hung = ""
+        """Why the run was ended although no process failed; empty if it was not."""
         self._held_up_by: list[int] = []
         self._status_folder = status_folder_in(folder)
 
@@ -455,14 +456,27 @@ class _Processes:
                 process.signal(signal.SIGTERM)
 
     def _notice_hang(self) -> None:
-        """Report processes that wait long in a collective, and ask all to end after the timeout."""
-        if self._first is None and self._watch_hangs.look():
-            self._hung = True
+        """Report processes that wait long in a collective; ask all to end after the timeout, or if it cannot end."""
+        if self._first is not None:
+            return
+        if self._watch_hangs.look():
+            self._hung = self._watch_hangs.ended
+        elif ranks := self._ended_early():
+            names = f"Process {ranks[0]} has" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))} have"
+            self._hung = f"accel launch: {names} ended (exit code 0) while the others wait for all processes."
+        if self._hung:
             self._held_up_by = self._watch_hangs.held_up_by
             self._deadline = time.monotonic() + self.plan.grace_period
             for process in self._processes:
                 process.told_to_end = process.alive
             self._signal_all(signal.SIGTERM)
+
+    def _ended_early(self) -> list[int]:
+        if not self.plan.starts_ranks or self._count == 1 or 0 not in self._codes_of_ended().values():
+            return []
+        from accel_cli.launch.early_end import ended_early
+
+        return ended_early(self._status_folder, self._codes_of_ended(), self._count)
 
     def _codes_of_ended(self) -> dict[int, int]:
         codes = {process.rank: process.popen.poll() for process in self._processes}
@@ -492,8 +506,7 @@ class _Processes:
         records = {one.rank: one for one in read_records(self._status_folder)}
         steps = {rank: one.run_step for rank, one in records.items()}
         samples = {rank: one.samples for rank, one in records.items()}
-        hang = self._watch_hangs.ended if self._hung else ""
-        return find_cause(self._failures(), codes, steps, samples, self._held_up_by, hang, oom_killed)
+        return find_cause(self._failures(), codes, steps, samples, self._held_up_by, self._hung, oom_killed)
 
     def tell(self, account: LauncherLines) -> None:
         """Record when each process ended."""
@@ -543,7 +556,7 @@ class _Processes:
     def _result(self) -> int:
         failures = self._failures()
         if self._hung:
-            print(self._watch_hangs.ended, file=sys.stderr, flush=True)
+            print(self._hung, file=sys.stderr, flush=True)
             return 1
         if not failures:
             return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from accel_state.library import stack_level
 from accel_torch.accelerator.facade import Facade
 from accel_torch.start_run import leave
 
@@ -107,6 +109,13 @@ class TrackingMixin(Facade):
         if self.session.tracking is not None:
             self.session.tracking.log(values, step, log_kwargs)
             self._log_sample_counts(step)
+        elif self.state.is_main_process:
+            warnings.warn(
+                "Accelerator.log() logs nothing: no tracker runs. Name one in Accelerator(log_with=...), and call "
+                "init_trackers() first.",
+                UserWarning,
+                stacklevel=stack_level(),
+            )
 
     def _log_sample_counts(self, step: int | None) -> None:
         if self.session.tracking is not None and self.session.tracking.trackers and self.session.prepared.loaders:
