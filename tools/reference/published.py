@@ -116,6 +116,8 @@ def published_by(package: str, modules: Modules) -> list[Entry]:
         for old in NAMES:
             for name, owner in owners(old).items():
                 addresses.setdefault(f"{owner.module}.{owner.name}", []).append(f"{old}.{name}")
+                if owner.module in inside:
+                    items[f"{owner.module}.{owner.name}"] = getattr(inside[owner.module], owner.name)
     for name, module in inside.items():
         for export in sorted(set(getattr(module, "__all__", ()))):
             item = getattr(module, export)

@@ -12,9 +12,7 @@ import pytest
 
 import accel_torch
 import accelerate
-from accelerate.legacy import error_texts
-from accelerate.names import NAMES, borrowed, owners, served
-from accelerate.names.lent import BORROWED
+from accelerate.names import LENDERS, NAMES, PACKAGES, owner_of, owners
 
 # Worked out by its module each time it is read.
 COMPUTED = {"USE_TORCH_XLA"}
@@ -24,7 +22,7 @@ COMPUTED = {"USE_TORCH_XLA"}
 def test_a_name_is_the_object_that_its_owner_holds(address: str) -> None:
     module = importlib.import_module(address)
     assert sorted(module.__all__) == sorted(owners(address))
-    for name, owner in served(address).items():
+    for name, owner in owners(address).items():
         home = importlib.import_module(owner.module)
         assert getattr(module, name) is getattr(home, owner.name)
         # A name that a package only shows, in place of the module that has it, would be patched in vain.
@@ -32,13 +30,20 @@ def test_a_name_is_the_object_that_its_owner_holds(address: str) -> None:
         assert name in dir(module)
 
 
-def test_the_table_names_no_module_twice_and_borrows_for_known_ones() -> None:
-    assert set(BORROWED) <= set(NAMES)
-    for address in BORROWED:
-        assert borrowed(address)
+def test_the_table_names_no_module_twice() -> None:
     for address, sources in NAMES.items():
         whole = [set(owners(source)) for source, names in sources.items() if names == "*"]
         assert not any(first & second for first, second in combinations(whole, 2)), address
+
+
+def test_a_module_lends_its_names_to_the_others_but_not_to_packages() -> None:
+    assert accelerate.accelerator.DistributedType is accelerate.utils.DistributedType
+    assert accelerate.hooks.PartialState is accelerate.PartialState
+    assert set(LENDERS) <= set(NAMES)
+    for address in sorted(NAMES):
+        lent = owner_of(address, "attach_align_device_hook")
+        assert (lent is None) == (address in PACKAGES), address
+    assert owner_of("accelerate.state", "launch_command") is None
 
 
 def test_names_that_both_have_are_the_same_objects() -> None:
@@ -46,7 +51,7 @@ def test_names_that_both_have_are_the_same_objects() -> None:
     # That engine prepares loaders by a function of its own, which is called as the general one is.
     shared -= {("accelerate.utils.megatron_lm", "prepare_data_loader")}
     # The texts of the errors, or the names of the arguments, differ.
-    others = {*error_texts.__all__, "broadcast", "broadcast_object_list", "reduce"}
+    others = {"broadcast", "broadcast_object_list", "recursively_apply", "reduce", "set_module_tensor_to_device"}
     shared = {(address, name) for address, name in shared if name not in others}
     assert len({name for _, name in shared}) > 50
     for address, name in shared:

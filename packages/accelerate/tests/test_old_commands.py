@@ -86,8 +86,8 @@ def test_the_parser_of_launch_inside_another_one() -> None:
     subparsers = program.add_subparsers()
     launch_command_parser(subparsers)
     env_command_parser(subparsers)
-    assert program.parse_args(["launch", "--cpu", "train.py"]).func is launch_command
-    assert program.parse_args(["env"]).func is env_command
+    assert program.parse_args(["launch", "--cpu", "train.py"]).func == launch_command
+    assert program.parse_args(["env"]).func == env_command
 
 
 def test_writing_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from accelerate.commands.estimate import (
-    add_timm_hub_prefix,
     check_has_model,
-    create_ascii_table,
     create_empty_model,
     estimate_command,
     estimate_command_parser,
@@ -109,31 +107,9 @@ def test_bytes_of_training() -> None:
     assert set(estimate_training_usage(1000, "int8").values()) == {-1}
 
 
-def test_names_and_errors_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [add_timm_hub_prefix(name) for name in ("resnet50", "a/b", "hf-hub:a/b")] == [
-        "resnet50",
-        "hf-hub:a/b",
-        "hf-hub:a/b",
-    ]
+def test_errors_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown, lost = RuntimeError("Unknown model (x)"), OSError("x does not appear to have a file named config.json")
     monkeypatch.setattr("accelerate.legacy.estimating.importable", lambda module: True)
     assert [check_has_model(error) for error in (unknown, lost, ValueError("x"))] == ["timm", "transformers", "unknown"]
     monkeypatch.setattr("accelerate.legacy.estimating.importable", lambda module: False)
     assert [check_has_model(error) for error in (unknown, lost)] == ["unknown", "unknown"]
-
-
-def test_a_table_in_a_frame() -> None:
-    rows = [["float32", "512.0 KB", "528.03 KB", "2.06 MB"], ["int8", "128.0 KB", "132.01 KB", "N/A"]]
-    shown = create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, "Memory")
-    assert shown.splitlines()[:4] == [
-        "┌────────────────────────────────────────────────────┐",
-        "│                       Memory                       │",
-        "├───────┬─────────────┬──────────┬───────────────────┤",
-        "│ dtype │Largest Layer│Total Size│Training using Adam│",
-    ]
-    assert shown.splitlines()[5:] == [
-        "│float32│   512.0 KB  │528.03 KB │      2.06 MB      │",
-        "│  int8 │   128.0 KB  │132.01 KB │        N/A        │",
-        "└───────┴─────────────┴──────────┴───────────────────┘",
-    ]
-    assert {len(line) for line in create_ascii_table(["a"], [["b"]], "A long title").splitlines()} == {14}

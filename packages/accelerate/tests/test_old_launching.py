@@ -1,4 +1,4 @@
-"""Launching from notebooks, preparing launches, config classes, menus and commands, by their old names."""
+"""Launching from notebooks, preparing launches, config classes and commands, by their old names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import sys
 import pytest
 import yaml
 
-from accel_state.errors import Missing
 from accel_testing.processes import run_command
 from accelerate.commands import launch, to_fsdp2, tpu
-from accelerate.commands.config import config_args, default, update
-from accelerate.commands.menu import BulletMenu, helpers, keymap
-from accelerate.commands.menu import input as keys_of
+from accelerate.commands.config import config_args
 from accelerate.utils import launch as preparing
 from accelerate.utils import write_basic_config
 
@@ -37,10 +34,8 @@ def test_a_notebook_launches_by_the_old_name(tmp_path):
     code = (
         "from pathlib import Path\n"
         "from accelerate import debug_launcher, notebook_launcher\n"
-        "from accelerate.launchers import test_launch\n"
         "def work():\n"
         "    from accelerate import PartialState\n"
-        "    test_launch()\n"
         "    state = PartialState()\n"
         "    Path(f'rank-{state.process_index}').write_text(str(state.num_processes))\n"
         "debug_launcher(work)\n"
@@ -147,16 +142,6 @@ def test_arguments_of_torchrun_that_preparing_sets(job):
     assert 0 < int(alone.master_port) < 65536
 
 
-def test_a_command_of_the_launcher_of_deepspeed(job, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("a slots=2\nb slots=2\n")
-    words = ("--use_deepspeed", "--num_processes", "4", "--num_machines", "2", "--deepspeed_hostfile", str(hosts))
-    command, environment = preparing.prepare_deepspeed_cmd_env(parsed(*words, "-m", "train", "--lr", "1"))
-    assert (command[0], command[-4:]) == ("deepspeed", ["--module", "train", "--lr", "1"])
-    assert environment["PYTHONPATH"].endswith(os.getcwd())
-    assert preparing.prepare_deepspeed_cmd_env(parsed("--use_deepspeed", "--num_processes", "2", job))[0] is None
-
-
 def test_a_validated_namespace_has_what_the_file_and_the_machine_say(job, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -224,24 +209,6 @@ def test_arguments_of_a_script_as_sagemaker_takes_them():
         preparing._convert_nargs_to_dict(["--train", "--epochs", "3"])
 
 
-def test_variables_that_are_added(job):
-    words = ("--fp8_format", "E4M3", "--parallelism_config_tp_size", "2", job)
-    assert preparing.setup_fp8_env(parsed(*words), {"A": "1"}) == {"A": "1", "ACCELERATE_FP8_FORMAT": "E4M3"}
-    assert preparing.prepare_extend_env_parallelism_config(parsed(*words), {}) == {
-        "PARALLELISM_CONFIG_TP_SIZE": "2",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    }
-    arguments, environment = preparing.prepare_tpu(parsed("--mixed_precision", "bf16", job), {}, pod=True)
-    assert isinstance(arguments, argparse.Namespace)
-    assert environment == {"XLA_USE_BF16": "1", "ACCELERATE_IN_TPU_POD": "1"}
-
-
-def test_a_path_is_added_at_the_end(monkeypatch):
-    monkeypatch.setenv("SOME_PATH", "/a")
-    assert preparing.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-    assert preparing.env_var_path_add("NO_SUCH_PATH", "/b") == "/b"
-
-
 def test_a_function_that_knows_its_place(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FORK_LAUNCHED"):
         monkeypatch.setenv(name, "")
@@ -250,18 +217,6 @@ def test_a_function_that_knows_its_place(monkeypatch):
     seen = []
     preparing.PrepareForLaunch(lambda word: seen.append((word, os.environ["RANK"])), "multi_cpu")(3, "hello")
     assert seen == [("hello", "3")]
-
-
-def test_prepare_sagemager_args_inputs(job):
-    config = config_args.SageMakerConfig(
-        "AMAZON_SAGEMAKER", "NO", "bf16", False, False, "ml.p3.2xlarge", "role", additional_args={"volume_size": 3}
-    )
-    estimator, inputs = preparing.prepare_sagemager_args_inputs(config, parsed(job, "--lr", "0.1"))
-    assert (estimator["instance_type"], estimator["volume_size"], inputs) == ("ml.p3.2xlarge", 3, None)
-    assert estimator["hyperparameters"] == {"lr": 0.1}
-    assert estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    with pytest.raises(Missing, match="pip install"):
-        launch.sagemaker_launcher(config, parsed(job))
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
@@ -291,20 +246,11 @@ def test_old_configs_and_wrong_ones(tmp_path):
         config_args.load_config_from_file(str(path))
 
 
-def test_the_usual_file(tmp_path, capsys):
+def test_the_usual_file(tmp_path):
     path = tmp_path / "run.yaml"
     assert write_basic_config("bf16", str(path)) == path
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     assert write_basic_config("bf16", str(path)) is False
-    parser = argparse.ArgumentParser()
-    ways = parser.add_subparsers()
-    default.default_command_parser(ways, [])
-    update.update_command_parser(ways, [])
-    arguments = parser.parse_args(["update", "--config_file", str(path)])
-    arguments.func(arguments)
-    arguments = parser.parse_args(["default", "--config-file", str(tmp_path / "new.yaml")])
-    arguments.func(arguments)
-    assert capsys.readouterr().out.splitlines() == [f"Updated {path}.", f"Written to {tmp_path / 'new.yaml'}."]
 
 
 def test_a_config_for_the_second_version_of_fsdp():
@@ -366,43 +312,3 @@ def test_the_command_line_for_a_pod_is_shown(job, capsys):
     )
     with pytest.raises(FileNotFoundError):
         tpu.tpu_command_launcher(tpu.tpu_command_parser().parse_args([*words[:4], "--command_file", job + ".sh"]))
-
-
-def test_a_menu_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("builtins.input", lambda question: "2")
-    assert BulletMenu("Which?", ["a", "b"]).run() == 1
-    menu = BulletMenu("Which?", ["a", "b"])
-    menu.move_direction(helpers.Direction.DOWN, 5)
-    assert menu.position == 1
-    assert menu.select() == 1
-    with pytest.raises(KeyboardInterrupt):
-        menu.interrupt()
-
-
-@pytest.mark.parametrize(("keys", "result"), [("a", "a"), ("\x1b[A", chr(321)), ("\r", "\r"), ("\x1bx", sys.maxsize)])
-def test_get_character_reads_letters_and_arrow_keys(monkeypatch, keys, result):
-    pressed = iter(keys)
-    monkeypatch.setattr("accelerate.legacy.menus.get_raw_chars", lambda: next(pressed))
-    assert keymap.get_character() == result
-
-
-def test_marked_methods_are_called_by_their_keys(monkeypatch):
-    @keys_of.register
-    class Counter:
-        @keys_of.mark(keymap.KEYMAP["up"])
-        def up(self):
-            return "up"
-
-        @keys_of.mark_multiple(ord("a"), ord("b"))
-        def letter(self):
-            return self.current_selection
-
-    pressed = iter(["\x1b[A", "b", "z"])
-    stream = iter("".join(pressed))
-    monkeypatch.setattr("accelerate.legacy.menus.get_raw_chars", lambda: next(stream))
-    assert [Counter.handle_input(Counter) for _ in range(3)] == ["up", "b", None]
-
-
-@pytest.mark.parametrize(("option", "shown"), [("--fsdp_offload_params", "Offload params"), ("--tpu", "Tpu")])
-def test_options_as_headings_show_them(option, shown):
-    assert launch.clean_option(option) == shown

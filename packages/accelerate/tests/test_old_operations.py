@@ -8,18 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ops import ShapeMismatch
 from accel_state import PartialState
 from accel_testing.processes import Processes
 from accelerate.utils.operations import (
     broadcast,
     broadcast_object_list,
-    chained_operation,
-    gather,
     ignorant_find_batch_size,
     is_torch_xpu_tensor,
     reduce,
-    verify_operation,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -40,45 +36,6 @@ def with_old_names() -> tuple[list[float], list[Any], float]:
 
 def test_collectives_take_the_old_names_of_their_arguments(two: Processes) -> None:
     assert two.run(with_old_names) == [([1.0], [1.0], 2.0)] * 2
-
-
-@verify_operation
-def third_party(tensor: Any) -> str:
-    return "ran"
-
-
-@chained_operation
-def two_steps(tensor: Any) -> Any:
-    return gather(tensor)
-
-
-def decorated() -> None:
-    state = PartialState(cpu=True)
-    mine = tensor(1 + state.process_index)
-    with pytest.raises(ShapeMismatch, match=r"third_party\(\)"):
-        third_party(mine)
-    assert third_party(tensor=tensor(1)) == "ran"
-    with pytest.raises(ShapeMismatch, match=r"two_steps\(\): Cannot run gather\(\)"):
-        two_steps(mine)
-
-
-def undecorated() -> None:
-    state = PartialState(cpu=True)
-    assert third_party(tensor(1 + state.process_index)) == "ran"
-
-
-def test_collectives_of_others_are_checked_in_debug_mode(two: Processes) -> None:
-    two.run(decorated, environment={"ACCELERATE_DEBUG_MODE": "1"})
-    two.run(undecorated)
-
-
-def decorated_alone() -> str:
-    PartialState(cpu=True)
-    return third_party(None)
-
-
-def test_collectives_of_others_are_not_checked_on_a_single_process(one: Processes) -> None:
-    assert one.run(decorated_alone, environment={"ACCELERATE_DEBUG_MODE": "1"}) == ["ran"]
 
 
 @pytest.mark.parametrize("data", [X, [X], {"a": {"b": X}, "c": torch.ones(9)}, Pair((X,), None)])

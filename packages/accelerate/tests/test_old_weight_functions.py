@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.optimizer import move_to_device, patch_optimizer_step
 from accelerate.utils import (
     clean_state_dict_for_safetensors,
     get_model_tp_size,
     get_module_children_bottom_up,
     model_has_dtensor,
 )
-from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
 
 def test_weights_as_safetensors_can_hold_them() -> None:
@@ -48,28 +43,6 @@ def test_questions_about_divided_models() -> None:
     assert get_model_tp_size(model) is None
     model.tp_size = 4
     assert get_model_tp_size(model) == 4
-
-
-def test_states_move() -> None:
-    moved = move_to_device({"a": [torch.ones(1), (torch.ones(1),)], "n": 3}, "meta")
-    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
-    assert moved["n"] == 3
-
-
-def test_a_patched_step_leaves_a_note() -> None:
-    optimizer: Any = torch.optim.SGD([torch.ones(1)], lr=0.1)
-    step = patch_optimizer_step(optimizer, lambda *given, **more: (given, more))
-    assert step(1, two=2) == ((1,), {"two": 2})
-    assert optimizer._accelerate_step_called
-
-
-def test_generator_states_of_old_checkpoints_are_read_safely(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    torch.save({"numpy": numpy.random.get_state()}, tmp_path / "states.pkl")
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        torch.load(tmp_path / "states.pkl", weights_only=True)
-    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
-        assert "numpy" in torch.load(tmp_path / "states.pkl", weights_only=True)
 
 
 def test_classes_at_the_top_of_accelerate() -> None:

@@ -71,16 +71,17 @@ def test_the_object_to_patch_can_be_the_module() -> None:
     assert accelerate.utils.find_batch_size is accelerate.utils.operations.find_batch_size is original
 
 
-def test_deleting_and_assigning_at_an_old_address() -> None:
+def test_deleting_at_an_old_address_undoes_all_assignments() -> None:
     original = accel_ops.collectives.gather
     module: Any = accelerate.utils
+    vars(module).pop("gather", None)
+    with pytest.raises(AttributeError):
+        del module.gather
+    module.gather = doubled
+    module.gather = other = mock.Mock()
+    assert accel_ops.gather is accelerate.utils.operations.gather is other
     del module.gather
-    try:
-        assert not hasattr(accel_ops.collectives, "gather")
-        assert not hasattr(module, "gather")
-    finally:
-        module.gather = original
-    assert accel_ops.collectives.gather is accelerate.utils.operations.gather is original
+    assert accel_ops.gather is accelerate.utils.operations.gather is module.gather is original
 
 
 def test_what_is_no_name_of_the_table_stays_in_the_module() -> None:

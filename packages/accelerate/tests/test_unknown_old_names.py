@@ -49,6 +49,10 @@ def test_asking_first_is_safe(name: str) -> None:
         ("accelerate.test_utils.testing", "accel_testing"),
         ("accelerate.kwargs_handlers", "accelerate.utils"),
         ("accelerate.deepspeed_utils", "accelerate.utils"),
+        ("accelerate.checkpointing", "save_state"),
+        ("accelerate.commands.menu", "accelerate config"),
+        ("accelerate.commands.menu.helpers", "accelerate config"),
+        ("accelerate.commands.config.cluster", "write_basic_config"),
     ],
 )
 def test_a_module_that_is_not_provided(module: str, remedy: str) -> None:

@@ -18,10 +18,12 @@ from accel_state.settings import installed
 from accel_state.settings.installed import _found, installed_version
 from accel_testing.simulated_device import POSSIBLE, simulated_device
 from accelerate.legacy import availability
+from accelerate.names import owners
+from accelerate.utils import imports
 
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 
-QUESTIONS = {name: getattr(availability, name) for name in availability.__all__ if name.startswith("is_")}
+QUESTIONS = {name: getattr(imports, name) for name in owners("accelerate.utils.imports") if name.startswith("is_")}
 
 # Questions that a library of their own answers, with the name it is imported by.
 LIBRARIES = {

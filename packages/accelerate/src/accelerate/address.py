@@ -1,7 +1,7 @@
 """Modules at old addresses, which forward their names to the modules that define them.
 
-A name is looked up in its owner when it is first read. Assignments and deletions change the owner and every accel
-module with the same object under that name, so `mock.patch("accelerate.utils.gather")` affects all callers.
+A name is looked up in its owner when it is first read. An assignment changes the owner and every accel module with the
+same object under that name, so `mock.patch("accelerate.utils.gather")` affects all callers; a deletion undoes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from accel_state.errors import AccelError
 from accelerate.names import (
+    LIBRARIES,
     NAMES,
     NOT_PROVIDED,
     OWN_LOGGERS,
@@ -21,9 +22,8 @@ from accelerate.names import (
     REMOVED,
     VERSION,
     Owner,
-    libraries,
+    owner_of,
     owners,
-    served,
 )
 
 __all__ = ("OldModule", "UnknownName", "serve", "why_not")
@@ -35,15 +35,15 @@ class UnknownName(AccelError, AttributeError):
 
 _NO_NAME: Final = "This module has no such name."
 
-# The modules from which a name was deleted, until it is assigned again: `mock.patch` restores it in these two steps.
-_deleted: Final[dict[Owner, list[ModuleType]]] = {}
+_originals: Final[dict[Owner, Any]] = {}
+"""The objects that assignments have replaced; deleting the name puts them back, as `mock.patch` does at its end."""
 
 
 class OldModule(ModuleType):
     """A module at an old address."""
 
     def __getattr__(self, name: str) -> Any:
-        owner = served(self.__name__).get(name)
+        owner = owner_of(self.__name__, name)
         if owner is not None:
             value = vars(self)[name] = _read(owner, self.__name__)
             return value
@@ -58,37 +58,32 @@ class OldModule(ModuleType):
             return get_logger(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        library = libraries().get(name) if self.__name__ not in PACKAGES else None
-        if library is not None:
-            return importlib.import_module(library)
+        if name in LIBRARIES and self.__name__ not in PACKAGES:
+            return importlib.import_module(LIBRARIES[name])
         advice = _advice(self.__name__, name) or (_NO_NAME, f"dir({self.__name__}) lists what there is.")
         raise UnknownName(_asked(self.__name__, name), *advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owner = served(self.__name__).get(name)
+        owner = owner_of(self.__name__, name)
         if owner is None:
             super().__setattr__(name, value)
-            if not name.startswith("__"):
-                _replaced(self.__name__, name, None, value)
         elif not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
             # The import system also sets submodules as attributes; such an assignment must not replace a name.
-            for holder in _deleted.pop(owner, None) or _holders(owner):
-                setattr(holder, owner.name, value)
-            _forget(owner)
-            _replaced(self.__name__, name, owner.module, value)
+            _assign(owner, value)
+        if not name.startswith("__"):
+            from accelerate.unread import warn_of_global
+
+            warn_of_global(self.__name__, name, owner, value)
 
     def __delattr__(self, name: str) -> None:
-        owner = served(self.__name__).get(name)
-        if owner is None:
+        owner = owner_of(self.__name__, name)
+        if owner is not None and owner in _originals:
+            setattr(self, name, _originals[owner])
+        else:
             super().__delattr__(name)
-            return
-        _deleted[owner] = _holders(owner)
-        for holder in _deleted[owner]:
-            delattr(holder, owner.name)
-        _forget(owner)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *served(self.__name__)})
+        return sorted({*super().__dir__(), *owners(self.__name__)})
 
 
 def serve(address: str) -> None:
@@ -103,7 +98,7 @@ def why_not(address: str) -> tuple[str, str, str] | None:
         address: address of the module, or of a name in a package from which it was imported.
     """
     package, _, name = address.rpartition(".")
-    if name in served(package):
+    if owner_of(package, name) is not None:
         try:
             getattr(sys.modules[package], name)
         except UnknownName as error:
@@ -127,8 +122,6 @@ def _join() -> None:
 
 
 def _read(owner: Owner, address: str) -> Any:
-    from accelerate.unread import add_descriptors
-
     _join()
     try:
         module = importlib.import_module(owner.module)
@@ -138,7 +131,6 @@ def _read(owner: Owner, address: str) -> Any:
         if error.name not in SEPARATE:
             raise
         return MissingName(owner.name, error.name)
-    add_descriptors()
     try:
         return getattr(module, owner.name)
     except AttributeError:
@@ -153,37 +145,26 @@ def _read(owner: Owner, address: str) -> Any:
         ) from None
 
 
-def _holders(owner: Owner) -> list[ModuleType]:
-    """The owner, and every other module of this project that imported the object under the same name."""
+def _assign(owner: Owner, value: Any) -> None:
+    """Set a name in its owner, and in every other module of this project that imported it under the same name."""
     home = importlib.import_module(owner.module)
-    value = vars(home).get(owner.name, _deleted)
+    before = getattr(home, owner.name)
+    if _originals.setdefault(owner, before) is value:
+        del _originals[owner]
     ours = [module for name, module in list(sys.modules.items()) if _is_ours(name)]
-    return [home, *(module for module in ours if module is not home and vars(module).get(owner.name) is value)]
+    for holder in [home, *(module for module in ours if vars(module).get(owner.name, ours) is before)]:
+        setattr(holder, owner.name, value)
+    for module in list(sys.modules.values()):
+        # Old modules look the name up again.
+        if isinstance(module, OldModule):
+            for name in [name for name in vars(module) if owner_of(module.__name__, name) == owner]:
+                del vars(module)[name]
 
 
 def _is_ours(module: str) -> bool:
     from accel_state.library import OWN_PACKAGES
 
     return module.partition(".")[0] in OWN_PACKAGES or module.startswith("accelerate.legacy.")
-
-
-def _replaced(address: str, name: str, owner: str | None, value: Any) -> None:
-    from accelerate.unread import ACTING, warn_of_global
-
-    if owner is not None and name in ACTING:
-        module, _, function = ACTING[name].partition(":")
-        getattr(importlib.import_module(module), function)(value)
-    elif owner is None or getattr(value, "__module__", None) != owner:
-        warn_of_global(address, name, owner)
-
-
-def _forget(owner: Owner) -> None:
-    """Make every old module look the name up again."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, OldModule):
-            names = served(module.__name__)
-            for name in [name for name in vars(module) if names.get(name) == owner]:
-                del vars(module)[name]
 
 
 def _asked(address: str, name: str) -> str:
@@ -200,6 +181,6 @@ def _advice(address: str, name: str) -> tuple[str, str] | None:
     if name in REMOVED:
         return f"It was removed before {VERSION.partition('+')[0]}.", REMOVED[name]
     homes = [address for address in NAMES if name in owners(address)]
-    near = closest(name, served(address))
+    near = closest(name, owners(address))
     remedy = f"Import it from {homes[0]}." if homes else f"Did you mean {near}?" if near else ""
     return (_NO_NAME, remedy) if remedy else clash()

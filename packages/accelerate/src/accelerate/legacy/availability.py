@@ -21,72 +21,6 @@ if TYPE_CHECKING:
     USE_TORCH_XLA: bool
     """Whether torch_xla is enabled by the variable USE_TORCH_XLA."""
 
-__all__ = (
-    "USE_TORCH_XLA",
-    "check_cuda_fp8_capability",
-    "deepspeed_required",
-    "get_current_device_type",
-    "is_4bit_bnb_available",
-    "is_8bit_bnb_available",
-    "is_aim_available",
-    "is_amdsmi_available",
-    "is_bf16_available",
-    "is_bnb_available",
-    "is_boto3_available",
-    "is_clearml_available",
-    "is_comet_ml_available",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_dvclive_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_import_timer_available",
-    "is_lomo_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_msamp_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_numpy_available",
-    "is_pandas_available",
-    "is_peft_available",
-    "is_pippy_available",
-    "is_pynvml_available",
-    "is_pytest_available",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_sagemaker_available",
-    "is_schedulefree_available",
-    "is_sdaa_available",
-    "is_swanlab_available",
-    "is_tensorboard_available",
-    "is_timm_available",
-    "is_torch_distributed_available",
-    "is_torch_xla_available",
-    "is_torchao_available",
-    "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available",
-    "is_tqdm_available",
-    "is_trackio_available",
-    "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_transformers_available",
-    "is_triton_available",
-    "is_wandb_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-    "is_xpu_available",
-    "torchao_required",
-)
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FP8_CAPABILITY: Final = (8, 9)
@@ -191,6 +125,24 @@ def _device(name: str, check_device: bool = False) -> bool:
     return bool(family.present() and (not check_device or family.count() > 0))
 
 
+def _accelerator(name: str) -> Callable[[bool], bool]:
+    """A function that returns whether a device family can be used."""
+
+    def is_available(check_device: bool = False) -> bool:
+        return _device(name, check_device)
+
+    is_available.__doc__ = f"Whether there is a device of the family {name}; `check_device` counts its devices too."
+    return is_available
+
+
+is_mlu_available = _accelerator("mlu")
+is_musa_available = _accelerator("musa")
+is_neuron_available = _accelerator("neuron")
+is_npu_available = _accelerator("npu")
+is_sdaa_available = _accelerator("sdaa")
+is_xpu_available = _accelerator("xpu")
+
+
 def is_cuda_available() -> bool:
     """Whether there is an NVIDIA or AMD GPU; checked without initialising it, so that the process can still fork."""
     return _device("cuda")
@@ -211,39 +163,9 @@ def is_habana_gaudi1() -> bool:
     return _device("hpu") and str(_family("hpu").module.get_device_name()).upper() == "GAUDI"
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether there is a Cambricon accelerator."""
-    return _device("mlu", check_device)
-
-
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether there is the GPU of an Apple computer, and torch is of at least `min_version`."""
     return is_torch_version(">=", min_version) and _device("mps")
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Whether there is a Moore Threads GPU."""
-    return _device("musa", check_device)
-
-
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether there is an AWS Neuron accelerator."""
-    return _device("neuron", check_device)
-
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Whether there is an Ascend accelerator."""
-    return _device("npu", check_device)
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether there is a Teco accelerator."""
-    return _device("sdaa", check_device)
-
-
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is an Intel GPU."""
-    return _device("xpu", check_device)
 
 
 def is_xccl_available() -> bool:

@@ -7,26 +7,17 @@ import json
 import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 from accel_cli.config.file import default_path, modern, read_document, read_tables
-from accel_cli.config.write import write_config
+from accel_cli.config.write import usual_config, write_config
+from accel_cli.launch.devices import best_devices
 from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
 from accel_state.errors import SettingError
 from accel_state.labels import DistributedType
-from accel_state.settings.schema import closest
-
-__all__ = (
-    "BaseConfig",
-    "ClusterConfig",
-    "SageMakerConfig",
-    "cache_dir",
-    "default_config_file",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "hf_cache_home",
-    "load_config_from_file",
-)
+from accel_state.settings.run import RunSettings
+from accel_state.settings.schema import closest, settings_of
 
 default_config_file: Final = default_path(os.environ)
 default_yaml_config_file: Final = default_config_file
@@ -173,6 +164,16 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
     tables = _tables(config_file)
     place = ComputeEnvironment(tables.get("compute_environment", ComputeEnvironment.LOCAL_MACHINE))
     return _read(_CLASSES[place], config_file)
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> Path | bool:
+    """Write the default config file for this machine; return False if the file exists already."""
+    path = Path(save_location)
+    precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
+    if path.exists():
+        return False
+    write_config(str(path), usual_config(best_devices(), precision))
+    return path
 
 
 _CLASSES: dict[ComputeEnvironment, type[BaseConfig]] = {

@@ -10,8 +10,6 @@ from accel_plugins.deepspeed.zero_init import gathered
 from accel_state.errors import SettingError
 from accel_state.run_state import AcceleratorState
 
-__all__ = ("GatheredParameters", "get_active_deepspeed_plugin")
-
 
 @contextmanager
 def GatheredParameters(  # noqa: N802 - the name is given

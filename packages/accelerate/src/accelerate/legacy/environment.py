@@ -23,23 +23,6 @@ from accel_state.settings.run import ProcessSettings
 from accel_state.settings.schema import BOOLEAN, INTEGER, Setting
 from accel_state.topology import read_topology
 
-__all__ = (
-    "CPUInformation",
-    "are_libraries_initialized",
-    "check_os_kernel",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_cpu_distributed_information",
-    "get_int_from_env",
-    "override_numa_affinity",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "set_numa_affinity",
-    "str_to_bool",
-)
-
 T = TypeVar("T")
 
 _logger: Final = logging.getLogger(__name__)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from accel_bigmodel.device_map import Device
 
-__all__ = ("recursively_apply", "set_module_tensor_to_device")
-
 
 @functools.wraps(tree.recursively_apply)
 def recursively_apply(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,19 +13,6 @@ from accel_bigmodel.hub import fetch_model_info
 from accel_bigmodel.sizes import calculate_maximum_sizes
 from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.settings.installed import importable
-
-__all__ = (
-    "NoSuchModel",
-    "add_timm_hub_prefix",
-    "check_has_model",
-    "create_ascii_table",
-    "create_empty_model",
-    "estimate_training_usage",
-    "gather_data",
-    "is_on_hub",
-    "model_of",
-    "verify_on_hub",
-)
 
 _LIBRARIES: Final = ("timm", "transformers")
 
@@ -65,16 +51,6 @@ def check_has_model(error: BaseException | None) -> str:
     return "unknown"
 
 
-def add_timm_hub_prefix(model_name: str) -> str:
-    """The name by which timm finds a model of the Hub.
-
-    Example:
-        >>> add_timm_hub_prefix("timm/resnet50"), add_timm_hub_prefix("resnet50")
-        ('hf-hub:timm/resnet50', 'resnet50')
-    """
-    return f"hf-hub:{model_name}" if "/" in model_name and not model_name.startswith("hf-hub:") else model_name
-
-
 def create_empty_model(
     model_name: str, library_name: str, trust_remote_code: bool = False, access_token: str | None = None
 ) -> nn.Module:
@@ -94,7 +70,8 @@ def create_empty_model(
     if not is_on_hub(model_name):
         return build_model(model_name, library_name, trust_remote_code)
     library = _library_on_hub(model_name, library_name, access_token)
-    name = add_timm_hub_prefix(model_name) if library == "timm" else model_name
+    in_timm = library == "timm" and "/" in model_name and not model_name.startswith("hf-hub:")
+    name = f"hf-hub:{model_name}" if in_timm else model_name
     arguments = {"token": access_token} if access_token is not None and library == "transformers" else {}
     return build_model(name, library, trust_remote_code, **arguments)
 
@@ -178,29 +155,3 @@ def gather_data(args: Namespace) -> list[list[Any]]:
         [dtype, largest / _SMALLER[dtype], total / _SMALLER[dtype], estimate_training_usage(total, dtype)]
         for dtype in args.dtypes
     ]
-
-
-def create_ascii_table(headers: list[str], rows: list[Any], title: str) -> str:
-    """A table of texts in a frame, under a title.
-
-    Example:
-        >>> print(create_ascii_table(["dtype", "size"], [["int8", "4 KB"]], "model"))
-        ┌──────────┐
-        │  model   │
-        ├─────┬────┤
-        │dtype│size│
-        ├─────┼────┤
-        │ int8│4 KB│
-        └─────┴────┘
-    """
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    widths[-1] += max(len(title) - sum(widths) - len(widths) + 1, 0)
-    bars = ["─" * width for width in widths]
-    inner = sum(widths) + len(widths) - 1
-    lines = [f"┌{'─' * inner}┐", f"│{title.center(inner)}│", f"├{'┬'.join(bars)}┤", _row(headers, widths)]
-    lines += [f"├{'┼'.join(bars)}┤", *(_row(row, widths) for row in rows), f"└{'┴'.join(bars)}┘"]
-    return "\n".join(lines)
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return f"│{'│'.join(cell.center(width) for cell, width in zip(cells, widths, strict=True))}│"

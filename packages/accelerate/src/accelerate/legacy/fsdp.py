@@ -20,21 +20,6 @@ from accel_state import current
 from accel_state.settings.environ import publish
 from accel_torch.accelerator.training import PREPARING
 
-__all__ = (
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
-    "get_parameters_from_modules",
-    "shard_by",
-)
-
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 

@@ -21,8 +21,6 @@ from accel_state.errors import SettingError
 from accel_state.settings.schema import member_name
 from accelerate.legacy.weights import is_peft_model
 
-__all__ = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")
-
 Folder = str | os.PathLike[str]
 
 

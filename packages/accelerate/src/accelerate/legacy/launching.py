@@ -11,35 +11,26 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
-from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_launcher
-from accel_cli.launch.interface import LaunchRequest, Script, common_environment
+from accel_cli.config.resolved import label
+from accel_cli.launch.check import check_launch
+from accel_cli.launch.devices import count_devices
+from accel_cli.launch.interface import LaunchRequest, Script
+from accel_cli.launch.kinds import given_sizes, kind_of
 from accel_cli.launch.mpi import find_mpi, placement
-from accel_cli.launch.options import carried_classes, flag_values
+from accel_cli.launch.options import carried_classes, launch_classes, settings_by_flag
 from accel_cli.launch.request import how_to_run, read_request
-from accel_cli.launch.sagemaker import describe_job
 from accel_cli.launch.settings import MachineSettings
-from accel_cli.launch.tpu import tpu_variables
 from accel_state.labels import DistributedType
 from accel_state.network import DEFAULT_PORT, get_free_port
-from accel_state.settings.environ import publish
-from accelerate.legacy.parsing import own_arguments
-
-__all__ = (
-    "PrepareForLaunch",
-    "check_place",
-    "env_var_path_add",
-    "prepare_deepspeed_cmd_env",
-    "prepare_extend_env_parallelism_config",
-    "prepare_multi_gpu_env",
-    "prepare_sagemager_args_inputs",
-    "prepare_simple_launcher_cmd_env",
-    "prepare_tpu",
-    "setup_fp8_env",
-)
+from accel_state.settings.environ import Given, publish
+from accelerate.legacy.config_classes import BaseConfig, load_config_from_file
+from accelerate.legacy.parsing import default_of, name_of, own_arguments
 
 _OF_PYTHON: Final = {"script": ("python",), "module": ("python", "-m"), "program": ()}
-_OF_DEEPSPEED: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
 """Words of the command line before the target, by kind of target."""
+
+_ABSENT: Final = ("compute_environment", "distributed_type")
+_NOTHING: Final = Given(None, "")
 
 
 class PrepareForLaunch:
@@ -103,74 +94,48 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     return {**launch.machine.environ, **launch.environment(processes // machines)}
 
 
-def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Variables of a launch with DeepSpeed, and the command line of DeepSpeed's launcher if that launcher is used.
+def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | None, bool]:
+    """Fill in what the command line does not give, from the config file and then from the machine.
+
+    Returns:
+        The arguments, the config file or None, and whether that file gave the mixed precision.
 
     Raises:
-        SettingError: DeepSpeed's launcher does not support the arguments.
+        SettingError: a value or the config file cannot be used; `Conflict` when two settings contradict each other.
     """
-    path = {"PYTHONPATH": env_var_path_add("PYTHONPATH", os.getcwd())}
-    launch = _launch(args)
-    if own_launcher(launch.settings) is None:
-        return None, {**prepare_multi_gpu_env(args), **path}
-    check_deepspeed(launch.settings)
-    processes, machines = _sizes(launch)
-    each = processes // machines
-    how, target, arguments = launch.script
-    command = deepspeed_argv(launch.settings, each, (*_OF_DEEPSPEED[how], target, *arguments))
-    return list(command), {**launch.machine.environ, **launch.environment(each), **path}
-
-
-def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False) -> tuple[Namespace, dict[str, str]]:
-    """Arguments and variables of a launch on a TPU."""
     request = read_request(own_arguments(args), os.environ)
-    current_env.update(tpu_variables(request.settings))
-    if pod:
-        current_env["ACCELERATE_IN_TPU_POD"] = "1"
-    return args, current_env
-
-
-def prepare_sagemager_args_inputs(
-    sagemaker_config: Any, args: Namespace
-) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Arguments of SageMaker's estimator, and the locations of its input data."""
-    from accel_cli.config.resolved import label, resolve_settings
-    from accel_cli.launch.options import launch_classes
-    from accel_state.settings.environ import Given
-    from accel_state.settings.schema import settings_of
-
-    own = own_arguments(args)
-    request = read_request(own, os.environ)
-    known = {str(one.key): label(one) for settings in launch_classes() for one in settings_of(settings).values()}
-    file = {known[key]: Given(value, key) for key, value in sagemaker_config.to_dict().items() if key in known}
-    settings = resolve_settings(launch_classes(), flag_values(own, launch_classes()), request.environ, file)
-    target, *arguments = own.script
-    environment = common_environment(settings, carried_classes())
-    job = describe_job(settings, target, arguments, environment, sagemaker_config.additional_args)
-    return dict(job.estimator), None if job.inputs is None else dict(job.inputs)
-
-
-def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables for FP8 training to `current_env` and return it."""
-    return _extended(args, current_env, "ACCELERATE_FP8_")
-
-
-def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the `ParallelismConfig` to `current_env` and return it."""
-    return _extended(args, current_env, "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
-
-
-def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """The value of a variable that contains paths, with one path appended."""
-    paths = [path for path in os.environ.get(env_var_name, "").split(os.pathsep) if path]
-    return os.pathsep.join([*paths, str(path_to_add)])
-
-
-def check_place() -> None:
-    """Check that this process can determine its rank."""
-    from accel_state.process import PartialState
-
-    PartialState()
+    check_launch(request.settings)
+    given: set[str] = getattr(args, "nondefault", set())
+    read = request.config.values if request.config is not None else {}
+    for flag, known in settings_by_flag(launch_classes()).items():
+        value = read.get(label(known), _NOTHING).value
+        # What a file says of the CPU goes into `use_cpu`, so that `cpu` stays what the command line says.
+        if name_of(flag) not in (*given, "cpu") and value not in (None, ()):
+            as_text = isinstance(value, tuple) and default_of(known) is None
+            setattr(args, name_of(flag), ",".join(value) if as_text else value)
+    config = None if request.config is None else load_config_from_file(request.config.path)
+    kind = kind_of(request.settings)
+    if kind is not None and kind[0].switch and not (args.cpu and kind[0].on_devices):
+        setattr(args, kind[0].switch, True)
+    args.use_parallelism_config = args.use_parallelism_config or bool(given_sizes(request.settings))
+    args.use_cpu = args.cpu or bool(config is not None and config.use_cpu)
+    processes = request.settings["num_processes"].value
+    fallback = {
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+        "num_processes": count_devices() if processes is None else processes,
+        "num_machines": 1,
+        "num_cpu_threads_per_process": int(os.environ.get("OMP_NUM_THREADS") or 1),
+        "debug": False,
+    }
+    written = {} if config is None else vars(config)
+    if config is not None:
+        fallback["gpu_ids"] = "all"
+    for name, value in (*written.items(), *fallback.items()):
+        if name not in _ABSENT and not isinstance(value, dict) and getattr(args, name, None) is None:
+            setattr(args, name, value)
+    by_file = "mixed_precision" in read and "mixed_precision" not in given
+    return args, config, by_file
 
 
 def _launch(args: Namespace) -> LaunchRequest:
@@ -185,9 +150,3 @@ def _sizes(launch: LaunchRequest) -> tuple[int, int]:
     """Number of processes in total, and number of machines."""
     processes = launch.settings["num_processes"].value
     return launch.machine.devices() if processes is None else processes, launch.settings["num_machines"].value
-
-
-def _extended(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:
-    variables = common_environment(read_request(own_arguments(args), os.environ).settings, carried_classes())
-    current_env.update({name: value for name, value in variables.items() if name.startswith(prefixes)})
-    return current_env

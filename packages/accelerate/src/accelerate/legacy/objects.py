@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_state.errors import UnknownKind
 
-__all__ = ("SharedDict", "ThreadLocalSharedDict", "get_pretty_name", "merge_dicts", "recursive_getattr")
-
 SharedDict = dict
 """The type of the dictionary that instances of an original state class share. This project's states do not use it."""
 

@@ -3,75 +3,70 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from accel_cli.config.resolved import REPEATED
 from accel_cli.launch.options import destination, is_switch, launch_classes, settings_by_flag
 from accel_state.settings.schema import Setting
 
-__all__ = ("CustomArgumentParser", "add_launch_arguments", "default_of", "name_of", "own_arguments")
-
 _NAMES: Final = {"tpu_cluster": "tpu_use_cluster"}
 
-_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "debug": None,
-        "dynamo_mode": "default",
-        "fp8_amax_compute_algo": "most_recent",
-        "fp8_amax_history_len": 1024,
-        "fp8_enable_fsdp_float8_all_gather": 1,
-        "fp8_format": "HYBRID",
-        "fp8_interval": 1,
-        "fp8_margin": 0,
-        "fp8_opt_level": "O2",
-        "fp8_override_linear_precision": (False, False, False),
-        "fp8_pad_inner_dim": 1,
-        "fsdp_activation_checkpointing": "false",
-        "fsdp_activation_checkpointing_offload": "false",
-        "fsdp_cpu_ram_efficient_loading": "true",
-        "fsdp_forward_prefetch": "false",
-        "fsdp_min_num_params": 100_000_000,
-        "fsdp_offload_params": "false",
-        "fsdp_reshard_after_forward": "true",
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_sync_module_states": "true",
-        "fsdp_use_orig_params": "true",
-        "fsdp_version": "1",
-        "max_restarts": 0,
-        "megatron_lm_eod_mask_loss": False,
-        "megatron_lm_gradient_clipping": 1.0,
-        "megatron_lm_no_load_optim": False,
-        "megatron_lm_no_save_optim": False,
-        "megatron_lm_optimizer_cpu_offload": False,
-        "megatron_lm_overlap_cpu_optimizer_d2h_h2d": False,
-        "megatron_lm_pp_degree": 1,
-        "megatron_lm_tp_degree": 1,
-        "megatron_lm_use_custom_fsdp": False,
-        "megatron_lm_use_precision_aware_optimizer": False,
-        "monitor_interval": 0.1,
-        "parallelism_config_cp_backend": "torch",
-        "parallelism_config_cp_comm_strategy": "allgather",
-        "parallelism_config_cp_size": 1,
-        "parallelism_config_dp_replicate_size": 1,
-        "parallelism_config_dp_shard_size": 1,
-        "parallelism_config_sp_attn_implementation": "sdpa",
-        "parallelism_config_sp_backend": "deepspeed",
-        "parallelism_config_sp_seq_length": None,
-        "parallelism_config_sp_seq_length_is_variable": True,
-        "parallelism_config_sp_size": 1,
-        "parallelism_config_tp_size": 1,
-        "rdzv_backend": "static",
-        "rdzv_conf": "",
-        "role": "default",
-        "tee": "0",
-    }
-)
+_DEFAULTS: Final[dict[str, Any]] = {
+    "debug": None,
+    "dynamo_mode": "default",
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_amax_history_len": 1024,
+    "fp8_enable_fsdp_float8_all_gather": 1,
+    "fp8_format": "HYBRID",
+    "fp8_interval": 1,
+    "fp8_margin": 0,
+    "fp8_opt_level": "O2",
+    "fp8_override_linear_precision": (False, False, False),
+    "fp8_pad_inner_dim": 1,
+    "fsdp_activation_checkpointing": "false",
+    "fsdp_activation_checkpointing_offload": "false",
+    "fsdp_cpu_ram_efficient_loading": "true",
+    "fsdp_forward_prefetch": "false",
+    "fsdp_min_num_params": 100_000_000,
+    "fsdp_offload_params": "false",
+    "fsdp_reshard_after_forward": "true",
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_sync_module_states": "true",
+    "fsdp_use_orig_params": "true",
+    "fsdp_version": "1",
+    "max_restarts": 0,
+    "megatron_lm_eod_mask_loss": False,
+    "megatron_lm_gradient_clipping": 1.0,
+    "megatron_lm_no_load_optim": False,
+    "megatron_lm_no_save_optim": False,
+    "megatron_lm_optimizer_cpu_offload": False,
+    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": False,
+    "megatron_lm_pp_degree": 1,
+    "megatron_lm_tp_degree": 1,
+    "megatron_lm_use_custom_fsdp": False,
+    "megatron_lm_use_precision_aware_optimizer": False,
+    "monitor_interval": 0.1,
+    "parallelism_config_cp_backend": "torch",
+    "parallelism_config_cp_comm_strategy": "allgather",
+    "parallelism_config_cp_size": 1,
+    "parallelism_config_dp_replicate_size": 1,
+    "parallelism_config_dp_shard_size": 1,
+    "parallelism_config_sp_attn_implementation": "sdpa",
+    "parallelism_config_sp_backend": "deepspeed",
+    "parallelism_config_sp_seq_length": None,
+    "parallelism_config_sp_seq_length_is_variable": True,
+    "parallelism_config_sp_size": 1,
+    "parallelism_config_tp_size": 1,
+    "rdzv_backend": "static",
+    "rdzv_conf": "",
+    "role": "default",
+    "tee": "0",
+}
 """Values of options that are not on the command line. Switches not listed here are False, all other options None."""
 
 
-class CustomArgumentParser(ArgumentParser):
+class OldParser(ArgumentParser):
     """A parser that also accepts options spelled with dashes, and sets `nondefault` to the options that were given."""
 
     def parse_known_args(  # type: ignore[override]

@@ -12,8 +12,6 @@ from accel_state import current
 from accel_state.labels import DistributedType
 from accel_state.run_state import AcceleratorState
 
-__all__ = ("get_grad_scaler", "get_mixed_precision_context_manager")
-
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Create a scaler for fp16 losses on this process's device.

@@ -9,8 +9,6 @@ from accel_state.errors import PluginError, SettingError
 from accel_tracking.base import GeneralTracker
 from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names, unregister_tracker_class
 
-__all__ = ("LOGGER_TYPE_TO_CLASS", "TrackerClasses")
-
 
 class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
     """Tracker classes by name. An assignment registers a class, and a deletion removes it from the registry."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     torch_version: Version
 
-__all__ = ("compare_versions", "is_torch_version", "torch_version")
-
 _OPERATORS: Final = {
     "<": operator.lt,
     "<=": operator.le,

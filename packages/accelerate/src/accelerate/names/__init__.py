@@ -14,6 +14,8 @@ from typing import Final
 from .homes import NAMES
 
 __all__ = (
+    "LENDERS",
+    "LIBRARIES",
     "LOGGERS",
     "NAMES",
     "NOT_PROVIDED",
@@ -23,19 +25,32 @@ __all__ = (
     "REMOVED",
     "VERSION",
     "Owner",
-    "borrowed",
-    "libraries",
+    "owner_of",
     "owners",
-    "served",
     "stub_path",
 )
 
 VERSION: Final = "1.15.0+accel.1"
 """The distribution's version: starts with that of the interface, because libraries compare it."""
 
+_WIZARD: Final = (
+    "It was a part of the questions that the original's own command asks.",
+    "Run `accelerate config`, or write a file with accelerate.utils.write_basic_config.",
+)
+
 NOT_PROVIDED: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate.deepspeed_utils": ("It was removed before 1.0.", "Import from accelerate.utils."),
     "accelerate.kwargs_handlers": ("It was removed before 1.0.", "Import from accelerate.utils."),
+    "accelerate.checkpointing": (
+        "Its functions wrote a folder without the commit of `save_state`.",
+        "Call Accelerator.save_state and load_state.",
+    ),
+    "accelerate.commands.config.cluster": _WIZARD,
+    "accelerate.commands.config.config_utils": _WIZARD,
+    "accelerate.commands.config.sagemaker": _WIZARD,
+    "accelerate.commands.config.update": _WIZARD,
+    "accelerate.commands.menu": _WIZARD,
+    "accelerate.commands.utils": ("It held the parser of the original's own commands.", "Use argparse."),
     "accelerate.test_utils": (
         "The test helpers of the original library are not part of the drop-in.",
         "Use accel_testing (real processes, clean state) and accel_testing.backends (suites for backends).",
@@ -52,6 +67,24 @@ REMOVED: Final[Mapping[str, str]] = {
     "shard_checkpoint": "Use accel_bigmodel.split_state_dict, or huggingface_hub.split_torch_state_dict_into_shards.",
 }
 """Names that were removed before 1.15, with the remedy for each."""
+
+LENDERS: Final = ("accelerate.utils", *(name for name in NAMES if not name.startswith("accelerate.commands")))
+"""The old modules whose names the others have too; the names of the commands repeat."""
+
+_LIBRARIES: Final = """
+    argparse base64 collections contextlib copy enum functools gc importlib inspect json logging math os pickle platform
+    random re shutil socket subprocess sys tempfile threading time torch warnings weakref yaml
+"""
+
+LIBRARIES: Final[Mapping[str, str]] = {
+    **{name: name for name in _LIBRARIES.split()},
+    "F": "torch.nn.functional",
+    "dist": "torch.distributed",
+    "nn": "torch.nn",
+    "np": "numpy",
+    "optim": "torch.optim",
+}
+"""Modules of other libraries that scripts read from an old module, which imports them for its own use, by name."""
 
 OWN_MODULES: Final = frozenset(
     f"accelerate.{name}"
@@ -79,7 +112,6 @@ LOGGERS: Final = {
 OWN_LOGGERS: Final = (
     "accelerate.accelerator",
     "accelerate.big_modeling",
-    "accelerate.checkpointing",
     "accelerate.commands.launch",
     "accelerate.commands.to_fsdp2",
     "accelerate.data_loader",
@@ -116,26 +148,16 @@ def owners(address: str) -> Mapping[str, Owner]:
     return dict(_resolved(NAMES[address]))
 
 
-@cache
-def borrowed(address: str) -> Mapping[str, Owner]:
-    """The names that an old module imports from other old modules, each with its owner."""
-    # Imported here, because most processes do not need these names.
-    from .lent import BORROWED
+def owner_of(address: str, name: str) -> Owner | None:
+    """The owner of a name of an old module, or None if it has no such name.
 
-    own = owners(address)
-    return {name: owner for name, owner in _resolved(BORROWED.get(address, {})) if name not in own}
-
-
-def libraries() -> Mapping[str, str]:
-    """Modules of other libraries that the old modules import for their own use, by name."""
-    from .lent import LIBRARIES
-
-    return LIBRARIES
-
-
-def served(address: str) -> Mapping[str, Owner]:
-    """All names that can be imported from an old module."""
-    return {**owners(address), **borrowed(address)}
+    A module that is no package has every name of the packages and of the others too: scripts import names from modules
+    that import them for their own use.
+    """
+    own = owners(address).get(name)
+    if own is not None or address in PACKAGES:
+        return own
+    return next((owners(lender)[name] for lender in LENDERS if name in owners(lender)), None)
 
 
 def stub_path(address: str) -> str:
@@ -147,6 +169,6 @@ def stub_path(address: str) -> str:
 def _resolved(sources: Mapping[str, str]) -> Iterator[tuple[str, Owner]]:
     for source, words in sources.items():
         known = owners(source) if source in NAMES else None
-        for word in known if known is not None and words == "*" else words.split():
+        for word in [name for name in known or () if name[0] != "_"] if words == "*" else words.split():
             old, _, ours = word.partition("=")
             yield old, Owner(source, ours or old) if known is None else known[ours or old]

@@ -34,21 +34,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.load": "load_checkpoint_and_dispatch",
         "accel_bigmodel.meta": "init_empty_weights init_on_device",
     },
-    "accelerate.checkpointing": {
-        "accelerate.legacy.checkpoints": """
-            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
-        """,
-    },
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
     "accelerate.commands.config": {
-        "accelerate.legacy.command_parts": "default_command_parser update_command_parser",
         "accelerate.legacy.commands": "config_command_parser get_config_parser=config_command_parser main=config_main",
         "accelerate.legacy.config_classes": "default_config_file load_config_from_file",
     },
-    "accelerate.commands.config.cluster": {"accelerate.legacy.command_parts": "get_cluster_input"},
     "accelerate.commands.config.config": {
-        "accelerate.legacy.command_parts": "description=config_description get_user_input",
         "accelerate.legacy.commands": "config_command config_command_parser main=config_main",
     },
     "accelerate.commands.config.config_args": {
@@ -57,51 +49,23 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             default_yaml_config_file hf_cache_home load_config_from_file
         """,
     },
-    "accelerate.commands.config.config_utils": {
-        "accelerate.legacy.command_parts": "DYNAMO_BACKENDS SubcommandHelpFormatter",
-    },
-    "accelerate.commands.config.default": {
-        "accelerate.legacy.command_parts": """
-            default_command_parser default_config_command description=default_description write_basic_config
-        """,
-    },
-    "accelerate.commands.config.sagemaker": {"accelerate.legacy.command_parts": "get_sagemaker_input"},
-    "accelerate.commands.config.update": {
-        "accelerate.legacy.command_parts": """
-            description=update_description update_command_parser update_config update_config_command
-        """,
-    },
+    "accelerate.commands.config.default": {"accelerate.legacy.config_classes": "write_basic_config"},
     "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
     "accelerate.commands.estimate": {
         "accelerate.legacy.commands": "estimate_command estimate_command_parser main=estimate_main",
         "accelerate.legacy.estimating": """
-            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_training_usage
-            gather_data verify_on_hub
+            check_has_model create_empty_model estimate_training_usage gather_data verify_on_hub
         """,
     },
     "accelerate.commands.launch": {
-        "accelerate.legacy.command_parts": """
-            CustomHelpFormatter clean_option deepspeed_launcher=launch_one multi_gpu_launcher=launch_one
-            options_to_group sagemaker_launcher simple_launcher=launch_one tpu_launcher=launch_one
-            tpu_pod_launcher=launch_one
+        "accelerate.legacy.commands": """
+            deepspeed_launcher=launch_command launch_command launch_command_parser main=launch_main
+            multi_gpu_launcher=launch_command simple_launcher=launch_command tpu_launcher=launch_command
+            tpu_pod_launcher=launch_command
         """,
-        "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main",
-        "accelerate.legacy.launch_defaults": "_validate_launch_command=validate_launch_command",
+        "accelerate.legacy.launching": "_validate_launch_command=validate_launch_command",
     },
-    "accelerate.commands.menu": {"accelerate.legacy.menus": "BulletMenu"},
-    "accelerate.commands.menu.cursor": {"accelerate.legacy.menus": "hide hide_cursor show_cursor"},
-    "accelerate.commands.menu.helpers": {
-        "accelerate.legacy.menus": """
-            CURSOR_TO_CHAR Direction TERMINAL_WIDTH clear_line forceWrite linebreak move_cursor reset_cursor writeColor
-        """,
-    },
-    "accelerate.commands.menu.input": {"accelerate.legacy.menus": "KeyHandler mark mark_multiple register"},
-    "accelerate.commands.menu.keymap": {
-        "accelerate.legacy.menus": "ARROW_KEY_FLAG KEYMAP get_character get_raw_chars",
-    },
-    "accelerate.commands.menu.selection_menu": {"accelerate.legacy.menus": "BulletMenu in_colab"},
     "accelerate.commands.merge": {
-        "accelerate.legacy.command_parts": "description=merge_description",
         "accelerate.legacy.commands": "main=merge_main merge_command merge_command_parser",
     },
     "accelerate.commands.test": {
@@ -112,16 +76,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands.to_fsdp2": {
         "accelerate.legacy.commands": "to_fsdp2_command_parser",
         "accelerate.legacy.fsdp2_configs": """
-            ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config
-            to_fsdp2_command
+            convert_config_to_fsdp2 load_config to_fsdp2_command
         """,
     },
     "accelerate.commands.tpu": {
         "accelerate.legacy.commands": "main=tpu_main tpu_command_launcher tpu_command_parser",
-    },
-    "accelerate.commands.utils": {
-        "accelerate.legacy.command_parts": "CustomArgumentGroup",
-        "accelerate.legacy.parsing": "CustomArgumentParser",
     },
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
@@ -151,14 +110,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.launchers": {
         "accel_cli.launch.notebook": "debug_launcher notebook_launcher",
-        "accelerate.legacy.launching": "test_launch=check_place",
     },
     "accelerate.local_sgd": {"accel_torch.local_sgd": "LocalSGD"},
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {},
     "accelerate.optimizer": {
         "accel_plugins.wrapped.optimizer": "AcceleratedOptimizer",
-        "accelerate.legacy.weights": "move_to_device patch_optimizer_step",
     },
     "accelerate.parallelism_config": {"accel_state.mesh": "ParallelismConfig"},
     "accelerate.scheduler": {"accel_plugins.wrapped.scheduler": "AcceleratedScheduler"},
@@ -185,23 +142,15 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils": {
         "accelerate.parallelism_config": "*",
         "accelerate.utils.ao": "*",
-        "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
+        "accelerate.utils.bnb": "*",
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.deepspeed": "*",
         "accelerate.utils.environment": "*",
-        "accelerate.utils.fsdp_utils": """
-            disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
-            fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters
-            get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model
-            save_fsdp_optimizer
-        """,
+        "accelerate.utils.fsdp_utils": "*",
         "accelerate.commands.config.default": "write_basic_config",
         "accelerate.utils.imports": "*",
-        "accelerate.utils.launch": """
-            PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
-            prepare_simple_launcher_cmd_env prepare_tpu
-        """,
+        "accelerate.utils.launch": "PrepareForLaunch prepare_multi_gpu_env prepare_simple_launcher_cmd_env",
         "accelerate.utils.megatron_lm": """
             AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
             MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep
@@ -333,10 +282,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.launch": {
         "accel_cli.launch.sagemaker": "_convert_nargs_to_dict=hyperparameters",
+        "shutil": "which",
         "accelerate.legacy.launching": """
-            PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
-            prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
-            setup_fp8_env
+            PrepareForLaunch prepare_multi_gpu_env prepare_simple_launcher_cmd_env
         """,
     },
     "accelerate.utils.megatron_lm": {
@@ -399,9 +347,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             is_tensor_information is_torch_tensor listify
         """,
         "accelerate.legacy.operations": """
-            DistributedOperationException TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT broadcast broadcast_object_list
-            chained_operation copy_tensor_to_devices gather_tensor_shape ignorant_find_batch_size is_torch_xpu_tensor
-            reduce verify_operation
+            DistributedOperationException broadcast broadcast_object_list copy_tensor_to_devices
+            ignorant_find_batch_size is_torch_xpu_tensor reduce
         """,
         "accelerate.legacy.error_texts": "recursively_apply",
     },
@@ -419,8 +366,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.objects": "get_pretty_name merge_dicts recursive_getattr",
         "accel_state.process": "wait_for_everyone",
         "accelerate.legacy.weights": """
-            TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors get_model_tp_size get_module_children_bottom_up
-            model_has_dtensor
+            clean_state_dict_for_safetensors get_model_tp_size get_module_children_bottom_up model_has_dtensor
         """,
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import NAMES, owners, served, stub_path
+from . import NAMES, PACKAGES, owners, stub_path
 
 __all__ = ("stub", "write_stubs")
+
+_LENDERS = ("accelerate.utils", "accelerate.state")
 
 
 def stub(address: str) -> str:
@@ -21,15 +23,18 @@ def stub(address: str) -> str:
 
 
 def _lines(address: str) -> Iterator[str]:
-    names = served(address)
+    names = owners(address)
     by_place = sorted(names.items(), key=lambda item: (item[1].module, item[0]))
+    if address not in PACKAGES:
+        # Here checkers know only the names that most modules lend.
+        yield from (f"from {lender} import *" for lender in _LENDERS if lender != address)
     yield from (f"from {owner.module} import {owner.name} as {name}" for name, owner in by_place)
     below = sorted(other.rpartition(".")[2] for other in NAMES if other.rpartition(".")[0] == address)
     # A function takes precedence over a submodule of the same name.
     yield from (f"from {address} import {name} as {name}" for name in below if name not in names)
     if address == "accelerate":
         yield "__version__: str"
-    yield f"__all__ = {sorted(owners(address))}"
+    yield f"__all__ = {sorted(names)}"
 
 
 def write_stubs(source: Path) -> None:
