@@ -12,6 +12,7 @@ from accel_torch.misuse import MisuseWarning as MisuseWarning
 from accel_torch.model_average import ModelAverage as ModelAverage
 from accel_torch.profile import ProfileKwargs as ProfileKwargs
 from accel_torch.profile import ProfilerActivity as ProfilerActivity
+from accel_torch.whole_matrices import WholeMatrices as WholeMatrices
 from accel_tracking import *  # noqa: F403
 
 __version__: str

@@ -26,7 +26,7 @@ from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError, Conflict, NotOffered, NotReady, SettingError
 from accel_state.settings.integers import as_int
 from accel_torch.hooks import Hook
-from accel_torch.start_run import session_of
+from accel_torch.start_run import open_sessions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ class ModelAverage:
         automatic: bool = True,
     ) -> None:
         _check(decay, every, start)
-        session = session_of(model)
+        session = _session_of(model)
         if session is None:
             raise NotReady(
                 f"Cannot average {type(model).__name__}.",
@@ -363,6 +363,16 @@ def _leave(session: weakref.ref[Session], hook: Hook, handles: list[Any]) -> Non
         handle.remove()
     if (alive := session()) is not None:
         alive.hooks.leave(hook)
+
+
+def _session_of(model: Module) -> Session | None:
+    """The session that prepared a model, given the prepared model or the user's model inside it."""
+    wanted = strategy_model(model)
+    for session in open_sessions():
+        unwrap = session.strategy.unwrap
+        if any(one is wanted or unwrap(one) is wanted for one in session.prepared.for_strategy(ObjectKind.MODEL)):
+            return session
+    return None
 
 
 def _local(parameter: Any) -> Tensor:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
-from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Manifest, ObjectKind
+from accel_plugins.manifest import Manifest
 from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
 from accel_state import current
@@ -36,14 +35,12 @@ from accel_torch.options import Options
 from accel_torch.session import Session
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
     from accel_torch.time_recorder import TimeRecorder
 
-__all__ = ("leave", "session_of", "start_run", "start_session", "transforms_of")
+__all__ = ("leave", "open_sessions", "start_run", "start_session", "transforms_of")
 
 
 def start_session(options: Options) -> Session:
@@ -111,15 +108,9 @@ def leave(session: Session) -> None:
             _close(session.strategy)
 
 
-def session_of(model: Module) -> Session | None:
-    """The session that prepared a model, given the prepared model or the user's model inside it; None without one."""
-    wanted = strategy_model(model)
-    for strategy, sessions in list(_users.items()):
-        for session in list(sessions):
-            for one in session.prepared.for_strategy(ObjectKind.MODEL):
-                if one is wanted or strategy.unwrap(one) is wanted:
-                    return session
-    return None
+def open_sessions() -> list[Session]:
+    """The sessions of this process that have not ended their training."""
+    return [session for sessions in _users.values() for session in sessions]
 
 
 def _close(strategy: Strategy) -> None:

@@ -45,6 +45,7 @@ __all__ = (
     "shards_of",
     "walk",
     "weights_name",
+    "whole_matrices_name",
 )
 
 OPTIMIZER_NAME: Final = "optimizer"
@@ -111,6 +112,11 @@ def average_name(index: int) -> str:
     return f"average_{index}"
 
 
+def whole_matrices_name(index: int) -> str:
+    """`whole_matrices_<index>`: the states of an optimizer's whole matrices, a file per owner; index 0 has a suffix."""
+    return f"whole_matrices_{index}"
+
+
 def custom_name(index: int) -> str:
     """`custom_checkpoint_<index>.pkl`; index 0 has a suffix."""
     return f"custom_checkpoint_{index}.pkl"
@@ -123,7 +129,7 @@ _OURS: Final = re.compile(
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
     r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|gradients_\d+\.safetensors|(random_states|extra_state)_\d+\.pkl|custom_checkpoint_\d+\.pkl"
-    r"|average_\d+"
+    r"|(average|whole_matrices)_\d+"
     rf"|{re.escape(MANIFEST_NAME)}"
 )
 

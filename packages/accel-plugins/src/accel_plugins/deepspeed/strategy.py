@@ -30,6 +30,7 @@ from accel_plugins.deepspeed.objects import (
 )
 from accel_plugins.deepspeed.zero_init import transformers_view
 from accel_plugins.manifest import ObjectKind
+from accel_plugins.matrix_optimizers import refuse_matrix_optimizers
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady
@@ -126,6 +127,7 @@ class DeepSpeedStrategy(Strategy):
                 "A DeepSpeed engine has exactly one model and one optimizer.",
                 "Prepare each model together with its optimizer.",
             )
+        refuse_matrix_optimizers(bundle.optimizers, "DeepSpeed")
         if bundle.optimizers and self.context.precision.name == "fp16":
             _check_scaling(self._plugin)
         check_placeholders(self._plugin, bundle)

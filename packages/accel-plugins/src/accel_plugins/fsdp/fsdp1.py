@@ -20,6 +20,7 @@ from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.policies import ignored_parameters, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
+from accel_plugins.matrix_optimizers import refuse_matrix_optimizers
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name
 from accel_state.errors import Conflict, NotOffered
@@ -39,6 +40,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def check(self, bundle: Bundle) -> None:
         super().check(bundle)
+        refuse_matrix_optimizers(bundle.optimizers, "FSDP version 1")
         name = self._strategy_name
         failure = f"Cannot use FSDP version 1 with sharding_strategy={name!r}."
         if self._on_cpu and name in _STRATEGIES_WRONG_ON_CPU:

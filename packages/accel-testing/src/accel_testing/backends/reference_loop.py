@@ -80,6 +80,7 @@ class Case:
         norm_type: the order of the norm, such as 2.0.
         clip_value: maximum absolute value of gradients at every step, or None.
         adam: whether to train with Adam instead of SGD with momentum.
+        muon: whether to train the hidden matrices with Muon, which needs them whole, and nothing else.
         scheduled: whether a learning-rate scheduler is prepared and steps after the optimizer.
         model: key of the model in `MODELS`.
         grouped: whether the optimizer has two groups of parameters with different options.
@@ -100,6 +101,7 @@ class Case:
     norm_type: float = 2.0
     clip_value: float | None = None
     adam: bool = False
+    muon: bool = False
     scheduled: bool = False
     model: str = "usual"
     grouped: bool = False
@@ -180,6 +182,10 @@ def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case.adam:
         return torch.optim.Adam(trained, lr=0.05)
+    if case.muon:
+        # Gradients of the head have a singular value of zero, which Muon would enlarge with its rounding errors.
+        hidden = [one for name, one in model.named_parameters() if one.ndim == 2 and "head" not in name]
+        return torch.optim.Muon(hidden, lr=0.05)
     if case.grouped:
         weights = [parameter for parameter in trained if parameter.ndim > 1]
         others = [parameter for parameter in trained if parameter.ndim <= 1]

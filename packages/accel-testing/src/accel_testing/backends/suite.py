@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+import torch
 
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_plugins.resolve import memory_plans, strategy_class
@@ -242,6 +243,18 @@ class BackendSuite:
     def test_init_module_gives_a_model_the_values_of_the_first_process(self, run: Run) -> None:
         for answer in run(tasks.build_inside, self.case()):
             assert answer["weights"] == self.near(answer["expected"])
+
+    @needs("equal_replicas", "state_dict")
+    def test_an_optimizer_of_whole_matrices_trains_as_in_one_process_or_is_refused(self, run: Run) -> None:
+        """Muon computes in bfloat16, so its updates agree to two digits."""
+        answers = run(tasks.train_or_refuse, self.case(muon=True))
+        if not any("refused" in answer for answer in answers):
+            expected = Plain(self.case(muon=True)).run().weights()
+            for weights in self.written(answers):
+                for name, values in expected.items():
+                    assert torch.allclose(torch.tensor(weights[name]), torch.tensor(values), atol=0.01), name
+        else:
+            assert all("refused" in answer for answer in answers), "only some processes refuse it"
 
     @needs("several_models", "equal_replicas")
     def test_several_models_train_side_by_side(self, run: Run) -> None:

@@ -45,6 +45,14 @@ def train(case: Case) -> Answer:
     }
 
 
+def train_or_refuse(case: Case) -> Answer:
+    """Train, or return the error with which the backend refuses the objects."""
+    try:
+        return train(case)
+    except AccelError as error:
+        return {"refused": str(error)}
+
+
 def _shards(training: Training) -> tuple[int, int]:
     shards = training.strategy.shards()
     return shards.count, shards.index
