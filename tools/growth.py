@@ -78,8 +78,8 @@ STEPS_PLAIN: Final = Quantity("the same step by torch alone", "CPU ms", PLAIN)
 SCHEDULES: Final = Quantity(
     "scheduler step",
     "CPU us",
-    "a schedule advances by one step for each rank. The cosine of torch is a recurrence, which must be computed step "
-    "by step to give the same bits; 4,096 single steps of torch take about ten times as long.",
+    "a schedule advances by one step for each rank. Only a schedule that follows from its position jumps; the cosine "
+    "of torch is a recurrence, and takes all of its steps.",
 )
 INDICES: Final = Quantity("epoch of indices", "CPU ms")
 SAVES_TIME: Final = Quantity(

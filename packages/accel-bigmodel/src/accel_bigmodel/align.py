@@ -277,7 +277,8 @@ class AlignDevicesHook(ModelHook):
                 if self._block is not None:
                     self._loaded = self.reader.take(self._block)
                 for tensor in self._offloaded:
-                    self._refuse_replaced(tensor)
+                    if tensor.owner.get(tensor.leaf) is not tensor.placeholder:
+                        self._refuse_replaced(tensor)
                     weight = self._in_place.get(tensor.name)
                     tensor.owner[tensor.leaf] = (
                         tensor.with_data(self._loaded[tensor.name]) if weight is None else weight
@@ -290,7 +291,7 @@ class AlignDevicesHook(ModelHook):
         """Raise for a weight that somebody has set in the module: the forward would use the offloaded one."""
         present = tensor.owner.get(tensor.leaf)
         # Another placeholder is that of a tied weight.
-        if type(present) is Placeholder or present is tensor.placeholder or type(tensor.placeholder) is not Placeholder:
+        if type(present) is Placeholder or type(tensor.placeholder) is not Placeholder:
             return
         name = self._full(tensor.name)
         # The new weight goes with the error; the offloaded one can be used again.

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from accel_state.errors import NotOffered
-from accel_state.labels import HOOK, OLD_FORWARD
+from accel_state.labels import DEVICE_MAP, HOOK, OLD_FORWARD
 
 __all__ = (
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
+    "is_dispatched",
     "refuse_to_move",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
@@ -196,6 +197,21 @@ def refuse_to_move(module: nn.Module) -> None:
     for name in _MOVES:
         if hasattr(type(module), name):
             setattr(module, name, refusal)
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether a device map of several places, or offloading, decides where weights of a model are.
+
+    Such a model must not be moved as a whole, also if it is inside another one.
+    """
+    return any(
+        len(set(map(str, (getattr(module, DEVICE_MAP, None) or {}).values()))) > 1 or _refuses_to_move(module)
+        for module in model.modules()
+    )
+
+
+def _refuses_to_move(module: nn.Module) -> bool:
+    return any(getattr(vars(module).get(name), "func", None) is _refuse for name in _MOVES)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:

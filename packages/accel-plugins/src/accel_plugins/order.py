@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch.nn import Module
 
+from accel_bigmodel.hooks import is_dispatched
 from accel_plugins.bundle import Bundle
 from accel_plugins.layers import backend_of, record_layer, record_wrapped
 from accel_plugins.manifest import Manifest
@@ -86,7 +87,11 @@ def numbered(planned: Sequence[PrepareStep]) -> str:
 
 
 def _place(bundle: Bundle, strategy: Strategy, moves: Callable[[Module], bool]) -> Bundle:
-    return _changed(bundle, lambda model: strategy.place(model) if moves(model) else model)
+    def place(model: Module) -> Module:
+        # The device map, or the hooks, have placed the weights of a dispatched model.
+        return strategy.place(model) if moves(model) and not is_dispatched(model) else model
+
+    return _changed(bundle, place)
 
 
 def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:

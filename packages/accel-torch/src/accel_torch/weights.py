@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel.align import has_offloaded_params
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.weight_files import load_weights, save_weights
 from accel_plugins.layers import strategy_model
@@ -23,9 +22,7 @@ __all__ = ("put_weights", "save_model", "state_dict")
 
 def state_dict(session: Session, model: Module, unwrap: bool = True) -> dict[str, Any]:
     """All weights of a model, including offloaded ones; called on every process."""
-    if any(has_offloaded_params(module) for module in model.modules()):
-        return get_state_dict_offloaded_model(model)
-    return session.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
+    return session.strategy.state_dict(strategy_model(model)) if unwrap else get_state_dict_offloaded_model(model)
 
 
 def save_model(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from accel_bigmodel import weight_files
+from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.failed_load import LoadGuard, load_guard
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.reading import FileWeight, WeightSource, open_weights
@@ -56,8 +57,8 @@ _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_
 
 
 def plain_state_dict(model: Module) -> dict[str, Tensor]:
-    """The state dict of a module under the names in the user's model, also if submodules are compiled."""
-    return {canonical_name(name): value for name, value in model.state_dict().items()}
+    """The state dict of a module under the names in the user's model, also if submodules are compiled or offloaded."""
+    return {canonical_name(name): value for name, value in get_state_dict_offloaded_model(model).items()}
 
 
 def write_part(kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:

@@ -31,15 +31,14 @@ _FUNCTIONS_OF: Final[Mapping[type, Callable[[Any], Iterable[Any]]]] = {
 
 def advance(scheduler: Any, steps: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
     """Call `scheduler.step(*args, **kwargs)` `steps` times, but not beyond the end of the schedule (`total_steps`)."""
-    if kwargs is None:
-        kwargs = {}
     left = _steps_left(scheduler)
     if left is not None:
         steps = min(steps, left)
     if steps > 1 and not args and not kwargs and _jump(scheduler, steps):
         return
+    step = functools.partial(scheduler.step, *args, **kwargs or {}) if args or kwargs else scheduler.step
     for _ in range(steps):
-        scheduler.step(*args, **kwargs)
+        step()
 
 
 def _steps_left(scheduler: Any) -> int | None:
