@@ -10,7 +10,7 @@ import torch
 from faults import tracing
 from torch import nn
 
-from accel_plugins.checkpoint.recovery import Claim
+from accel_plugins.checkpoint.recovery import staged_path
 from accel_state.errors import CheckpointError
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
@@ -52,7 +52,8 @@ def test_training_does_not_start_anew_after_a_death_between_the_two_renames(tmp_
     with fresh():
         accelerator, model = trained(0.0)
         assert accelerator.load_state(str(target), missing_ok=True) == str(target)
-        assert model.weight.item() == 1.0
+        # The new one was complete.
+        assert model.weight.item() == 2.0
         assert accelerator.load_state(str(tmp_path / "never saved"), missing_ok=True) is None
         with pytest.raises(CheckpointError, match="no such folder"):
             accelerator.load_state(str(tmp_path / "never saved"))
@@ -72,8 +73,7 @@ def load_together(folders: list[str], missing_ok: bool) -> tuple[str | None, flo
 def test_all_processes_find_what_one_of_them_puts_back(two: Processes, tmp_path: Path) -> None:
     target = tmp_path / "last"
     save(target, 1.0)
-    with Claim(target) as claim:
-        target.rename(claim.path("old"))
+    target.rename(staged_path(target, "0123456789abcdef"))
 
     assert two.run(load_together, [str(target)] * 2, True) == [(str(target), 1.0)] * 2
     assert [entry.name for entry in tmp_path.glob("last*") if entry.is_dir()] == ["last"]

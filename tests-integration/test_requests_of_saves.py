@@ -10,7 +10,8 @@ from counting_store import on_all_ranks, simulated_ranks
 
 from accel_ops import agreement
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.commit import CheckpointFinalizer, Committed, staging
+from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint.finalize import CheckpointFinalizer, Committed
 from accel_plugins.checkpoint.manifest import verify
 from accel_state.errors import CheckpointError
 
@@ -42,7 +43,7 @@ def test_a_save_takes_a_rank_12_requests_and_rank_0_three_for_each_rank(tmp_path
     outcomes = on_all_ranks(ranks, lambda rank: save(rank, tmp_path / "a", begun))
 
     assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == []
-    assert {(tuple(outcome.owners), outcome.identity) for outcome in outcomes} == {((0,), outcomes[0].identity)}
+    assert {(tuple(outcome.owners), outcome.save) for outcome in outcomes} == {((0,), outcomes[0].save)}
     assert max(rank.count for rank in ranks[1:]) <= 12
     assert ranks[0].count <= 3 * size + 20
     assert ranks[0].memory.values == {}

@@ -230,7 +230,8 @@ def agreement_of_save(world: int, folder: Path) -> dict[str, float]:
     from counting_store import on_all_ranks, simulated_ranks
 
     from accel_ops import agreement
-    from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
+    from accel_plugins.checkpoint.commit import staging
+    from accel_plugins.checkpoint.finalize import CheckpointFinalizer
 
     ranks = simulated_ranks(world, ranks_per_node=min(world, 8))
     seconds: list[float] = []

@@ -363,7 +363,7 @@ def stale_folders(run: Run) -> sweeps.Tally:
 
 
 def _unfinished(project: Path) -> list[str]:
-    return [entry.name for entry in (project / "checkpoints").iterdir() if ".tmp-" in entry.name]
+    return [entry.name for entry in (project / "checkpoints").iterdir() if ".staged-" in entry.name]
 
 
 def run_goes_on(run: Run) -> str | None:

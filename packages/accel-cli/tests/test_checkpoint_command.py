@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,14 +14,19 @@ import pytest
 
 from accel_cli.checkpoints import shown_age, shown_size
 from accel_cli.main import main
+from accel_plugins.checkpoint import locks
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.checkpoint.recovery import Claim
+from accel_plugins.checkpoint.recovery import staged_path
+from accel_plugins.checkpoint.retention import remove_oldest
 from accel_state import PartialState
 from accel_testing.fresh import fresh
 
 FACTS = {"step": 1, "positions": [{"epoch": 2, "batch": 30, "sample": 120}], "seed": 4}
+
+TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -31,9 +37,8 @@ def project(tmp_path: Path) -> Path:
         for number in range(3):
             with staging(tmp_path / "checkpoints" / f"checkpoint_{number}", facts=FACTS, fsync=False) as folder:
                 (folder / "optimizer.bin").write_text(f"bytes{number}"[-5:])
-    # A claim that was let go is that of a process that died.
-    with Claim(tmp_path / "checkpoints" / "checkpoint_3") as claim:
-        claim.path("tmp").mkdir()
+    # A lock that was let go is that of a process that died.
+    FolderLock.create(staged_path(tmp_path / "checkpoints" / "checkpoint_3", TOKEN)).close()
     return tmp_path
 
 
@@ -58,14 +63,14 @@ def test_checkpoint_list_prints_a_table_with_damage(
     assert lines[1][1].endswith("complete")
     assert "damaged: optimizer.bin has 18 bytes, and 5 were written." in lines[2][1]
     assert "unverified: it has no manifest" in lines[3][1]
-    assert "incomplete: its process has ended" in lines[4][1]
+    assert "left behind: its run has ended" in lines[4][1]
 
 
 def test_rows_as_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, shown = run(capsys, "list", str(project), "--json")
     rows = json.loads(shown)
 
-    assert [row["state"] for row in rows] == ["complete", "complete", "complete", "incomplete: its process has ended"]
+    assert [row["state"] for row in rows] == ["complete", "complete", "complete", "left behind: its run has ended"]
     assert rows[0]["processes"] == 1
     assert rows[0]["size"] > 5
 
@@ -106,14 +111,60 @@ def test_a_checkpoint_that_was_moved_aside_is_there_again(
 ) -> None:
     """Its run was killed between the two renames that replace a checkpoint where names cannot be exchanged."""
     one = project / "checkpoints" / "checkpoint_1"
-    with Claim(one) as claim:
-        one.rename(claim.path("old"))
+    one.rename(staged_path(one, TOKEN))
     named = one if action in ("verify", "info") else project
     code, shown = run(capsys, action, str(named), *(("--keep", "3") if action == "prune" else ()))
     assert code == 0
     assert ("checkpoint_1" in shown) is (action != "prune")
     assert ("checkpoint_3" in shown) is (action in ("list", "prune"))
     assert verify(one, hashes=True).good
+
+
+def test_prune_removes_what_is_not_provably_abandoned_only_by_its_name(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a network file system, of which this machine does not know all locks.
+    monkeypatch.setattr(locks, "_OF_ONE_MACHINE", frozenset())
+    left = next(entry for entry in (project / "checkpoints").iterdir() if ".staged-" in entry.name)
+    (left / locks.PARTIAL_NAME).write_text("{}")
+    assert "not provably abandoned" in run(capsys, "list", str(project))[1]
+    assert run(capsys, "prune", str(project), "--keep", "5") == (0, "Nothing to remove.\n")
+    assert run(capsys, "prune", str(project), "--keep", "5", "--leftover", left.name) == (0, f"Removed {left.name}\n")
+    assert not left.exists()
+
+
+def test_what_a_running_save_writes_is_not_pruned_by_its_name_either(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FolderLock.create(staged_path(project / "checkpoints" / "checkpoint_4", TOKEN)) as lock:
+        assert "in use" in run(capsys, "list", str(project))[1]
+        run(capsys, "prune", str(project), "--keep", "5", "--leftover", lock.folder.name)
+        assert lock.folder.is_dir()
+
+
+def test_lists_and_verifies_beside_a_run_that_saves_and_removes(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, ended = project / "checkpoints", threading.Event()
+
+    def save() -> None:
+        with fresh():
+            PartialState(cpu=True)
+            for number in (*range(3, 30), *[2] * 10):
+                with staging(folder / f"checkpoint_{number}", facts=FACTS, fsync=False) as staged:
+                    (staged / "optimizer.bin").write_text("bytes")
+                remove_oldest(folder, 2)
+        ended.set()
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    codes = set()
+    while not ended.is_set() and saving.is_alive():
+        codes.add(run(capsys, "list", str(project))[0])
+        code, shown = run(capsys, "verify", str(project))
+        codes.add(code if "damaged" in shown else 0)
+    saving.join()
+    assert codes == {0}
 
 
 def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from accel_plugins.checkpoint import commit
-from accel_plugins.checkpoint.commit import CheckpointFinalizer, exchange, staging
+from accel_plugins.checkpoint import commit, finalize
+from accel_plugins.checkpoint.commit import exchange, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.finalize import CheckpointFinalizer
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import FileRecord, read_manifest, record_of, verify
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
@@ -43,7 +45,8 @@ def test_a_new_checkpoint_appears_with_a_manifest_of_all_its_files(tmp_path: Pat
 
     assert manifest is not None
     assert manifest.files["optimizer.bin"].size == 5
-    assert manifest.facts == {"step": 7, "where": str(tmp_path), "world_size": 1}
+    save = manifest.facts["save"]
+    assert manifest.facts == {"step": 7, "where": str(tmp_path), "world_size": 1, "save": save, "serial": 1}
     assert manifest.size == 5
     assert manifest.versions["torch"]
     assert verify(target, hashes=True).good
@@ -58,22 +61,24 @@ def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
     def refused(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    (tmp_path / "inside").mkdir()
-    for name in ("model", "inside/optimizer"):
-        (tmp_path / name).write_text(name, encoding="utf-8")
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    finalizer = CheckpointFinalizer()
-    finalizer.begin(tmp_path / "model")
-    finalized = finalizer.finalize(tmp_path)
-    assert set(finalized.files) == {"model", "inside/optimizer"}
-    assert verify(tmp_path, hashes=True).good
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        CheckpointFinalizer().finalize(tmp_path)
-    (tmp_path / "gone").unlink()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        CheckpointFinalizer().finalize(tmp_path)
+    folder = tmp_path / "a"
+    with FolderLock.create(folder) as lock:
+        (folder / "inside").mkdir()
+        for name in ("model", "inside/optimizer"):
+            (folder / name).write_text(name, encoding="utf-8")
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        (folder / "gone").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            CheckpointFinalizer().finalize(lock)
+        (folder / "gone").unlink()
+        os.mkfifo(folder / "pipe")
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            CheckpointFinalizer().finalize(lock)
+        (folder / "pipe").unlink()
+        finalizer = CheckpointFinalizer()
+        finalizer.begin(folder / "model")
+        assert set(finalizer.finalize(lock).files) == {"model", "inside/optimizer"}
+    assert verify(folder, hashes=True).good
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -85,7 +90,10 @@ def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
     (target / "notes.txt").write_text("mine")
     (target / "logs").mkdir()
     (target / "logs" / "events").write_text("mine too")
-    (target / "scheduler.bin").write_text("left by a run with a scheduler")
+    # Names that other saves would use, but that no save wrote here.
+    (target / "model-00001-of-00002.safetensors").write_text("a base model")
+    (target / "optimizer_0" / "notes.txt").write_text("mine as well")
+    (target / "optimizer_0" / "__0_0.distcp").chmod(0o600)
     with (target / "notes.txt").open("a") as still_open:
         if not atomic:
             monkeypatch.setattr(commit, "exchange", lambda first, second: False)
@@ -95,10 +103,11 @@ def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
     assert (target / "optimizer.bin").read_text() == "new"
     assert (target / "notes.txt").read_text() == "mine and more"
     assert (target / "logs" / "events").read_text() == "mine too"
-    assert not (target / "scheduler.bin").exists()
+    assert (target / "optimizer_0" / "__0_0.distcp").read_text() == "newnew"
     verdict = verify(target, hashes=True)
     assert verdict.good
-    assert set(verdict.extra) == {"notes.txt", "logs/events"}
+    kept = {"notes.txt", "logs/events", "model-00001-of-00002.safetensors", "optimizer_0/notes.txt"}
+    assert set(verdict.extra) == kept
     assert entries(tmp_path) == {"a"}
 
 
@@ -205,14 +214,14 @@ def test_a_file_that_does_not_reach_the_disk_makes_no_checkpoint(
 ) -> None:
     target = tmp_path / "a"
     write(target, "old")
-    real = commit.fsync_path
+    real = finalize.fsync_path
 
     def fsync(path: Path) -> None:
         if path.name == "optimizer.bin":
             raise OSError(5, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(commit, "fsync_path", fsync)
+    monkeypatch.setattr(finalize, "fsync_path", fsync)
     with pytest.raises(CheckpointError, match="Input/output error"):
         write(target, "new", fsync=True)
     assert (target / "optimizer.bin").read_text() == "old"
@@ -224,16 +233,21 @@ def test_every_file_reaches_the_disk_before_the_manifest_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: bool
 ) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(commit, "fsync_path", lambda path: flushed.append(path.name))
-    (tmp_path / "begun.bin").write_text("x")
-    (tmp_path / "found.bin").write_text("y")
-    finalizer = CheckpointFinalizer() if flushes else CheckpointFinalizer(fsync=False)
-    finalizer.begin(tmp_path / "begun.bin")
-    finalizer.finalize(tmp_path)
+
+    def fsync(path: Path) -> None:
+        assert not (tmp_path / "a" / MANIFEST_NAME).exists()
+        flushed.append(path.name)
+
+    monkeypatch.setattr(finalize, "fsync_path", fsync)
+    with FolderLock.create(tmp_path / "a") as lock:
+        (lock.folder / "begun.bin").write_text("x")
+        (lock.folder / "inside").mkdir()
+        (lock.folder / "inside" / "found.bin").write_text("y")
+        finalizer = CheckpointFinalizer() if flushes else CheckpointFinalizer(fsync=False)
+        finalizer.begin(lock.folder / "begun.bin")
+        finalizer.finalize(lock)
     # Several threads wait for the disk.
-    first, last = ({"begun.bin", "found.bin"}, {MANIFEST_NAME, tmp_path.name}) if flushes else (set(), set())
-    assert (set(flushed[:2]), set(flushed[2:])) == (first, last)
-    assert len(flushed) == len(first) + len(last)
+    assert sorted(flushed) == (["begun.bin", "found.bin", "inside"] if flushes else [])
 
 
 @pytest.mark.usefixtures("cpu_state")
@@ -244,7 +258,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
     real = Path.rename
 
     def rename(self: Path, to: Path) -> Path:
-        if ".tmp-" in self.name:
+        if to == target and (self / "optimizer.bin").read_text() == "new":
             raise OSError("the disk is gone")
         return real(self, to)
 
@@ -266,12 +280,19 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("cpu_state")
-@pytest.mark.parametrize("name", ["a\nb", " ", "\udc80", "a.tmp-0123456789abcdef", "x" * 200])
+@pytest.mark.parametrize("name", ["a\nb", " ", "\udc80", "x" * 200])
 def test_any_name_of_a_folder_is_saved_to_twice(tmp_path: Path, name: str) -> None:
     for text in ("old", "new"):
         write(tmp_path / name, text)
     assert (tmp_path / name / "optimizer.bin").read_text() == "new"
     assert entries(tmp_path) == {name}
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_the_name_of_an_incomplete_save_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="saves that have not ended"):
+        write(tmp_path / "a.staged-0123456789abcdef", "x")
+    assert entries(tmp_path) == set()
 
 
 @pytest.mark.usefixtures("cpu_state")
@@ -337,13 +358,15 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_of_ours_and_not_damaged(tm
 def test_what_another_process_hashed_is_taken_over_unless_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "optimizer_0").mkdir()
-    kept, changed = tmp_path / "optimizer_0" / "__1_0.distcp", tmp_path / "optimizer_0" / "__1_1.distcp"
+    folder = tmp_path / "a"
+    lock = FolderLock.create(folder)
+    (folder / "optimizer_0").mkdir()
+    kept, changed = folder / "optimizer_0" / "__1_0.distcp", folder / "optimizer_0" / "__1_1.distcp"
     writer = CheckpointFinalizer()
     for path in (kept, changed):
         path.write_text("first")
         writer.begin(path)
-    told = writer.records(tmp_path)
+    told = writer.records(folder)
     changed.write_text("second content")
     hashed: list[str] = []
 
@@ -351,13 +374,13 @@ def test_what_another_process_hashed_is_taken_over_unless_it_changed(
         hashed.append(path.name)
         return record_of(path)
 
-    monkeypatch.setattr(commit, "record_of", record)
+    monkeypatch.setattr(finalize, "record_of", record)
     owner = CheckpointFinalizer()
-    assert owner.adopt(tmp_path, ["", told]) == ""
-    owner.finalize(tmp_path)
+    assert owner.adopt(folder, ["", told]) == ""
+    with lock:
+        owner.finalize(lock)
     assert hashed == ["__1_1.distcp"]
-    assert verify(tmp_path, hashes=True).good
-    assert owner.changed(tmp_path) == []
+    assert verify(folder, hashes=True).good
 
 
 # ------------------------------------------------------------------- several processes
@@ -373,7 +396,7 @@ def save_shards(target: str) -> list[str]:
         return record_of(path)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commit, "record_of", record)
+        patched.setattr(finalize, "record_of", record)
         with staging(target, deadline=60.0) as folder:
             (folder / "optimizer_0").mkdir(exist_ok=True)
             (folder / "optimizer_0" / f"__{rank}_0.distcp").write_text(str(rank))

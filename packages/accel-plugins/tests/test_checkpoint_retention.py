@@ -27,7 +27,7 @@ def numbers(folder: Path) -> list[int]:
 def test_checkpoints_are_listed_by_number(saved: Path) -> None:
     (saved / "checkpoint_x").mkdir()
     (saved / "checkpoint_3").write_text("a file")
-    (saved / "checkpoint_11.tmp-00000000-1-00000000").mkdir()
+    (saved / "checkpoint_11.staged-0123456789abcdef").mkdir()
 
     assert numbers(saved) == [2, 9, 10]
     assert checkpoints(saved / "absent") == []

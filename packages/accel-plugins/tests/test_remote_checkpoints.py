@@ -12,7 +12,9 @@ import pytest
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.recovery import recover
 from accel_plugins.checkpoint.remote import RemoteCheckpoints, Uploader, split_url
+from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.store import CheckpointStore, FileStore, StoredFile, is_url, open_store
 from accel_state.errors import CheckpointError, SettingError
 
@@ -135,11 +137,25 @@ def test_a_damaged_or_newer_manifest_is_named(remote: RemoteCheckpoints, tmp_pat
     (path,) = (remote.store.folder / "checkpoint_3").glob("manifest-*")
     commit = json.loads(path.read_text())
     path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"manifest-00000001-00000000\.json is damaged"):
-        remote.committed()
+    assert remote.committed() == []
+    assert "manifest-00000001-00000000.json is damaged" in remote.scan().damaged["checkpoint_3"]
     path.write_text(json.dumps({**commit, "manifest": json.dumps({**json.loads(commit["manifest"]), "format": 99})}))
-    with pytest.raises(CheckpointError, match="format 99"):
-        remote.committed()
+    assert "format 99" in remote.scan().damaged["checkpoint_3"]
+
+
+def test_one_damaged_manifest_does_not_hide_or_keep_the_others(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    for number in range(4):
+        remote.upload(checkpoint(tmp_path / f"checkpoint_{number}"), f"checkpoint_{number}", IDS[number])
+    assert isinstance(remote.store, FileStore)
+    (path,) = (remote.store.folder / "checkpoint_3").glob("manifest-*")
+    path.write_text("{")
+    newest = remote.newest()
+    assert newest is not None
+    assert newest.name == "checkpoint_2"
+    assert remote.surplus(1) == ["checkpoint_0", "checkpoint_1"]
+    older = remote.newest([newest.path])
+    assert older is not None
+    assert older.name == "checkpoint_1"
 
 
 def test_a_manifest_cannot_make_a_download_write_elsewhere(remote: RemoteCheckpoints, tmp_path: Path) -> None:
@@ -147,8 +163,11 @@ def test_a_manifest_cannot_make_a_download_write_elsewhere(remote: RemoteCheckpo
     remote.upload(folder, folder.name, IDS[0])
     assert isinstance(remote.store, FileStore)
     (path,) = (remote.store.folder / "checkpoint_3").glob("manifest-*")
-    text = path.read_text().replace("model.safetensors", "../../model.safetensors")
-    path.write_text(text)
+    commit = json.loads(path.read_text())
+    manifest = json.loads(commit["manifest"].replace("model.safetensors", "../../model.safetensors"))
+    # As by somebody who can write there, and leaves out the hash, which may be absent.
+    del manifest["xxh3_128"]
+    path.write_text(json.dumps({**commit, "manifest": json.dumps(manifest)}))
     with pytest.raises(CheckpointError):
         remote.download(remote.committed()[0], tmp_path / "back" / "checkpoint_3")
     assert not (tmp_path / "model.safetensors").exists()
@@ -276,23 +295,139 @@ def test_a_copy_does_not_replace_that_of_another_folder(tmp_path: Path, caplog: 
     assert [one.data for one in uploader.remote.committed()] == [IDS[2]]
 
 
-def test_folders_are_in_use_until_they_are_copied(tmp_path: Path) -> None:
-    reached, go = threading.Event(), threading.Event()
+class Slow(FileStore):
+    """Writes files when it is told to."""
 
-    class Slow(FileStore):
-        def write(self, name: str, source: Path) -> None:
-            reached.set()
-            assert go.wait(250)
-            super().write(name, source)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reached, self.go = threading.Event(), threading.Event()
 
-    uploader = Uploader(RemoteCheckpoints(Slow((tmp_path / "store").as_uri())))
-    folder = checkpoint(tmp_path / "checkpoint_0")
-    uploader.add(folder, IDS[0])
-    assert reached.wait(250)
-    assert uploader.in_use == {folder}
-    go.set()
+    def write(self, name: str, source: Path) -> None:
+        self.reached.set()
+        assert self.go.wait(250)
+        super().write(name, source)
+
+
+def test_a_checkpoint_stays_until_it_is_copied(tmp_path: Path) -> None:
+    store = Slow((tmp_path / "store").as_uri())
+    uploader = Uploader(RemoteCheckpoints(store))
+    for number in range(2):
+        checkpoint(tmp_path / "local" / f"checkpoint_{number}")
+    uploader.add(tmp_path / "local" / "checkpoint_0", IDS[0])
+    assert store.reached.wait(250)
+    assert remove_oldest(tmp_path / "local", 1) == []
+    store.go.set()
     assert uploader.wait() == []
-    assert uploader.in_use == frozenset()
+    uploader.close()
+    assert remove_oldest(tmp_path / "local", 1) == [tmp_path / "local" / "checkpoint_0"]
+
+
+def test_what_is_copied_is_the_save_that_was_given_although_others_take_its_name(tmp_path: Path) -> None:
+    store = Slow((tmp_path / "store").as_uri())
+    uploader = Uploader(RemoteCheckpoints(store))
+    folder = tmp_path / "latest"
+    uploader.add(checkpoint(folder, "first"), IDS[0])
+    assert store.reached.wait(250)
+    for number in range(1, 6):
+        uploader.add(checkpoint(folder, f"later {number}"), IDS[number])
+    store.go.set()
+    assert uploader.wait() == []
+    (found,) = uploader.remote.committed()
+    # Those in between were replaced before they were copied.
+    assert (found.data, found.generation) == (IDS[5], 1)
+    assert uploader.remote.verify(found, hashes=True).good
+    uploader.remote.download(found, tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_text() == "later 5"
+    uploader.close()
+    recover(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"store", "latest", "back"}
+
+
+def test_a_file_that_changes_while_it_is_sent_replaces_nothing(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "latest")
+    remote.upload(folder, "latest", IDS[0])
+    checkpoint(folder, "again")
+    (folder / "model.safetensors").write_text("AGAIN")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since it was written"):
+        remote.upload(folder, "latest", IDS[1])
+    (found,) = remote.committed()
+    assert found.data == IDS[0]
+    assert remote.verify(found, hashes=True).good
+
+
+class Lossy(FileStore):
+    """Does what it is asked, and loses the answer."""
+
+    def create(self, name: str, content: bytes) -> None:
+        super().create(name, content)
+        raise OSError("timed out")
+
+
+def test_an_answer_that_is_lost_is_no_failure(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(Lossy((tmp_path / "store").as_uri()))
+    remote.upload(checkpoint(tmp_path / "latest", "first"), "latest", IDS[0])
+    remote.upload(checkpoint(tmp_path / "latest", "second"), "latest", IDS[1])
+    (found,) = remote.committed()
+    assert (found.data, found.epoch, found.generation) == (IDS[1], 1, 1)
+    assert remote.verify(found, hashes=True).extra == ()
+
+
+class Lagging(FileStore):
+    """Lists nothing, and counts how often it is asked."""
+
+    lists = 0
+
+    def files(self, prefix: str = "") -> Iterator[StoredFile]:
+        self.lists += 1
+        return iter(())
+
+
+def test_a_list_that_lags_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    for number in range(5):
+        RemoteCheckpoints.at(url).upload(checkpoint(tmp_path / "latest", str(number)), "latest", IDS[number])
+    lagging = Lagging(url)
+    RemoteCheckpoints(lagging).upload(checkpoint(tmp_path / "latest", "new"), "latest", IDS[9])
+    assert lagging.lists < 10
+    (found,) = RemoteCheckpoints.at(url).committed()
+    assert (found.data, found.epoch) == (IDS[9], 6)
+
+
+def test_a_run_that_was_suspended_takes_nothing_from_a_later_one(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    later = RemoteCheckpoints.at(remote.store.url)
+    remote.upload(checkpoint(tmp_path / "old" / "latest", "old"), "latest", IDS[0])
+    reached = threading.Event()
+
+    class Suspended(FileStore):
+        """Goes on after the other run has saved."""
+
+        def create(self, name: str, content: bytes) -> None:
+            if "manifest" in name and not reached.is_set():
+                reached.set()
+                later.upload(checkpoint(tmp_path / "new" / "latest", "new"), "latest", IDS[2])
+                later.upload(checkpoint(tmp_path / "new" / "checkpoint_0"), "checkpoint_0", IDS[3])
+            super().create(name, content)
+
+    remote.store = Suspended(remote.store.url)
+    with pytest.raises(CheckpointError, match="Another run has started to write there"):
+        remote.upload(checkpoint(tmp_path / "old" / "latest", "older"), "latest", IDS[1])
+    assert reached.is_set()
+    assert "checkpoint_0" not in remote.surplus(0, own=True)
+    found = {one.name: one for one in later.committed()}
+    assert found["latest"].data == IDS[2]
+    assert all(later.verify(one, hashes=True).good for one in found.values())
+
+
+def test_a_run_that_went_back_wins_over_what_it_left(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    for number in range(8):
+        remote.upload(checkpoint(tmp_path / f"checkpoint_{number}"), f"checkpoint_{number}", IDS[number])
+    branch = Uploader(RemoteCheckpoints.at(remote.store.url), keep=3)
+    branch.add(checkpoint(tmp_path / "branch" / "checkpoint_4", "branch"), IDS[9])
+    assert branch.wait() == []
+    newest = branch.remote.newest()
+    assert newest is not None
+    assert (newest.name, newest.data) == ("checkpoint_4", IDS[9])
+    assert [one.name for one in branch.remote.committed()] == ["checkpoint_6", "checkpoint_7", "checkpoint_4"]
 
 
 def test_copies_beyond_the_limit_are_removed(tmp_path: Path) -> None:
@@ -305,7 +440,7 @@ def test_copies_beyond_the_limit_are_removed(tmp_path: Path) -> None:
 
 def test_a_copy_is_not_removed_as_soon_as_it_is_made(tmp_path: Path) -> None:
     uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri()), keep=1)
-    # The second one is of a run that began anew.
+    # The second one is of a script that began anew.
     for index, number in enumerate((5, 0)):
         uploader.add(checkpoint(tmp_path / f"checkpoint_{number}"), IDS[index])
     assert uploader.wait() == []

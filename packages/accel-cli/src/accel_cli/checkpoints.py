@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from accel_cli.terminal import columns
-from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
+from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours, walk
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, read_manifest, verify
-from accel_plugins.checkpoint.recovery import is_stale, located, missing, recover, unfinished
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
+from accel_plugins.checkpoint.recovery import is_in_use, located, missing, recover, remove, unfinished
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, RemoteListing, split_url
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, SettingError
@@ -44,20 +47,29 @@ def checkpoint_table(folder: Path, *, hashes: bool = False) -> list[dict[str, An
         hashes: read every byte; otherwise only sizes are compared.
     """
     if _is_checkpoint(folder):
-        return [_row(folder, hashes)]
+        return [row for row in (_row(folder, hashes),) if row is not None]
     place = _place(folder)
     named = [one.path for one in checkpoints(place)]
-    others = sorted(
-        (entry for entry in place.iterdir() if entry not in named and entry.is_dir() and _is_checkpoint(entry)),
-        key=lambda entry: entry.stat().st_mtime,
-    )
     halves = unfinished(place)
-    whole = [entry for entry in others if entry not in halves]
-    return [_row(entry, hashes) for entry in (*named, *whole)] + [_half(entry) for entry in halves]
+    others = [entry for entry in place.iterdir() if entry not in {*named, *halves} and _is_checkpoint(entry)]
+    whole = [*named, *sorted(others, key=_changed)]
+    rows = [*(_row(entry, hashes) for entry in whole), *(_half(entry) for entry in halves)]
+    return [row for row in rows if row is not None]
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).is_file() or any(is_ours(entry.name) for entry in folder.iterdir())
+    try:
+        return (folder / MANIFEST_NAME).is_file() or any(is_ours(name) for name in os.listdir(folder))
+    except OSError:
+        # A file, or a folder that a run has just removed.
+        return False
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _place(folder: Path) -> Path:
@@ -68,10 +80,14 @@ def _place(folder: Path) -> Path:
     return place
 
 
-def _row(path: Path, hashes: bool) -> dict[str, Any]:
-    verdict = verify(path, hashes=hashes)
+def _row(path: Path, hashes: bool) -> dict[str, Any] | None:
+    """A row, or None for a checkpoint that a run has removed meanwhile. One save is read, also beside a run."""
+    with FolderLock.share(path) or nullcontext() as lock:
+        verdict = verify(path if lock is None else lock.path, hashes=hashes)
+    if not path.is_dir():
+        return None
     facts = dict(verdict.manifest.facts) if verdict.manifest is not None else {}
-    written = verdict.manifest.written if verdict.manifest is not None else path.stat().st_mtime
+    written = verdict.manifest.written if verdict.manifest is not None else _changed(path)
     return {
         "name": path.name,
         "position": _position(facts),
@@ -83,11 +99,10 @@ def _row(path: Path, hashes: bool) -> dict[str, Any]:
     }
 
 
-def _half(path: Path) -> dict[str, Any]:
-    state = "incomplete: its process has ended" if is_stale(path) else "incomplete: in progress"
-    written = path.stat().st_mtime
-    row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": written}
-    return {**row, "state": state, "damage": []}
+def _half(path: Path) -> dict[str, Any] | None:
+    state = "left behind: in use, or not provably abandoned" if is_in_use(path) else "left behind: its run has ended"
+    row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": _changed(path)}
+    return {**row, "state": state, "damage": []} if path.is_dir() else None
 
 
 def _state(verdict: Verdict, hashes: bool) -> str:
@@ -104,7 +119,11 @@ def _position(facts: Mapping[str, Any]) -> str:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+    size = 0
+    for file in walk(path):
+        with suppress(FileNotFoundError):
+            size += 0 if file.is_symlink() else file.stat().st_size
+    return size
 
 
 def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -134,9 +153,9 @@ def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: the store does not answer, or refuses the request.
     """
-    remote, committed, halves = _on_store(url)
+    remote, listing = _on_store(url)
     rows = []
-    for one in committed:
+    for one in listing.committed:
         verdict = remote.verify(one, hashes=hashes)
         row = {
             "name": one.name,
@@ -148,21 +167,23 @@ def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
             "damage": list(verdict.damage),
         }
         rows.append(row)
-    for name, size in sorted(halves.items()):
-        row = {"name": name, "position": "", "processes": None, "size": size, "written": None, "damage": []}
-        rows.append({**row, "state": "incomplete: it was not committed"})
+    unknown: dict[str, Any] = {"position": "", "processes": None, "size": 0, "written": None, "damage": []}
+    for name, damage in sorted(listing.damaged.items()):
+        rows.append({**unknown, "name": name, "state": f"damaged: {damage}", "damage": [damage]})
+    for name, size in sorted(listing.uncommitted.items()):
+        rows.append({**unknown, "name": name, "size": size, "state": "left behind: it was not committed"})
     return rows
 
 
-def _on_store(url: str) -> tuple[RemoteCheckpoints, list[RemoteCheckpoint], dict[str, int]]:
+def _on_store(url: str) -> tuple[RemoteCheckpoints, RemoteListing]:
     """The checkpoints below a URL, or the checkpoint at that URL."""
     remote = RemoteCheckpoints.at(url)
-    committed, halves = remote.scan()
-    if committed or halves or url.rstrip("/").count("/") < 3:
-        return remote, committed, halves
+    listing = remote.scan()
+    if any(listing) or url.rstrip("/").count("/") < 3:
+        return remote, listing
     store, name = split_url(url)
     above = RemoteCheckpoints.at(store)
-    return above, *above.scan(name)
+    return above, above.scan(name)
 
 
 def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
@@ -173,23 +194,27 @@ def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
     """
     store, name = split_url(url)
     remote = RemoteCheckpoints.at(store)
-    found = remote.committed(name)
+    found, _, damaged = remote.scan(name)
     if not found:
         raise CheckpointError(
             f"Cannot read the checkpoint {url}.",
-            f"{store} has no complete checkpoint of that name.",
+            damaged.get(name, f"{store} has no complete checkpoint of that name."),
             f"List those that exist: accel checkpoint list {store}",
         )
     return remote, found[0]
 
 
-def remote_prune(url: str, keep: int, *, dry_run: bool = False) -> list[str]:
+def remote_prune(url: str, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
     """Remove the oldest checkpoints of a store until `keep` are left, and return the names of the removed ones.
 
-    Uncommitted checkpoints are not removed: another process may be writing them.
+    Args:
+        url: URL of the store.
+        keep: number of checkpoints to keep.
+        named: names of uncommitted checkpoints that are removed too; another process may be writing them.
+        dry_run: only return the names.
     """
     remote = RemoteCheckpoints.at(url)
-    gone = remote.surplus(keep)
+    gone = [*remote.surplus(keep), *(name for name in remote.scan().uncommitted if name in named)]
     if not dry_run:
         remote.remove(gone)
     return gone
@@ -264,14 +289,23 @@ def shown_age(written: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
-    """Remove the oldest checkpoints until `keep` are left, and leftovers of dead processes; return their names."""
+def prune(folder: Path, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
+    """Remove the oldest checkpoints until `keep` are left, and what ended runs left behind; return their names.
+
+    Args:
+        folder: a folder of checkpoints, or the project above it.
+        keep: number of checkpoints to keep.
+        named: names of what runs left behind that is removed although nothing proves that they have ended.
+        dry_run: only return the names.
+    """
     place = _place(folder)
-    dead = [entry for entry in unfinished(place) if is_stale(entry)]
+    left = [entry for entry in unfinished(place) if entry.name in named or not is_in_use(entry)]
     if dry_run:
-        return [path.name for path in (*dead, *surplus(place, keep))]
+        return [path.name for path in (*left, *surplus(place, keep))]
     recover(place)
-    return [path.name for path in (*dead, *remove_oldest(place, keep))]
+    for entry in left:
+        remove(entry, asked=entry.name in named)
+    return [path.name for path in left if not path.exists()] + [path.name for path in remove_oldest(place, keep)]
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:

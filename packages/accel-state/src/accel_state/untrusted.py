@@ -284,7 +284,9 @@ def path_inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = 
     if not _is_relative(name):
         raise ValueError(f"{quoted(name)} is not the name of a file in or below the folder")
     path = os.path.join(folder, name)
-    if not links_out:
+    parts = name.split("/")
+    below = (os.path.join(folder, *parts[:count]) for count in range(1, len(parts) + 1))
+    if not links_out and any(map(os.path.islink, below)):
         # ".." and absolute names are excluded, so only a link can lead outside.
         root = os.path.realpath(folder)
         if os.path.commonpath([root, os.path.realpath(path)]) != root:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.files import gradients_name, is_ours
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import damage_in, read_manifest, verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
-from accel_state.errors import CheckpointError, CheckpointNameError, UnknownKind
+from accel_state.errors import AccelError, CheckpointError, CheckpointNameError, UnknownKind
 from accel_state.watch.record import RECORD
 from accel_torch.folders import automatic_folder, follow_number, given_folder
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ("load_state",)
 
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 100
+"""Attempts of the processes to open the same save of a name under which another run saves."""
 _REPORTED: Final = 10
 """The number of damaged ranges that each process reports to the others."""
 
@@ -54,22 +60,24 @@ def load_state(
                 session.saver.wait()
             found = _chosen(session, barrier, input_dir, missing_ok, stack)
             if found is not None:
-                _demand_prepared(session, found.folder)
-                manifest = read_manifest(found.folder)
-                facts = {} if manifest is None else manifest.facts
-                _demand_same_window(session, found.folder, facts)
-                _load(session, found.folder, dict(options))
-                _follow(session, found.place, facts)
+                with found.as_named():
+                    _demand_prepared(session, found.folder)
+                    manifest = read_manifest(found.folder)
+                    facts = {} if manifest is None else manifest.facts
+                    _demand_same_window(session, found.folder, facts)
+                    _load(session, found, dict(options))
+                    _follow(session, found.place, facts)
+                    _demand_undisturbed(found)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
 
-def _load(session: Session, folder: Path, options: dict[str, Any]) -> None:
+def _load(session: Session, found: _Chosen, options: dict[str, Any]) -> None:
     map_location = _place(session, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
     trusted = not options.pop("weights_only", True)
     session.accumulation.step = load_folder(
-        folder,
+        found.folder,
         session.prepared,
         session.strategy,
         session.process,
@@ -78,10 +86,11 @@ def _load(session: Session, folder: Path, options: dict[str, Any]) -> None:
         trusted=trusted,
         allow_missing=allow_missing,
         hooks=list(session.prepared.load_hooks.values()),
+        shown=found.shown,
     )
     load_gradients(
         session.prepared.unwrapped_models(session.strategy.unwrap),
-        folder,
+        found.folder,
         session.state.process_index,
     )
 
@@ -166,12 +175,30 @@ class _Chosen:
     """A checkpoint to load.
 
     Args:
-        folder: the folder of its files on this node.
+        folder: the folder of its files on this node; it is this save's, whatever its name leads to meanwhile.
         place: the folder or URL to which it was saved.
+        lock: keeps the folder from being removed; None for a folder without a manifest.
     """
 
     folder: Path
     place: str
+    lock: FolderLock | None = None
+
+    @property
+    def shown(self) -> Path:
+        """The path of the folder for people and hooks."""
+        return self.folder if self.lock is None else Path(self.place)
+
+    @contextmanager
+    def as_named(self) -> Iterator[None]:
+        """A block in whose errors the folder has the name that people know."""
+        try:
+            yield
+        except AccelError as error:
+            parts = (error.failure, error.obstacle, error.remedy)
+            error.args = tuple(part.replace(str(self.folder), str(self.shown)) for part in parts)
+            error.failure, error.obstacle, error.remedy = error.args
+            raise
 
 
 def _chosen(
@@ -213,9 +240,61 @@ def _chosen(
     asked = f"Cannot load the checkpoint {folder}."
     if found is None:
         raise CheckpointNameError(asked, "There is no such folder.", "Give a folder that save_state() wrote.")
-    if damage := _damage(session, barrier, found, "contents"):
+    chosen = _opened(barrier, found, "open", stack)
+    if damage := _damage(session, barrier, chosen, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
-    return _Chosen(found, str(found))
+    return chosen
+
+
+def _opened(barrier: StoreBarrier, folder: Path, phase: str, stack: ExitStack) -> _Chosen:
+    """Open one save on all processes, although another run may be saving under the same name.
+
+    Args:
+        barrier: the barrier of the load.
+        folder: the checkpoint.
+        phase: the phase of the barrier; no other phase begins with this text.
+        stack: closes the folder.
+
+    Raises:
+        CheckpointError: the processes found different saves, each time.
+    """
+    for attempt in range(_ATTEMPTS):
+        with barrier.reporting():
+            lock = FolderLock.share(folder)
+            manifest = None if lock is None else read_manifest(lock.path)
+        save = "" if manifest is None else str(manifest.facts.get("save", ""))
+        if barrier.wait(f"{phase}, attempt {attempt}", save, _whether_equal):
+            if lock is not None:
+                stack.enter_context(lock)
+            return _Chosen(folder if lock is None else lock.path, str(folder), lock)
+        if lock is not None:
+            lock.close()
+    raise CheckpointError(
+        f"Cannot load the checkpoint {folder}.",
+        f"Another run saved it again {_ATTEMPTS} times while the processes opened it.",
+        "Load it when that run does not save, or save each checkpoint under its own name.",
+    )
+
+
+def _whether_equal(answers: Sequence[str]) -> str:
+    return "equal" if len(set(answers)) == 1 else ""
+
+
+def _demand_undisturbed(chosen: _Chosen) -> None:
+    """Check after reading that one save was read, where neither a lock nor an open folder ensures it.
+
+    Raises:
+        CheckpointError: the checkpoint was replaced.
+    """
+    lock = chosen.lock
+    if lock is None or (lock.is_locked and lock.path != lock.folder):
+        return
+    if not lock.is_committed or (lock.path == lock.folder and not lock.is_at(lock.folder)):
+        raise CheckpointError(
+            f"Cannot load the checkpoint {chosen.place}.",
+            "Another run replaced it while it was read, which cannot be prevented on this file system or system.",
+            "Load it again before training: the objects may have the states of two saves.",
+        )
 
 
 def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None:
@@ -249,28 +328,37 @@ def _newest_good(session: Session, barrier: StoreBarrier, missing_ok: bool, stac
     """The project's newest checkpoint that no process finds damaged; from the store if that one is newer."""
     project = session.options.project
     damaged: dict[Path, str] = {}
+    on_store: dict[str, str] = {}
     while True:
-        turn = len(damaged)
-        told = _decided_by_main(session, barrier, f"choose {turn}", lambda: _newest(session, damaged, missing_ok))
+        turn = len(damaged) + len(on_store)
+        told = _decided_by_main(
+            session, barrier, f"choose {turn}", lambda: _newest(session, damaged, on_store, missing_ok)
+        )
         project.iteration = max(project.iteration, told["following"])
         if told["url"] is not None:
-            from accel_torch.remote import fetch
+            from accel_torch.remote import DamagedOnStore, fetch
 
-            copy = fetch(session, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+            try:
+                copy = fetch(session, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+            except DamagedOnStore as error:
+                logger.warning("%s An older checkpoint is used.", error)
+                on_store[told["url"]] = error.obstacle
+                continue
             return None if copy is None else _Chosen(copy, told["url"])
         if told["folder"] is None:
             return None
         folder = Path(told["folder"])
-        damage = _damage(session, barrier, folder, f"contents {turn}")
+        chosen = _opened(barrier, folder, f"open {turn}", stack)
+        damage = _damage(session, barrier, chosen, f"contents {turn}")
         if not damage:
-            return _Chosen(folder, str(folder))
+            return chosen
         damaged[folder] = damage
 
 
-def _damage(session: Session, barrier: StoreBarrier, folder: Path, phase: str) -> str:
+def _damage(session: Session, barrier: StoreBarrier, chosen: _Chosen, phase: str) -> str:
     """The problems that the processes find in a folder, on every process; each verifies its share of the contents."""
     with barrier.reporting():
-        found = _own_damage(folder, session.process, session.options.project.verify == "hashes")
+        found = _own_damage(chosen.folder, session.process, session.options.project.verify == "hashes")
     return barrier.wait(phase, json.dumps(found[:_REPORTED]), _in_one_text)
 
 
@@ -285,8 +373,17 @@ def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
     return damage_in(folder, verdict.manifest, process)
 
 
-def _newest(session: Session, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
-    """The newest checkpoint whose files have the expected sizes, and a free number for the next one."""
+def _newest(
+    session: Session, damaged: Mapping[Path, str], on_store: Mapping[str, str], missing_ok: bool
+) -> dict[str, Any]:
+    """The newest checkpoint whose files have the expected sizes, and a free number for the next one.
+
+    Args:
+        session: the session.
+        damaged: local checkpoints that are known to be damaged.
+        on_store: URLs of damaged checkpoints on the store.
+        missing_ok: whether there may be none at all.
+    """
     folder = automatic_folder(session.options.project)
     known = available(folder)
     following = known[-1].number + 1 if known else 0
@@ -299,13 +396,13 @@ def _newest(session: Session, damaged: Mapping[Path, str], missing_ok: bool) -> 
     if session.uploader is not None:
         from accel_torch.remote import newest_on_store
 
-        stored = newest_on_store(session, local=found is not None)
+        stored = newest_on_store(session, found is not None, on_store)
     if stored is not None:
         following = max(following, stored.number + 1)
         numbers = {checkpoint.path: checkpoint.number for checkpoint in known}
         if found is None or stored.number > numbers[found]:
             return {"folder": None, "url": stored.path, "following": following}
-    if failure is not None and not (missing_ok and not known):
+    if failure is not None and (known or on_store or not missing_ok):
         raise failure
     return {"folder": None if found is None else str(found), "url": None, "following": following}
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import shutil
 import tempfile
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
-from accel_plugins.checkpoint.commit import Committed
+from accel_plugins.checkpoint.finalize import Committed
 from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, split_url
 from accel_state.errors import CheckpointError, Conflict
 
 if TYPE_CHECKING:
     from accel_torch.session import Session
 
-__all__ = ("fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
+__all__ = ("DamagedOnStore", "fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
 
 logger = logging.getLogger(__name__)
+
+
+class DamagedOnStore(CheckpointError):
+    """Raised when a checkpoint cannot be read from a store; an older one may be."""
 
 
 def probe(session: Session, folder: Path) -> None:
@@ -73,13 +79,15 @@ def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
 def upload(session: Session, folder: Path, committed: Committed | None) -> None:
     """Begin to upload a committed checkpoint, on each process that created a folder of it. Errors are logged."""
     if session.uploader is not None and committed is not None and committed.is_owner:
-        session.uploader.add(folder, committed.identity, session.process.rank, committed.owners)
+        session.uploader.add(folder, committed.save, session.process.rank, committed.owners)
 
 
-def newest_on_store(session: Session, local: bool) -> RemoteCheckpoint | None:
+def newest_on_store(session: Session, local: bool, damaged: Collection[str] = ()) -> RemoteCheckpoint | None:
     """The project's newest complete checkpoint on its store; called on the main process.
 
     Args:
+        session: the session.
+        damaged: URLs of checkpoints that are known to be damaged.
         local: whether a local checkpoint can be used instead, so that an unreachable store is not an error.
 
     Raises:
@@ -88,7 +96,7 @@ def newest_on_store(session: Session, local: bool) -> RemoteCheckpoint | None:
     if session.uploader is None:
         return None
     try:
-        return session.uploader.remote.newest()
+        return session.uploader.remote.newest(damaged)
     except CheckpointError as error:
         if not local:
             raise
@@ -110,26 +118,38 @@ def fetch(
         missing_ok: return None if the store does not have the checkpoint.
 
     Raises:
-        CheckpointError: the store cannot be reached, or the checkpoint does not exist or is damaged.
+        CheckpointError: the store cannot be reached.
+        DamagedOnStore: the checkpoint does not exist or is damaged; on every process.
     """
     process, project = session.process, session.options.project
     store, name = split_url(url)
     token = barrier.wait(f"{phase} token", secrets.token_hex(8))
     folder = Path(tempfile.gettempdir()) / f"accel-{token}-{process.topology.node_rank}"
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    problem = ""
     with barrier.reporting():
-        there = True
         if process.topology.is_local_main:
+            # Nobody else may read it or put anything there.
+            folder.mkdir(mode=0o700)
             remote = RemoteCheckpoints.at(store, project.deadline)
-            found = next(iter(remote.committed(name)), None)
-            there = found is not None
-            if found is not None:
-                remote.download(found, folder / name)
-            elif not missing_ok:
-                raise CheckpointError(
-                    f"Cannot load the checkpoint {url}.",
-                    f"{store} has no complete checkpoint of that name.",
-                    f"List those that exist: accel checkpoint list {store}",
-                )
-    there = bool(barrier.wait(f"{phase} done", "yes" if there else ""))
-    return folder / name if there else None
+            committed, _, damaged = remote.scan(name)
+            if committed:
+                try:
+                    remote.download(committed[0], folder / name)
+                except CheckpointError as error:
+                    problem = error.obstacle
+            else:
+                problem = damaged.get(name, "" if missing_ok else f"{store} has no complete checkpoint of that name.")
+    is_there = not problem and bool(committed) if process.topology.is_local_main else True
+    told = barrier.wait(f"{phase} done", json.dumps([problem, is_there]), _in_one)
+    problem, is_there = json.loads(told)
+    if problem:
+        raise DamagedOnStore(
+            f"Cannot load the checkpoint {url}.", problem, f"List those that exist: accel checkpoint list {store}"
+        )
+    return folder / name if is_there else None
+
+
+def _in_one(answers: Sequence[str]) -> str:
+    problems, there = zip(*map(json.loads, answers), strict=True)
+    return json.dumps([next(filter(None, problems), ""), all(there)])

@@ -12,7 +12,8 @@ import torch
 
 from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.background import BackgroundSaver, copy_state
-from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
+from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint.finalize import CheckpointFinalizer
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
@@ -188,11 +189,7 @@ def _after_commit(session: Session, target: Path, finalizer: CheckpointFinalizer
         upload(session, target, finalizer.committed)
     limit, period = project.retention
     if limit is not None and session.state.process_index == 0:
-        remove_oldest(target.parent, limit, _in_use(session) | {target}, period)
-
-
-def _in_use(session: Session) -> frozenset[Path]:
-    return frozenset() if session.uploader is None else session.uploader.in_use
+        remove_oldest(target.parent, limit, period)
 
 
 def wait(session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +39,13 @@ class CheckpointCommand:
         parser.add_argument("--keep", type=int, metavar="N", help="Number of checkpoints to keep, at least 1 (prune).")
         parser.add_argument(
             *spelled("--dry_run"), action="store_true", help="Print what prune would remove, and remove nothing."
+        )
+        parser.add_argument(
+            "--leftover",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="Also remove this folder that a run left behind, as `list` shows it (prune; may be given again).",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON.")
 
@@ -114,11 +122,11 @@ def _verified(checkpoints: Any, place: Path | str, rows: Any) -> Answer:
 
 
 def _prune(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    return _pruned(checkpoints.prune, folder, arguments)
+    return _pruned(partial(checkpoints.prune, named=arguments.leftover), folder, arguments)
 
 
 def _prune_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
-    return _pruned(checkpoints.remote_prune, url, arguments)
+    return _pruned(partial(checkpoints.remote_prune, named=arguments.leftover), url, arguments)
 
 
 def _pruned(prune: Any, place: Path | str, arguments: Namespace) -> Answer:

@@ -8,6 +8,11 @@ A checkpoint exists if its manifest exists. The manifest is created with a condi
 exists. Its name contains the number of the writing run (its *epoch*) and of the save under this checkpoint name;
 readers use the highest. Before its first write, a run takes the next epoch by creating `writers/<epoch>.json`. A run
 that finds a later writer stops, so of two runs with one URL the older one detects the newer.
+
+A run removes only manifests with a smaller epoch and number than its own, and then the files that they name: also one
+that was suspended for long takes nothing from a later run. Numbered checkpoints are ordered by epoch first, so that a
+run that goes back to an older checkpoint wins over what it left. What was uploaded and never committed stays: it is
+listed, and `accel checkpoint prune` removes it when its user names it.
 """
 
 from __future__ import annotations
@@ -16,24 +21,31 @@ import atexit
 import json
 import logging
 import os
-import queue
 import re
 import secrets
-import shutil
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
-from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path
-from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, parse_manifest, read_manifest
+from accel_plugins.checkpoint.files import fsync_path
+from accel_plugins.checkpoint.locks import FolderLock
+from accel_plugins.checkpoint.manifest import (
+    CheckpointManifest,
+    FileRecord,
+    Verdict,
+    hash_of_file,
+    parse_manifest,
+    read_manifest,
+)
+from accel_plugins.checkpoint.recovery import erase, staged_path
 from accel_plugins.checkpoint.retention import beyond, number_of
 from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_errors
 from accel_state.errors import CheckpointError, SettingError
@@ -42,6 +54,7 @@ from accel_state.untrusted import parse_json, path_inside, printable, record, te
 __all__ = (
     "RemoteCheckpoint",
     "RemoteCheckpoints",
+    "RemoteListing",
     "Uploader",
     "split_url",
 )
@@ -54,7 +67,7 @@ _SHARE: Final = re.compile(r"[^/]+/(?P<data>[0-9a-f]{32})\.share-(?P<rank>\d+)\.
 _WRITER: Final = re.compile(r"writers/(?P<epoch>\d{8})\.json")
 
 _COMMIT: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
-_OWNER: Final = record({"host": text(), "started": text()}, {"pid": text()})
+_OWNER: Final = record({"host": text(), "started": text()}, {"pid": text(), "id": text()})
 
 _RANGE: Final = 8 << 20
 """Size in bytes of one download request."""
@@ -98,9 +111,23 @@ class RemoteCheckpoint:
         return f"{self.url}/{self.name}"
 
     @property
-    def order(self) -> tuple[int, float]:
+    def order(self) -> tuple[int, int, float]:
         """Sort key of a store's checkpoints, from the oldest to the newest."""
-        return self.number, self.manifest.written
+        return self.epoch, self.number, self.manifest.written
+
+
+class RemoteListing(NamedTuple):
+    """What is below the URL of a store.
+
+    Args:
+        committed: the checkpoints with a readable manifest, oldest first.
+        uncommitted: sizes of what was uploaded and not committed, by name.
+        damaged: what is wrong with the manifests of other checkpoints, by name.
+    """
+
+    committed: list[RemoteCheckpoint]
+    uncommitted: dict[str, int]
+    damaged: dict[str, str]
 
 
 class RemoteCheckpoints:
@@ -124,15 +151,20 @@ class RemoteCheckpoints:
     # ------------------------------------------------------------------ reading
 
     def committed(self, name: str | None = None) -> list[RemoteCheckpoint]:
-        """All committed checkpoints, or the one with a name; oldest first.
+        """All committed checkpoints with a readable manifest, or the one with a name; oldest first.
 
         Raises:
-            CheckpointError: the store does not answer, or a manifest there cannot be read.
+            CheckpointError: the store does not answer.
         """
-        return self.scan(name)[0]
+        return self.scan(name).committed
 
-    def scan(self, name: str | None = None) -> tuple[list[RemoteCheckpoint], dict[str, int]]:
-        """The committed checkpoints, and the sizes of uncommitted ones, by name."""
+    def scan(self, name: str | None = None) -> RemoteListing:
+        """Everything below the URL, or below a name.
+
+        Raises:
+            CheckpointError: the store does not answer.
+        """
+        damaged = dict[str, str]()
         with store_errors(f"Cannot list the checkpoints in {self.store.url}."):
             files = list(self.store.files("" if name is None else f"{name}/"))
             newest: dict[str, tuple[int, int]] = {}
@@ -144,14 +176,19 @@ class RemoteCheckpoints:
                 if found := _FILE.fullmatch(file.name):
                     present.setdefault((found["name"], found["data"]), {})[found["file"]] = file.size
             sizes = {file.name: file.size for file in files}
-            complete = [self._read(one, *key, sizes, present) for one, key in newest.items()]
+            complete = list[RemoteCheckpoint]()
+            for one, key in newest.items():
+                try:
+                    complete.append(self._read(one, *key, sizes, present))
+                except CheckpointError as error:
+                    damaged[one] = error.obstacle
         known = {(one.name, one.data) for one in complete}
         halves = {
             one: sum(sizes.values())
             for (one, data), sizes in present.items()
             if (one, data) not in known and one not in newest
         }
-        return sorted(complete, key=lambda one: one.order), halves
+        return RemoteListing(sorted(complete, key=lambda one: one.order), halves, damaged)
 
     def _read(
         self,
@@ -204,34 +241,40 @@ class RemoteCheckpoints:
         failed = f"Cannot copy the checkpoint {checkpoint.path} to {target}."
         if damage := list(_missing(checkpoint)):
             raise CheckpointError(failed, " ".join(damage[:3]), "Load an older checkpoint.")
-        staged = target.with_name(f"{target.name}.download-{secrets.token_hex(8)}")
         try:
             with store_errors(failed, "Check the store and the disk, and try again."):
                 if target.exists():
                     raise FileExistsError(f"{target} exists already")
-                staged.mkdir(parents=True)
-                for name, expected in checkpoint.manifest.files.items():
-                    path = Path(path_inside(staged, name))
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    digest = xxhash.xxh3_128()
-                    with open(path, "xb") as file:
-                        self._transfer(checkpoint, name, expected.size, digest.update, file.write)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    if digest.hexdigest() != expected.xxh3_128:
-                        obstacle = f"{printable(name)} has changed since it was written."
-                        raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
-                (staged / MANIFEST_NAME).write_text(checkpoint.manifest.text(), encoding="utf-8")
-                fsync_path(staged / MANIFEST_NAME)
-                fsync_path(staged)
-                staged.rename(target)
-                fsync_path(target.parent)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with FolderLock.create(staged_path(target, secrets.token_hex(8))) as lock:
+                    try:
+                        for name, expected in checkpoint.manifest.files.items():
+                            self._download_file(checkpoint, name, expected, lock.folder, failed)
+                        lock.commit(checkpoint.manifest.text(), fsync=True)
+                        lock.folder.rename(target)
+                        fsync_path(target.parent)
+                    except BaseException:
+                        if lock.is_at(lock.folder):
+                            erase(lock)
+                        raise
         except ValueError as error:
             raise CheckpointError(
                 failed, f"Its manifest has an invalid file name: {error}.", "Load another."
             ) from error
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+
+    def _download_file(
+        self, checkpoint: RemoteCheckpoint, name: str, expected: FileRecord, folder: Path, failed: str
+    ) -> None:
+        path = Path(path_inside(folder, name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = xxhash.xxh3_128()
+        with open(path, "xb") as file:
+            self._transfer(checkpoint, name, expected.size, digest.update, file.write)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != expected.xxh3_128:
+            obstacle = f"{printable(name)} has changed since it was written."
+            raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
 
     def _transfer(self, checkpoint: RemoteCheckpoint, name: str, size: int, *sinks: Callable[[bytes], object]) -> None:
         """Read a file in ranges, several at once, and pass them to the sinks in order."""
@@ -272,7 +315,15 @@ class RemoteCheckpoints:
             "Use a store with conditional writes, such as S3, GCS or Azure.",
         )
 
-    def upload(self, folder: Path, name: str, data: str, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
+    def upload(
+        self,
+        folder: Path,
+        name: str,
+        data: str,
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        shown: Path | None = None,
+    ) -> None:
         """Copy a complete local checkpoint to the store and commit it there.
 
         Without a shared file system, each node has some of the files: every node calls this for its files, and the
@@ -284,12 +335,13 @@ class RemoteCheckpoints:
             data: 32 hexadecimal digits, unique to this save.
             rank: the process that calls this.
             ranks: the ranks that upload files; the first one commits.
+            shown: the folder in messages, if `folder` is not the path that people know.
 
         Raises:
             CheckpointError: the store does not answer or denies access, the local folder changed, files of another node
                 are missing, or another run has started to write there.
         """
-        failed = f"Cannot copy the checkpoint {folder} to {self.store.url}/{name}."
+        failed = f"Cannot copy the checkpoint {shown or folder} to {self.store.url}/{name}."
         with store_errors(failed):
             if rank == ranks[0]:
                 self._refuse_later_writer(failed)
@@ -298,20 +350,34 @@ class RemoteCheckpoints:
                 raise CheckpointError(
                     failed, "The folder does not exist any more, or has no manifest.", "Keep more checkpoints locally."
                 )
-            self._upload_files(folder, own, f"{name}/{data}")
+            self._upload_files(folder, own, f"{name}/{data}", failed)
             if rank != ranks[0]:
                 self.store.create(f"{name}/{data}.share-{rank}.json", own.text().encode())
                 return
             shares = self._shares(name, data, ranks[1:], failed)
             files = {file: entry for share in reversed([own, *shares]) for file, entry in share.files.items()}
             self._commit(name, data, CheckpointManifest(files, own.facts, own.versions, own.written), failed)
+            if shares:
+                self.store.remove([f"{name}/{data}.share-{other}.json" for other in ranks[1:]])
 
-    def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str) -> None:
-        """Files that an earlier attempt uploaded are not sent again."""
+    def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str, failed: str) -> None:
+        """Files that an earlier attempt uploaded are not sent again.
+
+        Raises:
+            CheckpointError: a file is not the one that was saved.
+        """
         there = {file.name: file.size for file in self.store.files(f"{place}/")}
         for name, entry in sorted(manifest.files.items()):
             if there.get(f"{place}/{name}") != entry.size:
-                self.store.write(f"{place}/{name}", Path(path_inside(folder, name)))
+                path = Path(path_inside(folder, name))
+                self.store.write(f"{place}/{name}", path)
+                # After the transfer, so that what changes during it is noticed too.
+                if hash_of_file(path) != entry.xxh3_128:
+                    raise CheckpointError(
+                        failed,
+                        f"{printable(name)} has changed since it was written.",
+                        "Make sure that no other program writes there. Other checkpoints on the store are unchanged.",
+                    )
 
     def _shares(self, name: str, data: str, ranks: Sequence[int], failed: str) -> list[CheckpointManifest]:
         waiting, found, until = set(ranks), [], time.monotonic() + self.deadline
@@ -332,38 +398,51 @@ class RemoteCheckpoints:
     def _commit(self, name: str, data: str, manifest: CheckpointManifest, failed: str) -> None:
         epoch = self._claim()
         content = json.dumps({"data": data, "manifest": manifest.text()}).encode()
-        while True:
-            earlier = [
-                (int(found["epoch"]), int(found["generation"]))
-                for file in self.store.files(f"{name}/")
-                if (found := _MANIFEST.fullmatch(file.name))
-            ]
-            generation = 1 + max((count for writer, count in earlier if writer == epoch), default=-1)
-            try:
-                self.store.create(_manifest_name(name, epoch, generation), content)
-            except FileExistsError:
-                if self._is_ours(name, epoch, generation, content):
-                    break
-            else:
-                break
+        earlier = self._manifests(name)
+        generation = 1 + max((count for writer, count in earlier if writer == epoch), default=-1)
+        while not self._is_created(_manifest_name(name, epoch, generation), content):
+            # A list may lag behind.
+            generation += 1
         self._refuse_later_writer(failed)
-        self._remove_others(name, data, _manifest_name(name, epoch, generation))
+        self._remove_replaced(name, {key: size for key, size in earlier.items() if key < (epoch, generation)})
 
-    def _is_ours(self, name: str, epoch: int, generation: int, content: bytes) -> bool:
-        """Whether the existing manifest is from an earlier request of this run that got no answer."""
-        file = _manifest_name(name, epoch, generation)
-        return any(
-            self.store.read(file, 0, found.size) == content
-            for found in self.store.files(f"{name}/")
-            if found.name == file
-        )
+    def _manifests(self, name: str) -> dict[tuple[int, int], int]:
+        """The sizes of a checkpoint's manifests, by epoch and number."""
+        files = ((_MANIFEST.fullmatch(file.name), file.size) for file in self.store.files(f"{name}/"))
+        return {(int(found["epoch"]), int(found["generation"])): size for found, size in files if found}
 
-    def _remove_others(self, name: str, data: str, manifest: str) -> None:
-        """Remove the files of earlier saves with the same name, manifests first."""
-        files = [file.name for file in self.store.files(f"{name}/")]
-        kept = f"{name}/{data}/"
-        self.store.remove([file for file in files if _MANIFEST.fullmatch(file) and file != manifest])
-        self.store.remove([file for file in files if not _MANIFEST.fullmatch(file) and not file.startswith(kept)])
+    def _is_created(self, file: str, content: bytes) -> bool:
+        """Create a file; False: there is another one. The answer to a request may be lost: then the file decides."""
+        try:
+            self.store.create(file, content)
+        except FileExistsError:
+            return self._has(file, content)
+        except OSError:
+            if not self._has(file, content):
+                raise
+        return True
+
+    def _has(self, file: str, content: bytes) -> bool:
+        try:
+            return self.store.read(file, 0, len(content)) == content
+        except OSError:
+            return False
+
+    def _remove_replaced(self, name: str, manifests: Mapping[tuple[int, int], int]) -> None:
+        """Remove manifests, then the files that they name; other files may be those of another run."""
+        files = {_manifest_name(name, *key): size for key, size in manifests.items()}
+        places = [self._place_of(name, file, size) for file, size in files.items()]
+        if files:
+            self.store.remove(list(files))
+        for place in filter(None, places):
+            self.store.remove([file.name for file in self.store.files(f"{place}/")])
+
+    def _place_of(self, name: str, file: str, size: int) -> str | None:
+        """The folder of the files that a manifest names; None if it cannot be read."""
+        try:
+            return f"{name}/{parse_json(self.store.read(file, 0, size), _COMMIT)['data']}"
+        except (OSError, ValueError):
+            return None
 
     # ------------------------------------------------------------------ who writes
 
@@ -373,13 +452,12 @@ class RemoteCheckpoints:
         Records of earlier runs are kept: without them a concurrent run could take an epoch a second time.
         """
         with self._lock:
-            while self._epoch is None:
+            if self._epoch is None:
                 epoch = 1 + max(self._writers(), default=0)
                 owner = {"host": socket.gethostname(), "pid": str(os.getpid()), "started": _now()}
-                try:
-                    self.store.create(f"writers/{epoch:08d}.json", json.dumps(owner).encode())
-                except FileExistsError:
-                    continue
+                content = json.dumps({**owner, "id": secrets.token_hex(16)}).encode()
+                while not self._is_created(f"writers/{epoch:08d}.json", content):
+                    epoch += 1
                 self._epoch = epoch
             return self._epoch
 
@@ -419,21 +497,28 @@ class RemoteCheckpoints:
                 self.store.remove([file for file in files if _MANIFEST.fullmatch(file)])
                 self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
 
-    def surplus(self, keep: int, period: float | None = None) -> list[str]:
+    def surplus(self, keep: int, period: float | None = None, *, own: bool = False) -> list[str]:
         """The numbered checkpoints to remove; the newest complete one is never among them.
 
         Args:
             keep: number of newest checkpoints to keep.
             period: see `accel_plugins.checkpoint.retention.beyond`.
+            own: without those of later runs than this one.
         """
         known = {one.name: one for one in self.committed() if one.number >= 0}
         newest_good = next((name for name in reversed(known) if not list(_missing(known[name]))), None)
         written = {name: one.manifest.written for name, one in known.items()}
-        return [name for name in beyond(written, keep, period) if name != newest_good]
+        last = self._claim() if own else None
+        surplus = [name for name in beyond(written, keep, period) if name != newest_good]
+        return [name for name in surplus if last is None or known[name].epoch <= last]
 
-    def newest(self) -> RemoteCheckpoint | None:
-        """The newest numbered checkpoint with all its files."""
-        known = [one for one in self.committed() if one.number >= 0]
+    def newest(self, damaged: Collection[str] = ()) -> RemoteCheckpoint | None:
+        """The newest numbered checkpoint with all its files.
+
+        Args:
+            damaged: paths of checkpoints that are known to be damaged.
+        """
+        known = [one for one in self.committed() if one.number >= 0 and one.path not in damaged]
         return next((one for one in reversed(known) if not list(_missing(one))), None)
 
 
@@ -479,6 +564,7 @@ class _Upload:
     """A checkpoint to copy; see `RemoteCheckpoints.upload`."""
 
     folder: Path
+    lock: FolderLock
     data: str
     rank: int
     ranks: tuple[int, ...]
@@ -486,6 +572,9 @@ class _Upload:
 
 class Uploader:
     """Copies checkpoints to a store, one at a time, in a thread.
+
+    While a checkpoint waits, its folder is open and locked: what is copied is this save, also when another one takes
+    its name, and retention leaves it alone. Of saves into one folder only the last one waits.
 
     Args:
         remote: the checkpoints of the store.
@@ -495,31 +584,45 @@ class Uploader:
 
     def __init__(self, remote: RemoteCheckpoints, keep: int | None = None, period: float | None = None) -> None:
         self.remote, self.keep, self.period = remote, keep, period
-        self._waiting: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
-        self._failed: list[_Upload] = []
-        self._busy: list[_Upload] = []
+        self._waiting: dict[Path, _Upload] = {}
+        self._failed: dict[Path, _Upload] = {}
+        self._active: _Upload | None = None
         self._folders: dict[str, Path] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         _uploaders.add(self)
 
     def add(self, folder: Path, data: str, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
-        """Copy a complete checkpoint under the name of its folder, then retry failed copies."""
-        with self._changed:
-            again, self._failed = self._failed, []
-            added = _Upload(folder, data, rank, tuple(ranks))
-            for upload in (added, *(one for one in again if one.folder != folder)):
-                self._busy.append(upload)
-                self._waiting.put(upload)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="accel-upload", daemon=True)
-                self._thread.start()
+        """Copy a complete checkpoint under the name of its folder, then retry failed copies.
 
-    @property
-    def in_use(self) -> frozenset[Path]:
-        """Folders that must not be removed, because they are not copied yet."""
+        Args:
+            folder: the checkpoint.
+            data: 32 hexadecimal digits, unique to this save.
+            rank: the process that calls this.
+            ranks: the ranks that upload files of this checkpoint.
+        """
+        try:
+            lock = FolderLock.share(folder)
+        except OSError as error:
+            logger.error("The checkpoint %s is not copied to %s: %s", folder, self.remote.store.url, error)
+            return
+        if lock is None:
+            logger.error("The checkpoint %s is not copied to %s: it was removed.", folder, self.remote.store.url)
+            return
         with self._changed:
-            return frozenset(upload.folder for upload in self._busy)
+            replaced = [self._waiting.pop(folder, None), self._failed.pop(folder, None)]
+            self._waiting[folder] = _Upload(folder, lock, data, rank, tuple(ranks))
+            self._retry()
+        for upload in filter(None, replaced):
+            upload.lock.close()
+
+    def _retry(self) -> None:
+        """Queue failed copies again, and start the thread; it ends by itself when nothing waits."""
+        self._waiting.update(self._failed)
+        self._failed.clear()
+        if self._waiting and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="accel-upload", daemon=True)
+            self._thread.start()
 
     def wait(self, seconds: float | None = None) -> list[Path]:
         """Wait until all copies are made or have failed.
@@ -531,18 +634,16 @@ class Uploader:
             Folders that are not on the store.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy, seconds)
-            return [upload.folder for upload in (*self._busy, *self._failed)]
+            self._changed.wait_for(lambda: not self._waiting and self._active is None, seconds)
+            active = [] if self._active is None else [self._active]
+            return [upload.folder for upload in (*active, *self._waiting.values(), *self._failed.values())]
 
     def close(self) -> None:
         """Wait for active copies, retry failed ones once, and log the folders that are not on the store."""
         until = time.monotonic() + self.remote.deadline
         self.wait(max(until - time.monotonic(), 0.0))
         with self._changed:
-            again, self._failed = self._failed, []
-            for upload in again:
-                self._busy.append(upload)
-                self._waiting.put(upload)
+            self._retry()
         if missing := self.wait(max(until - time.monotonic(), 0.0)):
             logger.error(
                 "These checkpoints are not in %s: %s. Copy each with: accel checkpoint copy FOLDER %s/NAME",
@@ -551,19 +652,28 @@ class Uploader:
                 self.remote.store.url,
             )
             with self._changed:
+                for upload in self._failed.values():
+                    upload.lock.close()
                 self._failed.clear()
 
     def _run(self) -> None:
-        while (upload := self._waiting.get()) is not None:
-            failure, there = self._attempt(upload), upload.folder.is_dir()
-            if failure is not None:
-                logger.error(
-                    "%s %s", failure, "The copy is retried after the next one." if there else "The folder was removed."
-                )
+        while True:
             with self._changed:
-                self._busy.remove(upload)
-                if failure is not None and there:
-                    self._failed.append(upload)
+                folder = next(iter(self._waiting), None)
+                if folder is None:
+                    self._thread = None
+                    return
+                upload = self._active = self._waiting.pop(folder)
+            failure = self._attempt(upload)
+            if failure is not None:
+                logger.error("%s The copy is retried after the next one.", failure)
+            with self._changed:
+                self._active = None
+                # A newer save under this name takes the place of a failed one.
+                if failure is not None and folder not in self._waiting:
+                    self._failed[folder] = upload
+                else:
+                    upload.lock.close()
                 self._changed.notify_all()
 
     def _attempt(self, upload: _Upload) -> Exception | None:
@@ -575,9 +685,10 @@ class Uploader:
                     f"The copy of {first} has the same name there and would be replaced.",
                     "Save checkpoints under different names, or use automatic_checkpoint_naming=True.",
                 )
-            self.remote.upload(upload.folder, upload.folder.name, upload.data, upload.rank, upload.ranks)
+            path, name = upload.lock.path, upload.folder.name
+            self.remote.upload(path, name, upload.data, upload.rank, upload.ranks, upload.folder)
             if self.keep is not None and upload.rank == upload.ranks[0]:
-                surplus = self.remote.surplus(self.keep, self.period)
+                surplus = self.remote.surplus(self.keep, self.period, own=True)
                 self.remote.remove(name for name in surplus if name != upload.folder.name)
         except CheckpointError as error:
             return error

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
-import secrets
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeVar
 
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import Verdict, verify
-from accel_plugins.checkpoint.recovery import Claim, discard, fingerprint, located, missing, recover
+from accel_plugins.checkpoint.recovery import erase, is_incomplete, located, missing, recover
 from accel_state.errors import CheckpointError
 
 __all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "number_of", "remove_oldest", "surplus")
@@ -52,11 +51,16 @@ def number_of(name: str) -> int | None:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints in a folder, lowest number first, without staging folders."""
+    """The checkpoints in a folder, lowest number first, without those that are being written or removed."""
     if not folder.is_dir():
         return []
-    found = ((entry, number_of(entry.name)) for entry in folder.iterdir() if entry.is_dir())
-    return sorted((Checkpoint(entry, number) for entry, number in found if number is not None), key=lambda c: c.number)
+    numbers = {entry: number_of(entry.name) for entry in folder.iterdir()}
+    found = [Checkpoint(entry, number) for entry, number in numbers.items() if number is not None]
+    return sorted((one for one in found if _is_whole(one.path)), key=lambda one: one.number)
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_dir() and not is_incomplete(path)
 
 
 def available(folder: Path) -> list[Checkpoint]:
@@ -131,65 +135,43 @@ def beyond(written: Mapping[T, float], limit: int, period: float | None = None) 
     return [one for one in older if one not in kept]
 
 
-def surplus(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
-    """The checkpoints that `remove_oldest` would remove."""
-    known, written, newest_good = checkpoints(folder), dict[Path, float](), None
-    for checkpoint in known:
-        verdict = checkpoint.verdict()
-        written[checkpoint.path] = verdict.manifest.written if verdict.manifest is not None else 0.0
-        newest_good = checkpoint.path if verdict.good else newest_good
-    return [path for path in beyond(written, limit, period) if path != newest_good and path not in in_use]
+def surplus(folder: Path, limit: int, period: float | None = None) -> dict[Path, Verdict]:
+    """The checkpoints that `remove_oldest` would remove, as they were found."""
+    verdicts = {checkpoint.path: checkpoint.verdict() for checkpoint in checkpoints(folder)}
+    written = {path: 0.0 if one.manifest is None else one.manifest.written for path, one in verdicts.items()}
+    newest_good = next((path for path in reversed(verdicts) if verdicts[path].good), None)
+    return {path: verdicts[path] for path in beyond(written, limit, period) if path != newest_good}
 
 
-def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
+def remove_oldest(folder: Path, limit: int, period: float | None = None) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left, and return the removed ones.
 
     Called after a commit. The newest valid checkpoint is never removed, even if newer ones are damaged or have no
-    manifest.
+    manifest. One that is being read or uploaded stays until the next call.
 
     Args:
         folder: the folder with the checkpoints.
         limit: number of checkpoints to keep.
-        in_use: checkpoints that are still being copied elsewhere; they are kept until the next call.
         period: see `beyond`.
     """
     removed = []
-    seen = dict(_fingerprints(folder))
-    for path in surplus(folder, limit, in_use, period):
+    for path, verdict in surplus(folder, limit, period).items():
         try:
-            with ExitStack() as claimed:
-                if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):
-                    removed.append(path)
+            if _is_removed(path, verdict):
+                removed.append(path)
         except OSError as error:
             # The new checkpoint is complete; an additional old one does not justify an error.
             logger.warning("%s could not be removed: %s", path, error)
     return removed
 
 
-def _aside(path: Path, claimed: ExitStack) -> Path:
-    try:
-        return claimed.enter_context(Claim(path)).path("old")
-    except OSError:
-        # On a full disk the record cannot be written, but space must be freed there too.
-        return path.with_name(f"{path.name}.old-{secrets.token_hex(8)}")
-
-
-def _fingerprints(folder: Path) -> Iterator[tuple[Path, tuple[int, bytes | None]]]:
-    for checkpoint in checkpoints(folder):
-        with suppress(OSError):
-            yield checkpoint.path, fingerprint(checkpoint.path)
-
-
-def _is_removed(path: Path, aside: Path, seen: tuple[int, bytes | None]) -> bool:
-    """Remove a checkpoint, unless another run has replaced it by a newer one since it was listed."""
-    path.rename(aside)
-    if fingerprint(aside) != seen:
-        try:
-            aside.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        else:
+def _is_removed(path: Path, listed: Verdict) -> bool:
+    """Remove a checkpoint, unless somebody uses it, or another run has replaced it since it was listed."""
+    if listed.manifest is None and not listed.damage:
+        # Another library's; it gets the lock that removals need.
+        FolderLock.mark(path).close()
+    with FolderLock.seize(path, asked=True) or nullcontext() as lock:
+        if lock is None or (listed.manifest is not None and verify(lock.path).manifest != listed.manifest):
             return False
-    discard(aside)
+        erase(lock)
     return True

@@ -318,6 +318,7 @@ def load_folder(
     trusted: bool = False,
     allow_missing: Collection[str] = (),
     hooks: Sequence[LoadHook] = (),
+    shown: Path | None = None,
 ) -> int:
     """Load everything; called on every process. Random-number generators are last, so that loading does not advance
     them.
@@ -332,6 +333,7 @@ def load_folder(
         trusted: read registered objects from any pickle, which may run code from the file.
         allow_missing: data that may be missing: "random_states", "scaler", "loaders", "custom", "extra_state".
         hooks: called with (models, folder) before anything is read; models that they remove are not read.
+        shown: the path of the folder for hooks and warnings, if `folder` is not the one that people know.
 
     Returns:
         The step that was passed to `save_folder`.
@@ -342,7 +344,7 @@ def load_folder(
     source = Path(folder)
     models = list(contents.models)
     for hook in hooks:
-        hook(models, str(source))
+        hook(models, str(shown or source))
     for kind in SAVED_KINDS:
         options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
         if kind is ObjectKind.OPTIMIZER:
@@ -351,17 +353,17 @@ def load_folder(
         for index, item in enumerate(items):
             with _fitting(source, item):
                 strategy.load(kind, item, source, index, map_location=map_location, **options)
-    _load_loaders(source, contents.loaders, process, "loaders" in allow_missing)
+    _load_loaders(source, contents.loaders, process, "loaders" in allow_missing, shown or source)
     _load_scaler(source, contents.scaler, "scaler" in allow_missing)
     _load_custom(source, contents.custom, trusted, "custom" in allow_missing)
     _load_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
     if process.rank == 0:
-        _warn_of_unread(source, contents)
+        _warn_of_unread(source, contents, shown or source)
     with _fitting(source, "the random-number generators"):
         return _load_random_states(source, process, "random_states" in allow_missing)
 
 
-def _warn_of_unread(folder: Path, contents: PreparedObjects) -> None:
+def _warn_of_unread(folder: Path, contents: PreparedObjects, shown: Path) -> None:
     """Warn about states without a prepared object: the script may have forgotten its scheduler."""
     following = (
         *(weights_name(safe, len(contents.models)) for safe in (True, False)),
@@ -370,7 +372,7 @@ def _warn_of_unread(folder: Path, contents: PreparedObjects) -> None:
         loader_name(len(contents.loaders)),
     )
     if unread := [name for name in following if (folder / name).is_file()]:
-        logger.warning("%s of %s: not loaded, because fewer objects are prepared.", ", ".join(unread), folder)
+        logger.warning("%s of %s: not loaded, because fewer objects are prepared.", ", ".join(unread), shown)
 
 
 @contextmanager
@@ -389,10 +391,10 @@ def _fitting(folder: Path, item: object) -> Iterator[None]:
         ) from error
 
 
-def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, allow_missing: bool) -> None:
+def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, allow_missing: bool, shown: Path) -> None:
     for index, loader in enumerate(loaders):
         path = folder / loader_name(index)
-        if not path.is_file() and (allow_missing or _never_saved(folder, loader)):
+        if not path.is_file() and (allow_missing or _never_saved(folder, loader, shown)):
             continue
         ranks_saved = 1 + len(list(folder.glob(loader_name(index, 1).replace("_rank1", "_rank*"))))
         same_world = ranks_saved == process.world_size
@@ -401,12 +403,12 @@ def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, allow_
             loader.load_state_dict(pickled.read(own))
 
 
-def _never_saved(folder: Path, loader: Any) -> bool:
+def _never_saved(folder: Path, loader: Any, shown: Path) -> bool:
     """Whether a missing position is harmless: the original library saves one only for a loader that restores it."""
     foreign = not (folder / MANIFEST_NAME).is_file()
     if not foreign or getattr(loader, "restores", True):
         return False
-    logger.warning("%s has no position of a loader; an epoch in random order starts with a new order.", folder)
+    logger.warning("%s has no position of a loader; an epoch in random order starts with a new order.", shown)
     return True
 
 
