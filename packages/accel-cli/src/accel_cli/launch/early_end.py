@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from accel_state.hang_report.rank_status import read_statuses
+from accel_state.watch.status import read_statuses
 
 __all__ = ("ended_early",)
 
@@ -27,13 +27,13 @@ def ended_early(folder: str, codes: Mapping[int, int], processes: int) -> list[i
     waiting = set(range(processes)) - set(codes)
     if not codes or not waiting or any(codes.values()):
         return []
-    positions, now = read_statuses(folder), time.time()
+    positions, now = read_statuses(folder), time.monotonic()
     for rank in waiting:
         seen = positions.get(rank)
         if seen is None:
             return []
         in_collective = seen.since if seen.active and not seen.group else 0.0
-        since = in_collective or (seen.activity_since if seen.activity == _RENDEZVOUS else 0.0)
+        since = in_collective or (seen.state_since if seen.state == _RENDEZVOUS else 0.0)
         if not since or now - since < _PATIENCE_S:
             return []
     return sorted(codes)
