@@ -175,7 +175,7 @@ class DiLoCo(Strategy):
             return
         # A scheduler's state may contain objects that the restricted reader refuses.
         state = torch.load(own, map_location=options.pop("map_location", None), weights_only=False)
-        item.load_state_dict(state, **options)
+        item.load_state_dict(state, **(options if kind is ObjectKind.MODEL else {}))
 
     def file_of(self, kind: ObjectKind, index: int) -> str:
         """The file of this process's own state of an object."""

@@ -76,6 +76,59 @@ class LoadsNoOptimizer(DDPStrategy):
             super().load(kind, item, folder, index, **options)
 
 
+class LoadsOnlyWhatAgrees(DDPStrategy):
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        super().load(kind, item, folder, index, **{**options, "strict": True} if kind is ObjectKind.MODEL else options)
+
+
+class LoadsTheSecondOptimizerNever(DDPStrategy):
+    def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if (kind, index) != (ObjectKind.OPTIMIZER, 1):
+            super().load(kind, item, folder, index, **options)
+
+
+class AcceptsAllWeights(DDPStrategy):
+    def load_weights(self, model: Any, weights: Any, strict: bool = True) -> None:
+        super().load_weights(model, weights, strict=False)
+
+
+class DriftsInEachStep(DDPStrategy):
+    def after_step(self, model: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.add_(0.01)
+
+
+class ClimbsTheLoss(DDPStrategy):
+    def backward(self, loss: Any, model: Any = None, **kwargs: Any) -> None:
+        super().backward(-loss, model, **kwargs)
+
+
+class HalvesEverySecondStep(DDPStrategy):
+    """Counts the steps of all optimizers by one counter."""
+
+    steps = 0
+
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad /= 2
+        return super().step(optimizer, closure)
+
+
+class HalvesWhatIsComplete(DDPStrategy):
+    def finalize_gradients(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= 2
+
+
+class CountsOneBatch(DDPStrategy):
+    def batches_per_step(self) -> int:
+        return 1
+
+
 class LoadsAnythingFromNowhere(DDPStrategy):
     def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
         if any(folder.iterdir()):
@@ -609,6 +662,22 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
         (),
     ),
     (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
+    (AcceptsAllWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
+    (LoadsOnlyWhatAgrees, {}, "test_a_model_with_more_layers_loads_only_if_that_is_allowed", ("folder",)),
+    (LoadsTheSecondOptimizerNever, {}, "test_a_run_of_two_models_resumes_bit_for_bit", ("folder",)),
+    (ForgetsToDivide, {}, "test_weights_follow_the_reference_after_every_step", ()),
+    (ForgetsToDivide, {}, "test_equal_data_on_all_processes_trains_as_one_process", (False,)),
+    (DriftsInEachStep, {}, "test_a_learning_rate_of_zero_moves_nothing", ()),
+    (ClimbsTheLoss, {}, "test_a_convex_loss_falls", ()),
+    (HalvesEverySecondStep, {}, "test_another_model_beside_changes_nothing", ()),
+    (HalvesWhatIsComplete, {}, "test_completing_gradients_again_leaves_them_as_they_are", ()),
+    (CountsOneBatch, {}, "test_slices_cover_the_batch", ()),
+    (
+        NeverSynchronises,
+        {"capabilities": Capabilities()},
+        "test_processes_may_use_different_parameters",
+        (),
+    ),
     (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
     *(

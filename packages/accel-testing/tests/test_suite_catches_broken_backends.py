@@ -6,15 +6,17 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from accel_state.errors import PluginError
-from accel_testing.backends import BackendSuite
+from accel_testing.backends import BackendSuite, Case, loss_of, make_optimizer
+from accel_testing.backends.suite import MicroBatches
 from accel_testing.processes import Processes, ProcessesFailed, run_command
 
 HERE = Path(__file__).parent
@@ -47,6 +49,20 @@ def suite_of(manifest: Any) -> BackendSuite:
     class Suite(BackendSuite):
         target = "accel_plugins.ddp.manifest:MANIFEST"
 
+        def reference(
+            self, case: Case, batches_of_ranks: Sequence[Sequence[MicroBatches]]
+        ) -> list[Mapping[str, Tensor]]:
+            model = case.make()
+            optimizer = make_optimizer(case, model)
+            for micro_batches_of_ranks in zip(*batches_of_ranks, strict=True):
+                for micro_batches in micro_batches_of_ranks:
+                    for inputs, targets in micro_batches:
+                        loss = loss_of(model, inputs, targets)
+                        (loss / len(micro_batches) / len(micro_batches_of_ranks)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [model.state_dict() for _ in batches_of_ranks]
+
     Suite.manifest = manifest  # type: ignore[assignment, method-assign]
     return Suite()
 
@@ -68,6 +84,10 @@ def test_what_is_broken_is_caught(
     with pytest.raises((AssertionError, TypeError)) as caught:
         method(*given)
     assert not (isinstance(caught.value, ProcessesFailed) and any(outcome.hung for outcome in caught.value.outcomes))
+
+
+def test_a_sound_backend_follows_its_reference(two: Processes) -> None:
+    suite_of(broken.manifest(broken.Sound)).test_weights_follow_the_reference_after_every_step(two.run)
 
 
 def test_every_test_of_the_suite_catches_something() -> None:

@@ -42,19 +42,28 @@ class ObjectKind(str, Enum):
     """A kind of object that `prepare` accepts and a checkpoint contains."""
 
     MODEL = "model"
+    """A `torch.nn.Module`."""
     OPTIMIZER = "optimizer"
+    """A `torch.optim.Optimizer`."""
     SCHEDULER = "scheduler"
+    """A learning-rate scheduler: an `LRScheduler`, or any object with `step` and `load_state_dict`."""
     LOADER = "loader"
+    """A `DataLoader`; a checkpoint contains its position, and no strategy saves it."""
 
 
 class Axis(str, Enum):
-    """An axis of the device mesh."""
+    """An axis of the device mesh that accel itself knows. A backend may have others, by names of its own."""
 
     REPLICATE = "dp_replicate"
+    """Each process has the model, and other samples."""
     SHARD = "dp_shard"
+    """Parameters, gradients and optimizer states are sharded, and processes have other samples."""
     CONTEXT = "cp"
+    """Torch shards the sequence of the same samples."""
     SEQUENCE = "sp"
+    """The sequence of the same samples is sharded, and in attention the heads."""
     TENSOR = "tp"
+    """Each tensor of a layer is sharded; samples are the same."""
 
 
 SAVED_KINDS: Final = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
@@ -79,9 +88,18 @@ class Capabilities(NamedTuple):
         average_parameters: parameters can be averaged over the processes, as LocalSGD does.
         state_dict: the weights of a model can be read and loaded.
         exact_resume: a resumed run continues bit for bit.
-        equal_replicas: after every optimizer step all processes have the same weights: those of one process with the
-            global batch. Strategies of local steps, such as local SGD and DiLoCo, lack it: their weights differ between
-            two averages.
+        equal_replicas: after every optimizer step all processes have the same weights. Strategies of local steps, such
+            as local SGD and DiLoCo, lack it: their weights differ between two averages.
+        exact_gradients: complete gradients are those of one process with the global batch, and with `equal_replicas` so
+            are the weights after a step. A strategy that sends compressed gradients lacks it, if its settings do not
+            switch that off by default.
+        unused_parameters: some processes may have no gradient of a parameter of which others have one, such as of a
+            branch that only some batches take. Engines that wait for all gradients lack it.
+        loss_in_forward: in training, forward of a prepared model takes what the loss needs, computes loss and gradients
+            together, as schedules of pipelines do, and returns the loss. `backward` of this loss then does nothing, so
+            the backend needs `own_accumulation` as well.
+        whole_model: the model that `Strategy.unwrap` returns has all its weights, or shards of them as DTensors.
+            Backends of which each process has other layers lack it, and `unwrap_model` is refused.
         several_models: several models can be trained in one run.
         fp16: the backend trains in fp16.
         local_passes: forward and backward under `no_sync` call no collectives, so that one process may stop in the
@@ -117,6 +135,10 @@ class Capabilities(NamedTuple):
     state_dict: bool = True
     exact_resume: bool = True
     equal_replicas: bool = True
+    exact_gradients: bool = True
+    unused_parameters: bool = True
+    loss_in_forward: bool = False
+    whole_model: bool = True
     several_models: bool = True
     fp16: bool = True
     local_passes: bool = True
@@ -140,6 +162,7 @@ ENGINE_CAPABILITIES: Final = Capabilities(
     join=False,
     average_parameters=False,
     several_models=False,
+    unused_parameters=False,
     local_passes=False,
     partial_gradients=False,
     collective_save=True,
@@ -161,6 +184,11 @@ _REFUSALS: Final = {
         "Cannot train in fp16 (mixed_precision='fp16')",
         "It does not scale the loss so that small gradients stay above zero.",
         "Use mixed_precision='bf16' or 'no', or another backend.",
+    ),
+    "whole_model": (
+        "Cannot unwrap the model (unwrap_model)",
+        "Each process has only some of its layers, and the others would have old weights.",
+        "Use get_state_dict(model) for the weights, on every process, and load them into a model of the same class.",
     ),
     "join": (
         "Cannot let processes run out of batches at different times (join_uneven_inputs)",
@@ -186,7 +214,10 @@ class Manifest:
         requires: packages that must be installed.
         capabilities: what it can do, what it does itself, and when.
         together: the kinds of objects that users must pass to `prepare` in one call.
-        axes: the mesh axes that it supports.
+        axes: the mesh axes that it supports: members of `Axis`, and names of further axes that this backend has, such
+            as "pp". Users give their sizes by `ParallelismConfig(axes={"pp": 2})`; processes along them read the same
+            samples, and the mesh has them outside of all others. All combinations of supported axes are supported
+            whose members of `Axis` can be combined.
         settings: arguments for its settings class when the user passes no settings object, such as the version.
         families: names of the device families that it supports; empty means all. A launch on the CPU refuses `switch`
             of a backend without "cpu".
@@ -206,7 +237,8 @@ class Manifest:
             releases.
 
     Raises:
-        PluginError: the name, a "module:object" reference or the range of versions is malformed.
+        PluginError: the name, a "module:object" reference or the range of versions is malformed, or capabilities
+            contradict each other.
     """
 
     name: str
@@ -217,7 +249,7 @@ class Manifest:
     requires: tuple[Requirement, ...] = ()
     capabilities: Capabilities = Capabilities()  # noqa: RUF009 - it is immutable
     together: frozenset[ObjectKind] = frozenset()
-    axes: frozenset[Axis] = frozenset()
+    axes: frozenset[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
     families: frozenset[str] = frozenset()
     switch: Setting | None = None
@@ -237,6 +269,13 @@ class Manifest:
             )
         optional = {"config": self.config, "present": self.present, "memory_plans": self.memory_plans}
         check_targets("backend", self.name, {"strategy": self.strategy}, optional)
+        if self.capabilities.loss_in_forward and not self.capabilities.own_accumulation:
+            raise PluginError(
+                f"Cannot use Capabilities(loss_in_forward=True) in the Manifest of the backend {self.name!r}.",
+                "Its gradients exist before the loss could be divided by the number of micro-batches, so the backend "
+                "has to divide itself.",
+                "Set own_accumulation=True too.",
+            )
         oldest, newest = self.protocols
         if oldest > newest:
             raise PluginError(

@@ -45,17 +45,16 @@ SEQUENCE_AXES: Final = (Axis.CONTEXT, Axis.SEQUENCE)
 """Axes along which processes read different parts of the same samples."""
 
 
-def present_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[str]:
+def present_axes(mesh: DeviceMesh, axes: Iterable[str]) -> list[str]:
     """The names of `axes` that the mesh has, in the mesh's order."""
-    wanted = {axis.value for axis in axes}
+    wanted = set(axes)
     return [name for name in mesh.mesh_dim_names or () if name in wanted]
 
 
-def submesh(mesh: DeviceMesh | None, axis: Axis) -> DeviceMesh | None:
+def submesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh | None:
     """This process's submesh along one axis, or None when the mesh lacks the axis."""
-    if mesh is None or axis.value not in (mesh.mesh_dim_names or ()):
-        return None
-    return mesh[axis.value]
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return next((mesh[name] for name in names if mesh is not None and name == axis), None)
 
 
 def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
@@ -67,7 +66,7 @@ def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
     return None
 
 
-def flattened(mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
+def flattened(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh | None:
     """A 1-dimensional mesh over the `axes` that the mesh has, or None when it has none of them."""
     names = present_axes(mesh, axes)
     if not names:
@@ -89,19 +88,19 @@ class Combination(NamedTuple):
         meaning: what is replicated or sharded.
     """
 
-    axes: frozenset[Axis]
+    axes: frozenset[str]
     meaning: str
 
 
 class Exclusion(NamedTuple):
     """Axes that exclude each other, and why."""
 
-    axes: frozenset[Axis]
+    axes: frozenset[str]
     reason: str
     remedy: str
 
 
-def _of(*axes: Axis) -> frozenset[Axis]:
+def _of(*axes: Axis) -> frozenset[str]:
     return frozenset(axes)
 
 
@@ -160,9 +159,14 @@ EXCLUSIONS: Final = (
 """Reasons why other combinations do not work; an error has the first that applies."""
 
 
-def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
-    """The axes with more than one process."""
-    return frozenset(Axis(name) for name in parallelism_config.active_mesh_dims)
+def active_axes(parallelism_config: ParallelismConfig) -> frozenset[str]:
+    """The axes with more than one process: members of `Axis`, and names of axes that a backend has."""
+    return frozenset(parallelism_config.active_mesh_dims)
+
+
+def _known(axes: frozenset[str]) -> frozenset[str]:
+    """The axes of the table. A backend that has others says itself what they can be combined with."""
+    return axes & frozenset(Axis)
 
 
 def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
@@ -175,7 +179,7 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
     """
     axes = active_axes(parallelism_config)
     failure = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
-    if axes not in {combination.axes for combination in PERMITTED}:
+    if _known(axes) not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
         obstacle = "This combination of axes is not tested." if exclusion is None else exclusion.reason
         remedy = "Use a combination of `accel_plugins.mesh.PERMITTED`."
@@ -184,7 +188,7 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
     _check_engine(failure, parallelism_config, manifest)
 
 
-def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
+def check_precision(name: str, excludes: frozenset[str], parallelism_config: ParallelismConfig) -> None:
     """Raise if a precision does not work with an axis of the run.
 
     Args:
@@ -204,7 +208,7 @@ def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: Pa
         )
 
 
-def _check_backend(failure: str, axes: frozenset[Axis], manifest: Manifest) -> None:
+def _check_backend(failure: str, axes: frozenset[str], manifest: Manifest) -> None:
     foreign = axes - manifest.axes
     if foreign:
         sharding = Axis.SHARD in foreign
@@ -223,7 +227,7 @@ def _check_backend(failure: str, axes: frozenset[Axis], manifest: Manifest) -> N
         )
 
 
-def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
+def _suits_sharding(axes: frozenset[str], manifest: Manifest) -> bool:
     return Axis.SHARD not in manifest.axes or bool(axes & (SHARDING_AXES | {Axis.TENSOR}))
 
 
@@ -237,14 +241,15 @@ def _check_engine(failure: str, parallelism_config: ParallelismConfig, manifest:
         )
 
 
-def named(axes: frozenset[Axis]) -> str:
+def named(axes: frozenset[str]) -> str:
     """Axes as users write them: "dp_shard x tp"."""
-    return " x ".join(axis.value for axis in Axis if axis in axes) or "no axis"
+    own = sorted(axes - frozenset(Axis))
+    return " x ".join([*own, *(axis.value for axis in Axis if axis in axes)]) or "no axis"
 
 
-def takes(manifest: Manifest, axes: frozenset[Axis]) -> bool:
+def takes(manifest: Manifest, axes: frozenset[str]) -> bool:
     """Whether a backend supports a combination of axes."""
-    permitted = any(combination.axes == axes for combination in PERMITTED)
+    permitted = any(combination.axes == _known(axes) for combination in PERMITTED)
     return permitted and axes <= manifest.axes and (not axes or _suits_sharding(axes, manifest))
 
 

@@ -319,7 +319,8 @@ class Strategy:
         """Load an object's state that `save` wrote. Called on every process, in the order of `SAVED_KINDS`.
 
         `options` for models go to `Module.load_state_dict`; `map_location`, valid for all objects, is the device to
-        which tensors are read.
+        which tensors are read; `models`, for optimizers, are the user's models, for states that list parameters by
+        name.
         """
         from accel_plugins.checkpoint import parts
 

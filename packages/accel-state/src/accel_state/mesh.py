@@ -4,13 +4,15 @@ Reading the configuration never loads torch; building the mesh does.
 
 Axes, outermost first: `dp_replicate` (copies of the model), `dp_shard` (sharded parameters), `cp` (the sequence sharded
 by torch), `sp` (the sequence sharded, and in attention the heads), `tp` (sharded tensors of a layer). If DeepSpeed
-shards the sequence over `sp`, it uses its own groups and there is no mesh.
+shards the sequence over `sp`, it uses its own groups and there is no mesh. Backends may have axes of their own, such as
+`pp` for the stages of a pipeline; they are outside of these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +57,7 @@ _mesh: Final = partial(
 )
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""Axes of the device mesh, outermost first."""
+"""Axes of the device mesh, outermost first; further axes of a backend are outside of them."""
 
 FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -64,6 +66,29 @@ FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Names of flattened axes: those with different data, those that shard parameters, those that average gradients."""
 
+
+_AXIS_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def _parse_axes(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, size = part.partition("=")
+        if name in axes or not _AXIS_NAME.fullmatch(name) or name in AXES or name in FLATTENED or int(size) < 1:
+            raise ValueError(text)
+        axes[name] = int(size)
+    return axes
+
+
+def _format_axes(axes: Any) -> str:
+    if not isinstance(axes, Mapping):
+        return str(axes)
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
+_AXES_OF_BACKENDS: Final = ValueType(
+    "names of other axes with their sizes, such as pp=2", _parse_axes, _format_axes, metavar="NAME=N,..."
+)
 
 _ATTENTION: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
 
@@ -188,15 +213,19 @@ class ParallelismConfig:
         tp_handler: options of tensor parallelism.
         cp_handler: options of context parallelism.
         sp_handler: options of sequence parallelism.
+        axes: sizes of further axes by name, which the backend declares in its manifest; outermost first, and outside of
+            all others. Processes along them read the same samples.
 
     Raises:
-        SettingError: a size, backend or handler is invalid.
+        SettingError: a size, backend, handler or the name of an axis is invalid.
         Conflict: two of them exclude each other.
 
     Example:
         >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)
         >>> config.total_size, config.active_mesh_dims
         (8, ['dp_shard', 'tp'])
+        >>> ParallelismConfig(dp_replicate_size=2, axes={"pp": 2}).active_mesh_dims
+        ['pp', 'dp_replicate']
     """
 
     dp_replicate_size: int | None = _size("the model is replicated")
@@ -209,6 +238,12 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    axes: Mapping[str, int] | None = _mesh(
+        None,
+        type=_AXES_OF_BACKENDS,
+        help="Sizes of further axes that the backend has, such as pp=2.",
+        unset={},
+    )
     device_mesh: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
     _flattened: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -252,10 +287,15 @@ class ParallelismConfig:
 
     def size(self, axis: str) -> int:
         """Number of processes along an axis, such as "tp"."""
-        return int(getattr(self, f"{axis}_size"))
+        assert self.axes is not None
+        return self.axes[axis] if axis in self.axes else int(getattr(self, f"{axis}_size"))
 
     def _enabled(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.size(axis) > 1]
+
+    @property
+    def _of_backend(self) -> tuple[str, ...]:
+        return tuple(self.axes or ())
 
     @property
     def sp_by_engine(self) -> bool:
@@ -264,7 +304,7 @@ class ParallelismConfig:
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
         """Names and sizes of the axes with more than one process, outermost first; empty when there are none."""
-        return tuple(zip(*((name, self.size(name)) for name in self._enabled(*AXES)), strict=True))
+        return tuple(zip(*((name, self.size(name)) for name in self._enabled(*self._of_backend, *AXES)), strict=True))
 
     def _in_mesh(self, *axes: str) -> list[str]:
         return [axis for axis in self._enabled(*axes) if axis != "sp" or not self.sp_by_engine]
@@ -302,12 +342,12 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Axes along which processes read the same samples."""
-        return self._enabled("tp", "cp", "sp")
+        return self._enabled("tp", "cp", "sp", *self._of_backend)
 
     @property
     def active_mesh_dims(self) -> list[str]:
         """Axes with more than one process."""
-        return self.dp_dim_names + self.non_dp_dim_names
+        return self._enabled(*self._of_backend) + self.dp_dim_names + self._enabled("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -337,7 +377,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of processes that read the same samples."""
-        return math.prod(map(self.size, ("tp", "cp", "sp")))
+        return math.prod(map(self.size, ("tp", "cp", "sp", *self._of_backend)))
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the product of the sizes is the world size.
@@ -423,6 +463,8 @@ class ParallelismConfig:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
     return value if value is None or isinstance(value, (int, str)) else dataclasses.asdict(value)
 
 

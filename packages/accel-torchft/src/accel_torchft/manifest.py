@@ -28,7 +28,12 @@ NEEDED: Final = Requirement("torchft", versions=">=0.2")
 
 # A step is committed once for all optimizers of a process.
 _WHOLE: Final = Capabilities(
-    join=False, average_parameters=False, several_models=False, partial_gradients=False, elastic=True
+    join=False,
+    average_parameters=False,
+    unused_parameters=False,
+    several_models=False,
+    partial_gradients=False,
+    elastic=True,
 )
 _SHARDED: Final = _WHOLE._replace(local_passes=False, collective_save=True, per_parameter_sharding=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_plugins.manifest import Axis, Manifest
+from accel_plugins.manifest import Axis, Capabilities, Manifest
 
 __all__ = ("MANIFEST",)
 
@@ -14,6 +14,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_backend_example.strategy:TopKStrategy",
     label=None,
     axes=frozenset({Axis.REPLICATE}),
+    capabilities=Capabilities(unused_parameters=False),
     memory_plans="accel_backend_example.plans:TopKPlans",
     tier=1,
     protocol=3,

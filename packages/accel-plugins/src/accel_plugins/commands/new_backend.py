@@ -77,7 +77,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_plugins.manifest import Axis, Manifest
+from accel_plugins.manifest import Axis, Capabilities, Manifest
 
 __all__ = ("MANIFEST",)
 
@@ -86,6 +86,8 @@ MANIFEST: Final = Manifest(
     config="{module}.config:{title}Config",
     strategy="{module}.strategy:{title}Strategy",
     axes=frozenset({{Axis.REPLICATE}}),
+    # What differs from plain torch: DistributedDataParallel waits for the gradients of all parameters.
+    capabilities=Capabilities(unused_parameters=False),
     # `accel estimate-memory --training` estimates the backend with these plans, those of data parallelism.
     memory_plans="accel_plugins.memory_plans:MemoryPlans",
     protocol=3,

@@ -23,7 +23,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.ddp.strategy:DDPStrategy",
     present="accel_plugins.ddp.manifest:present",
     axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
-    capabilities=Capabilities(syncs_in_own_forward=True),
+    capabilities=Capabilities(unused_parameters=False, syncs_in_own_forward=True),
     memory_plans="accel_plugins.memory_plans:MemoryPlans",
     priority=10,
     tier=1,

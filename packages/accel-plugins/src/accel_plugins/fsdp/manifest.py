@@ -25,6 +25,7 @@ _USE: Final = Setting(
 _SHARDS: Final = Capabilities(
     join=False,
     average_parameters=False,
+    unused_parameters=False,
     local_passes=False,
     partial_gradients=False,
     collective_save=True,

@@ -225,6 +225,8 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
         CheckpointError: names or shapes do not agree.
     """
     reshard(model)
+    if strict:
+        _check_names(model, weights)
     try:
         with on_one_device(model):
             set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
@@ -234,6 +236,19 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
             str(error),
             "Create the model with the configuration of the saved one.",
         ) from error
+
+
+def _check_names(model: Module, weights: Mapping[str, Any]) -> None:
+    """Raise on every process if names do not agree; torch raises on the first only."""
+    names = set(get_model_state_dict(model))
+    missing, unexpected = sorted(names - weights.keys()), sorted(weights.keys() - names)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"Cannot load weights into {type(model).__name__}.",
+            f"Missing keys: {', '.join(missing[:3]) or 'none'}; "
+            f"unexpected ones: {', '.join(unexpected[:3]) or 'none'}.",
+            "Create the model with the configuration of the saved one, or pass strict=False to load what agrees.",
+        )
 
 
 # ---------------------------------------------------------------------- as files
@@ -333,6 +348,9 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     if sharded.is_dir():
         with load_guard(model, sharded) as guard:
             state = model_state(model, full=False)
+            if not strict:
+                saved = frozenset(names_in(sharded))
+                state = {name: value for name, value in state.items() if f"{ObjectKind.MODEL.value}.{name}" in saved}
             read_into({ObjectKind.MODEL.value: state}, sharded, guard=guard)
             put_model(model, state, strict=strict)
         return

@@ -31,7 +31,7 @@ MANIFEST: Final = Manifest(
     requires=(Requirement("torch_xla", "torch-xla"),),
     families=frozenset({_FAMILY}),
     switch=Setting("tpu", BOOLEAN, False, flag="--tpu", help="Train on TPUs."),
-    capabilities=Capabilities(join=False, fp16=False, local_passes=False),
+    capabilities=Capabilities(join=False, unused_parameters=False, fp16=False, local_passes=False),
     priority=40,
     tier=3,
     protocol=PROTOCOL,

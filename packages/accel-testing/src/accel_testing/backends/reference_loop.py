@@ -7,7 +7,7 @@ every strategy must produce the results of one process with the whole batch.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.state import load_folder, save_folder
 from accel_plugins.context import Context
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Manifest
+from accel_plugins.manifest import Manifest, ObjectKind
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
 from accel_plugins.prepared import PreparedObjects, as_set_up
@@ -43,10 +43,13 @@ __all__ = (
     "HALF",
     "MODELS",
     "QUESTIONS",
+    "Branching",
     "CUDATraining",
     "Case",
+    "Convex",
     "FakeStrategy",
     "Frozen",
+    "Longer",
     "Plain",
     "SimulatedTraining",
     "Small",
@@ -54,6 +57,7 @@ __all__ = (
     "Training",
     "batches",
     "first_half",
+    "loss_of",
     "make_model",
     "make_optimizer",
     "make_scheduler",
@@ -73,7 +77,8 @@ class Case:
         manifest: the manifest of the backend.
         config: the settings of the backend; None: read from the environment.
         precision: name of the precision.
-        steps: optimizer steps.
+        steps: optimizer steps; by default a number that no period of 2 to 6 divides, so a strategy that does something
+            every few steps is between two times at the end.
         accumulation: micro-batches per step.
         no_sync: whether all micro-batches except the last run under `no_sync`.
         clip_norm: maximum total norm of the gradients at every step, or None.
@@ -82,9 +87,10 @@ class Case:
         adam: whether to train with Adam instead of SGD with momentum.
         muon: whether to train the hidden matrices with Muon, which needs them whole, and nothing else.
         scheduled: whether a learning-rate scheduler is prepared and steps after the optimizer.
-        model: key of the model in `MODELS`.
+        model: key of the model in `MODELS`, or "module:class" of a model that a suite brings.
         grouped: whether the optimizer has two groups of parameters with different options.
         own_start: whether each process creates its model from a different seed.
+        beside: whether a second model with an optimizer of its own trains beside, on the same batches.
         tail: number of samples of the last global batch.
         training: the `Training` that runs the training, as "module:class".
         parallelism_config: the axes of the run, or None.
@@ -94,7 +100,7 @@ class Case:
     manifest: Manifest
     config: Any = None
     precision: str = "no"
-    steps: int = 4
+    steps: int = 7
     accumulation: int = 1
     no_sync: bool = True
     clip_norm: float | None = None
@@ -106,6 +112,7 @@ class Case:
     model: str = "usual"
     grouped: bool = False
     own_start: bool = False
+    beside: bool = False
     tail: int = BATCH
     training: str = "accel_testing.backends.reference_loop:Training"
     parallelism_config: ParallelismConfig | None = None
@@ -117,9 +124,20 @@ class Case:
         training: Training = getattr(importlib.import_module(module), name)(self, model)
         return training
 
-    def make(self, seed: int = 0) -> Small:
+    def make(self, seed: int = 0) -> nn.Module:
         """Create the user's model of this run."""
-        return MODELS[self.model](seed)
+        if ":" not in self.model:
+            return MODELS[self.model](seed)
+        module, _, name = self.model.partition(":")
+        model: nn.Module = getattr(importlib.import_module(module), name)(seed)
+        return model
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a prepared model as a script computes it: mean cross entropy."""
+        if self.manifest.capabilities.loss_in_forward:
+            loss: Tensor = model(inputs, targets)
+            return loss
+        return loss_of(model, inputs, targets)
 
     def but(self, **changes: Any) -> Case:
         """The same case with some fields changed."""
@@ -135,13 +153,15 @@ class Small(nn.Module):
         self.body = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, 10, bias=False), nn.Tanh())
         self.head = nn.Linear(10, CLASSES)
         self.register_buffer("factor", torch.tensor(1.5 + seed / 8))
+        # Backends may treat small parameters differently.
+        self.stretch = nn.Parameter(torch.ones(1))
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in (*self.body.parameters(), *self.head.parameters()):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of shape (samples, CLASSES)."""
-        logits: Tensor = self.head(self.body(inputs) * self.factor)
+        logits: Tensor = self.head(self.body(inputs) * self.factor * self.stretch)
         return logits
 
 
@@ -164,11 +184,64 @@ class Tied(Small):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of shape (samples, CLASSES)."""
-        logits: Tensor = self.head(self.again(self.body(inputs)) * self.factor)
+        logits: Tensor = self.head(self.again(self.body(inputs)) * self.factor * self.stretch)
         return logits
 
 
-MODELS: Final[dict[str, type[Small]]] = {"usual": Small, "frozen": Frozen, "tied": Tied}
+class Longer(Small):
+    """The model with a layer more, which its forward does not use."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.more = nn.Linear(2, 2)
+        nn.init.constant_(self.more.weight, seed)
+        nn.init.constant_(self.more.bias, seed)
+
+
+class Branching(Small):
+    """The model with a second head; a process chooses the one that its forward uses.
+
+    Attributes:
+        branch: 0 or 1.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.other_head = nn.Linear(10, CLASSES)
+        nn.init.constant_(self.other_head.weight, 0.1)
+        nn.init.constant_(self.other_head.bias, 0.1)
+        self.branch = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (samples, CLASSES)."""
+        head = self.other_head if self.branch else self.head
+        logits: Tensor = head(self.body(inputs) * self.factor * self.stretch)
+        return logits
+
+
+class Convex(nn.Module):
+    """Softmax regression, whose loss is convex."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        nn.init.constant_(self.head.weight, 0.1 * (seed + 1))
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (samples, CLASSES)."""
+        logits: Tensor = self.head(inputs)
+        return logits
+
+
+MODELS: Final[dict[str, Callable[[int], nn.Module]]] = {
+    "usual": Small,
+    "frozen": Frozen,
+    "tied": Tied,
+    "longer": Longer,
+    "branching": Branching,
+    "convex": Convex,
+}
 """Models by the name that a `Case` contains."""
 
 
@@ -209,7 +282,7 @@ def batches(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy."""
+    """The loss of a model outside of a run: mean cross entropy."""
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
@@ -232,9 +305,9 @@ class Plain:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def run(self) -> Plain:
-        """Train."""
-        for inputs, targets in batches(self.case):
+    def run(self, data: Iterable[tuple[Tensor, Tensor]] | None = None) -> Plain:
+        """Train on global batches; None: those of the case."""
+        for inputs, targets in batches(self.case) if data is None else data:
             loss = loss_of(self.model, inputs, targets)
             loss.backward()  # type: ignore[no-untyped-call]
             if self.case.clip_norm is not None:
@@ -265,6 +338,7 @@ class Training:
         model, optimizer, schedulers: the prepared objects.
         user_model: the user's model before `prepare`.
         rates: learning rate after each step of `train`.
+        others: further models with their optimizers, which `train` trains beside on the same batches.
     """
 
     process: Process
@@ -290,6 +364,24 @@ class Training:
         self.optimizer: Any = prepared.optimizers[0]
         self.schedulers: list[Any] = prepared.schedulers
         self.rates: list[float] = []
+        self.others: list[tuple[nn.Module, Any]] = []
+        if case.beside:
+            self.add(case.make(2))
+
+    def add(self, model: nn.Module) -> tuple[nn.Module, Any]:
+        """Prepare a further model with an optimizer of its own, and train it beside from now on."""
+        bundle = self.prepare(Bundle.of([model, make_optimizer(self.case, model)]))
+        self.others.append((bundle.models[0], bundle.optimizers[0]))
+        return self.others[-1]
+
+    def prepare_to_evaluate(self, model: nn.Module) -> nn.Module:
+        """Prepare a model that is not trained, as `prepare` does where the backend takes a model alone."""
+        trains = self.manifest.together <= {ObjectKind.MODEL}
+        bundle = Bundle.of([model])
+        for step in order.steps(self.manifest, self.strategy, self.case.transforms, trains=trains):
+            bundle = step.run(bundle)
+        evaluated: nn.Module = bundle.models[0]
+        return evaluated
 
     @property
     def made(self) -> nn.Module:
@@ -352,8 +444,9 @@ class Training:
         return load_folder(folder, self._contents(), self.strategy, self.process)
 
     def _contents(self) -> PreparedObjects:
-        precision = self.strategy.context.precision
-        return PreparedObjects([self.model], [self.optimizer], self.schedulers, scaler=precision)
+        models = [self.model, *(model for model, _ in self.others)]
+        optimizers = [self.optimizer, *(optimizer for _, optimizer in self.others)]
+        return PreparedObjects(models, optimizers, self.schedulers, scaler=self.strategy.context.precision)
 
     def slice(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """This process's shard of a global batch, on its device."""
@@ -384,9 +477,13 @@ class Training:
         return total / len(parts)
 
     def _backward_once(self, inputs: Tensor, targets: Tensor, divisor: int) -> float:
-        loss = loss_of(self.model, inputs, targets)
+        loss = self.loss(inputs, targets)
         self.strategy.backward(loss / divisor, self.made)
         return loss.item()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the prepared model on samples of this process."""
+        return self.case.loss(self.model, inputs, targets)
 
     def complete_gradients(self) -> None:
         """Complete and unscale the gradients, as needed before clipping or reading them."""
@@ -421,9 +518,16 @@ class Training:
             self.step()
             for scheduler in self.schedulers:
                 scheduler.step()
+            for other in self.others:
+                self._train_beside(*other, batch)
             self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
             losses.append(self.mean(loss))
         return losses, norms
+
+    def _train_beside(self, model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
+        self.strategy.backward(self.case.loss(model, *self.slice(batch)), strategy_model(model))
+        optimizer.step()
+        optimizer.zero_grad()
 
     def mean(self, value: float) -> float:
         """The mean of a number over all processes."""
@@ -431,9 +535,9 @@ class Training:
         self.process.transport.all_reduce(total).wait()
         return total.item() / self.process.world_size
 
-    def weights(self) -> dict[str, list[Any]]:
-        """Full weights as plain lists; empty if this process has none to write."""
-        state = self.strategy.state_dict(self.made)
+    def weights(self, model: nn.Module | None = None) -> dict[str, list[Any]]:
+        """Full weights of a prepared model as plain lists, or of the first; empty if this process has none to write."""
+        state = self.strategy.state_dict(self.made if model is None else strategy_model(model))
         return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
 
     def gradients(self) -> dict[str, list[Any]]:

@@ -97,7 +97,7 @@ BY_BLOCK = FullyShardedDataParallelPlugin(
 """FSDP settings that shard each block separately."""
 _CONFIGS: Final = {"fsdp1": dataclasses.replace(BY_BLOCK, fsdp_version=1), "fsdp2": BY_BLOCK}
 
-COMBINATIONS: list[tuple[Manifest, frozenset[Axis]]] = [
+COMBINATIONS: list[tuple[Manifest, frozenset[str]]] = [
     (manifest, combination.axes)
     for combination in PERMITTED
     for manifest in (DDP, FSDP1, FSDP2)
@@ -117,9 +117,9 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def case_of(manifest: Manifest, axes: frozenset[Axis], *more: Transform) -> Case:
+def case_of(manifest: Manifest, axes: frozenset[str], *more: Transform) -> Case:
     """A run of four processes, or of eight if it has three axes."""
-    sizes: dict[str, Any] = {f"{axis.value}_size": 4 if len(axes) == 1 else 2 for axis in axes}
+    sizes: dict[str, Any] = {f"{Axis(axis).value}_size": 4 if len(axes) == 1 else 2 for axis in axes}
     if Axis.SEQUENCE in axes:
         sizes["sp_backend"] = "torch"
     transforms = (TensorParallel(PLAN), *more) if Axis.TENSOR in axes else more

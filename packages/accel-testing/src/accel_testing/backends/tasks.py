@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +28,7 @@ from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
 from accel_state.protocol.call import barrier
-from accel_testing.backends.reference_loop import Case, Plain, Small, Training, batches, loss_of, make_model
+from accel_testing.backends.reference_loop import Case, Plain, Training, batches, loss_of, make_optimizer
 
 Answer = dict[str, Any]
 
@@ -41,7 +42,9 @@ def train(case: Case) -> Answer:
         "norms": norms,
         "rates": training.rates,
         "weights": training.weights(),
+        "beside": [training.weights(model) for model, _ in training.others],
         "shards": _shards(training),
+        "batches_per_step": training.strategy.batches_per_step(),
     }
 
 
@@ -51,6 +54,105 @@ def train_or_refuse(case: Case) -> Answer:
         return train(case)
     except AccelError as error:
         return {"refused": str(error)}
+
+
+FOLLOWED = 13
+"""Steps of runs that are compared step by step: at least two periods of up to six steps, and not a multiple of any."""
+
+
+def train_alone(case: Case, seed: int) -> Answer:
+    """Weights of a model that trains without another one beside."""
+    training = case.open(case.make(seed))
+    training.train()
+    return {"weights": training.weights()}
+
+
+def follow(case: Case) -> Answer:
+    """The micro-batches of this process, and the weights after each step."""
+    training, taken, weights = case.open(), [], []
+    for batch in batches(case):
+        taken.append([(inputs.cpu(), targets.cpu()) for inputs, targets in training.micro_batches(batch)])
+        training.train([batch])
+        weights.append(training.weights())
+    return {"batches": taken, "weights": weights}
+
+
+def equal_parts(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Half of each global batch."""
+    return [(inputs[: len(inputs) // 2], targets[: len(targets) // 2]) for inputs, targets in batches(case)]
+
+
+def train_on_equal_data(case: Case) -> Answer:
+    """Losses and weights of a run in which all processes have equal batches: those of `equal_parts`."""
+    training = case.open()
+    count = training.strategy.shards().count
+    losses, _ = training.train([(torch.cat([i] * count), torch.cat([t] * count)) for i, t in equal_parts(case)])
+    return {"losses": losses, "weights": training.weights()}
+
+
+def train_at_rate_zero(case: Case) -> Answer:
+    """Weights before and after training with a learning rate of 0."""
+    training = case.open()
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = training.weights()
+    training.train()
+    return {"before": before, "after": training.weights()}
+
+
+def train_on_a_convex_loss(case: Case) -> Answer:
+    """The loss of one global batch with the weights of the run, before and after training on that batch."""
+    training, batch = case.open(), next(iter(batches(case)))
+    for group in training.optimizer.param_groups:
+        group["lr"], group["momentum"] = 0.1, 0.0
+
+    def loss() -> float:
+        with training.strategy.global_weights(training.made):
+            weights = training.strategy.state_dict(training.made)
+            if not writes(training):
+                return 0.0
+            plain = case.make()
+            plain.load_state_dict({name: value.cpu() for name, value in weights.items()})
+        return float(loss_of(plain, *batch))
+
+    before = loss()
+    training.train([batch] * case.steps)
+    return {"weights_written": writes(training), "before": before, "after": loss()}
+
+
+def complete_twice(case: Case) -> Answer:
+    """Gradients after they were completed, and after they were completed again, in the second step of a run."""
+    training = case.open()
+    first, second = list(batches(case))[:2]
+    training.train([first])
+    training.backward(second)
+    training.complete_gradients()
+    once = training.gradients()
+    training.complete_gradients()
+    return {"once": once, "again": training.gradients()}
+
+
+def train_branches(case: Case) -> Answer:
+    """Weights after steps in which each process uses the branch of its shard."""
+    training = case.open()
+    index = _shards(training)[1]
+    branching: Any = training.strategy.unwrap(training.made)
+    branching.branch = index % 2
+    training.train()
+    return {"weights": training.weights(), "shard": index}
+
+
+def train_branches_plain(case: Case, shards: list[int]) -> Answer:
+    """`train_branches` in plain torch."""
+    model: Any = case.make()
+    optimizer, count = make_optimizer(case, model), max(shards) + 1
+    for inputs, targets in batches(case):
+        for index, part in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+            model.branch = index % 2
+            (loss_of(model, *part) / count).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return session_lists(model.state_dict())
 
 
 def _shards(training: Training) -> tuple[int, int]:
@@ -76,7 +178,7 @@ def look_at_prepared(case: Case) -> Answer:
         "held_but_not_trained": len(set(held) - trained),
         "trained_but_not_held": len(trained - set(held)),
         "held_twice": len(held) - len(set(held)),
-        "is_users_class": isinstance(bare, Small),
+        "is_users_class": isinstance(bare, type(training.user_model)),
         "names": sorted(name for name, _ in bare.named_parameters()),
         "same_again": training.strategy.unwrap(bare) is bare,
     }
@@ -119,7 +221,7 @@ def weights_of_the_run(case: Case) -> Answer:
 def check_twice(case: Case) -> Answer:
     """Whether `check` leaves the objects unchanged."""
     training = case.open()
-    model = make_model(3)
+    model = case.make(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bundle = Bundle.of([model, optimizer])
     before = [(id(p), p.detach().clone()) for p in model.parameters()], vars(model).keys() | set()
@@ -145,7 +247,7 @@ def forward_and_unwrap(case: Case) -> Answer:
         training.strategy.unwrap(training.made)
         training.strategy.state_dict(training.made)
         second = training.model(inputs)
-        plain = make_model().to(training.process.device)(inputs)
+        plain = case.make().to(training.process.device)(inputs)
     return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
 
 
@@ -156,7 +258,7 @@ def call_as_users_do(case: Case) -> Answer:
     inputs = next(iter(batches(case)))[0].to(training.process.device)
     with torch.no_grad():
         named = training.model(inputs=inputs)
-        plain = make_model().to(training.process.device)(inputs)
+        plain = case.make().to(training.process.device)(inputs)
     modes = []
     for switch in (training.model.eval, training.model.train):
         switch()
@@ -169,6 +271,8 @@ def build_inside(case: Case) -> Answer:
     training = case.open()
 
     def build() -> nn.Module:
+        if ":" in case.model:
+            return case.make()
         return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
 
     torch.manual_seed(3)
@@ -186,23 +290,23 @@ def build_inside(case: Case) -> Answer:
 
 def prepare_without_optimizer(case: Case) -> Answer:
     """Outputs of a model that is only evaluated, and of the plain model."""
-    training, model = case.open(), make_model(2)
-    (prepared,) = training.prepare(Bundle.of([model])).models
+    training = case.open()
+    prepared = training.prepare_to_evaluate(case.make(2)).eval()
     inputs = next(iter(batches(case)))[0].to(training.process.device)
     with torch.no_grad():
-        plain = make_model(2).to(training.process.device)(inputs)
+        plain = case.make(2).eval().to(training.process.device)(inputs)
         return {"outputs": prepared(inputs).tolist(), "plain": plain.tolist()}
 
 
 def several_models(case: Case) -> Answer:
     """Train two models, prepared in one call with an optimizer each, alternately."""
     training = case.open()
-    models = [make_model(1), make_model(2)]
+    models = [case.make(1), case.make(2)]
     bundle = training.prepare(Bundle.of([*models, *[torch.optim.SGD(m.parameters(), lr=0.3) for m in models]]))
     for number, batch in enumerate(batches(case)):
         chosen: int = number % 2
         inputs, targets = training.slice(batch)
-        training.strategy.backward(loss_of(bundle.models[chosen], inputs, targets), bundle.models[chosen])
+        training.strategy.backward(case.loss(bundle.models[chosen], inputs, targets), bundle.models[chosen])
         bundle.optimizers[chosen].step()
         bundle.optimizers[chosen].zero_grad()
     states = [training.strategy.state_dict(model) for model in bundle.models]
@@ -211,7 +315,7 @@ def several_models(case: Case) -> Answer:
 
 def several_models_plain(case: Case) -> list[dict[str, Any]]:
     """`several_models` in plain torch."""
-    models = [make_model(1), make_model(2)]
+    models = [case.make(1), case.make(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]
     for number, (inputs, targets) in enumerate(batches(case)):
         chosen = number % 2
@@ -224,19 +328,21 @@ def several_models_plain(case: Case) -> list[dict[str, Any]]:
 def no_sync_of_one(case: Case) -> Answer:
     """The number of collectives in a pass of each of two models, outside `no_sync` and inside the second model's."""
     training = case.open()
-    other = make_model(1)
+    other = case.make(1)
     bundle = training.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
-    models = [training.model, bundle.models[0]]
+    models, optimizers = [training.model, bundle.models[0]], [training.inner, as_set_up(bundle.optimizers[0])]
     inputs, targets = training.slice(next(iter(batches(case))))
 
-    def backward(index: int) -> None:
-        training.strategy.backward(loss_of(models[index], inputs, targets), strategy_model(models[index]))
+    def backward(index: int, complete: bool = True) -> None:
+        training.strategy.backward(case.loss(models[index], inputs, targets), strategy_model(models[index]))
+        if complete:
+            training.strategy.finalize_gradients(optimizers[index])
 
     for index in (0, 1, 0, 1):
         backward(index)  # The first backward pass may include work that a backend does once.
-    outside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+    outside = [_collectives(partial(backward, index))[0] for index in range(2)]
     with training.strategy.no_sync(strategy_model(models[1])):
-        inside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+        inside = [_collectives(partial(backward, index, complete=not index))[0] for index in range(2)]
     return {"outside": outside, "inside": inside}
 
 
@@ -251,13 +357,18 @@ def writes(training: Training) -> bool:
 def count_collectives(case: Case) -> Answer:
     """(collectives, reductions): one backward, one under `no_sync`, two under nested `no_sync`, one afterwards.
 
-    Between the last two cases, a block of `no_sync` ends with an exception.
+    The gradients of the first and the last are completed, because a strategy may average them only then. Between the
+    last two cases, a block of `no_sync` ends with an exception.
     """
     training = case.open()
     inputs, targets = training.slice(next(iter(batches(case))))
 
     def backward() -> None:
-        training.strategy.backward(loss_of(training.model, inputs, targets), training.made)
+        training.strategy.backward(training.loss(inputs, targets), training.made)
+
+    def complete() -> None:
+        backward()
+        training.strategy.finalize_gradients(training.inner)
 
     def held() -> None:
         with training.strategy.no_sync(training.made):
@@ -270,12 +381,12 @@ def count_collectives(case: Case) -> Answer:
             backward()
 
     for _ in range(2):
-        backward()  # The first backward pass may include work that a backend does once.
-    actions = {"sync": backward, "held": held, "nested": nested}
+        complete()  # The first backward pass may include work that a backend does once.
+    actions = {"sync": complete, "held": held, "nested": nested}
     counted = {name: _collectives(action) for name, action in actions.items()}
     with suppress(LookupError), training.strategy.no_sync(training.made):
         raise LookupError("the batch failed")
-    return {**counted, "again": _collectives(backward)}
+    return {**counted, "again": _collectives(complete)}
 
 
 class _Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -312,7 +423,7 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
     if late:
         inputs, targets = training.slice(batch)
         with training.strategy.no_sync(training.made):
-            loss = loss_of(training.model, inputs, targets)
+            loss = training.loss(inputs, targets)
         with training.strategy.sync_in_next_backward(training.made):
             training.strategy.backward(loss)
     else:
@@ -326,7 +437,7 @@ def weighted_backward(case: Case) -> Answer:
     """Gradients of a batch when backward starts from the gradient 2."""
     training = case.open()
     inputs, targets = training.slice(next(iter(batches(case))))
-    loss = loss_of(training.model, inputs, targets)
+    loss = training.loss(inputs, targets)
     training.strategy.backward(loss, training.made, gradient=torch.full_like(loss, 2.0))
     training.complete_gradients()
     return training.gradients()
@@ -341,7 +452,7 @@ def step_with_closure(case: Case) -> Answer:
 
         def compute(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
             inner.zero_grad()
-            loss = loss_of(training.model, inputs, targets)
+            loss = training.loss(inputs, targets)
             training.strategy.backward(loss, training.made)
             return loss
 
@@ -410,7 +521,7 @@ def overflow(case: Case) -> Answer:
         last = training.process.rank == training.process.world_size - 1
         factor = float("inf") if bad and last else 1.0
         training.gradient.sync_gradients = True
-        training.strategy.backward(loss_of(training.model, inputs, targets) * factor)
+        training.strategy.backward(training.loss(inputs, targets) * factor)
         stepped.append(training.step())
         unchanged.append(training.weights() == before)
     return {"stepped": stepped, "unchanged": unchanged[0]}
@@ -457,13 +568,21 @@ def save_and_resume(case: Case, folder: str) -> Answer:
 
 def states(training: Training) -> Answer:
     """The complete state of a run on this process, as plain data."""
-    bare: nn.Module = training.strategy.unwrap(training.made)
+    models = [training.made, *(strategy_model(model) for model, _ in training.others)]
+    optimizers = [training.inner, *(as_set_up(optimizer) for _, optimizer in training.others)]
+    bare: list[nn.Module] = [training.strategy.unwrap(model) for model in models]
     return {
-        "weights": _plain({**dict(bare.named_parameters()), **dict(bare.named_buffers())}),
-        "optimizer": _plain(training.optimizer.state_dict()),
+        "weights": [_plain({**dict(one.named_parameters()), **dict(one.named_buffers())}) for one in bare],
+        "optimizers": [_optimizer_state(training, one) for one in optimizers],
         "schedulers": _plain([scheduler.state_dict() for scheduler in training.schedulers]),
-        "extra_state": _plain(training.strategy.extra_state([training.made], [training.inner])),
+        "extra_state": _plain(training.strategy.extra_state(models, optimizers)),
     }
+
+
+def _optimizer_state(training: Training, optimizer: Any) -> Any:
+    """The state of an optimizer as the strategy collects it; nothing where the engine collects when it writes."""
+    state = training.strategy.collect(ObjectKind.OPTIMIZER, optimizer)
+    return None if state is optimizer else _plain(state)
 
 
 def _plain(value: Any) -> Any:
@@ -539,7 +658,7 @@ def behind_a_layer(case: Case, folder: str) -> Answer:
     training.load(Path(folder))
     return {
         "losses": losses,
-        "is_users_class": isinstance(extract_model_from_parallel(training.model), Small),
+        "is_users_class": isinstance(extract_model_from_parallel(training.model), type(training.user_model)),
         "held": counted["held"],
         "weights": weights,
         "loaded": training.weights() == weights,
@@ -572,7 +691,7 @@ def weights_out_and_in(case: Case) -> Answer:
     training = case.open()
     training.train()
     state = {name: value.detach().clone() for name, value in training.strategy.state_dict(training.made).items()}
-    other = make_model(4)
+    other = case.make(4)
     source = {name: value.detach().clone() for name, value in other.state_dict().items()}
     answer: Answer = {"writes": writes(training)}
     training.strategy.load_weights(training.made, source)
@@ -581,15 +700,41 @@ def weights_out_and_in(case: Case) -> Answer:
     with torch.no_grad():
         expected = other.to(training.process.device)(inputs)
         answer["computes"] = torch.allclose(training.model(inputs), expected, atol=1e-5)
-    # This must be last: with wrong names it raises on the writing processes only, and the others would wait for them.
-    known = {name: value.detach() for name, value in make_model(6).state_dict().items() if name != "head.bias"}
+    absent = next(iter(source))
+    known = {name: value.detach() for name, value in case.make(6).state_dict().items() if name != absent}
     training.strategy.load_weights(training.made, known, strict=False)
     answer["reads_some"] = training.weights() == session_lists(source | known) or not writes(training)
     if writes(training):
-        plain = make_model(5)
+        plain = case.make(5)
         plain.load_state_dict({name: value.cpu() for name, value in state.items()})
         answer["into_plain"] = {n: v.tolist() for n, v in plain.state_dict().items()} == session_lists(state)
+    answer["refused"] = _raises(lambda: training.strategy.load_weights(training.made, known))
     return answer
+
+
+def load_into_a_longer_model(case: Case, folder: str) -> Answer:
+    """Whether a checkpoint is refused by a model with a layer more, and what that model has after a load that is not
+    strict."""
+    training = case.open()
+    training.train()
+    training.save(Path(folder))
+    saved = training.weights()
+    training = case.but(model="longer").open()
+    own = training.weights()
+
+    def load(strict: bool) -> None:
+        training.strategy.load(ObjectKind.MODEL, training.made, Path(folder), 0, strict=strict)
+
+    refused, raised = _raises(lambda: load(True)), _raises(lambda: load(False))
+    return {"refused": refused, "loaded": not raised and training.weights() == own | saved}
+
+
+def _raises(action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except Exception:
+        return True
+    return False
 
 
 def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -619,13 +764,15 @@ def close_at_the_end(case: Case) -> Answer:
     training.train()
     weights = training.weights()
     training.strategy.close()
-    read = training.weights() == weights and isinstance(training.strategy.unwrap(training.made), Small)
+    read = training.weights() == weights and isinstance(
+        training.strategy.unwrap(training.made), type(training.user_model)
+    )
     return {**train(case), "read": read}
 
 
 def release_another(case: Case) -> Answer:
     """Train after another model and optimizer were released."""
-    training, other = case.open(), make_model(2)
+    training, other = case.open(), case.make(2)
     bundle = training.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
     training.strategy.release(*([as_set_up(one) for one in kind] for kind in (bundle.models, bundle.optimizers)))
     training.train()
@@ -646,7 +793,7 @@ def read_steps(case: Case) -> list[Answer]:
         shares.append(asdict(share))
         share.accumulated = True
         with nullcontext() if share.last else training.strategy.no_sync(training.made):
-            training.strategy.backward(loss_of(training.model, *batch) * share.factor, training.made)
+            training.strategy.backward(training.loss(*batch) * share.factor, training.made)
         if share.last:
             training.step()
             share.stepped = True
