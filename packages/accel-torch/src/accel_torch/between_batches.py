@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import NotOffered
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.boundaries import Preemption, StepBoundaries
@@ -67,9 +67,9 @@ class BetweenBatches:
                 seen = saver.boundaries
             self._seen, self._steps = seen, 0 if seen is None else seen.steps
         if self._saving is not None and session is not None:
-            if not first and RECORD.steps > self._all_steps and session.gradient.sync_gradients:
+            if not first and STATUS_RECORD.steps > self._all_steps and session.gradient.sync_gradients:
                 self._saving()
-            self._all_steps = RECORD.steps
+            self._all_steps = STATUS_RECORD.steps
         if self._ending is not None and not first:
             self._ending()
 

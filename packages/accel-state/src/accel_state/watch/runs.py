@@ -5,7 +5,7 @@ the temporary files. `run.json` in it identifies the launcher, and its processes
 launcher removes its folder when it ends. The folder of a killed launcher remains until another launcher of the same
 user, which sees the same process ids, has started its processes.
 
-A folder without space is no reason not to run: then nothing is recorded, and every reader finds nothing.
+If no place has room for a folder, the run starts all the same: then nothing is recorded, and readers see nothing.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _folders_in(place: str) -> Iterator[str]:
 
 
 def is_private(folder: str) -> bool:
-    """Whether a folder belongs to this user, and no other user can enter it; a symbolic link is no folder."""
+    """Whether a folder belongs to this user, and no other user can enter it; a symbolic link does not count."""
     try:
         facts = os.lstat(folder)
     except OSError:
