@@ -299,8 +299,8 @@ def test_the_next_launch_removes_the_folders_of_killed_launchers_alone(accel, st
     killed, living = (start("launch", "--cpu", waits) for _ in range(2))
     left, kept = (announced(launch.process.pid) for launch in (killed, living))
     killed.process.kill()
+    # From here on any launcher on this machine may remove it.
     assert gone(killed.process.pid)
-    assert left.exists()
     assert accel("launch", "--cpu", script("")).returncode == 0
     assert (left.exists(), kept.exists()) == (False, True)
 

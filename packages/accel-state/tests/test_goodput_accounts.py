@@ -103,13 +103,13 @@ def test_only_the_thread_of_an_account_is_charged(account):
 KILLED = """
 import os, signal, sys
 from accel_state.watch.calls import CallLog
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_state.watch.seconds import STEP, SAVING, TimeAccount, close_accounts
 from accel_state.watch.status import capture_status
-RECORD.open(sys.argv[2], 3)
+STATUS_RECORD.open(sys.argv[2], 3)
 close_accounts(sys.argv[2], 3)
-account = TimeAccount(RECORD, sys.argv[1])
-RECORD.publish(capture_status(CallLog()).to_json())
+account = TimeAccount(STATUS_RECORD, sys.argv[1])
+STATUS_RECORD.publish(capture_status(CallLog()).to_json())
 account.enter(STEP)
 account.reach(5)
 account.enter(SAVING if len(sys.argv) < 4 else STEP)

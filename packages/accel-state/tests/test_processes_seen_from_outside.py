@@ -79,6 +79,22 @@ def test_a_killed_launcher_and_a_process_that_reuses_its_pid_are_not_runs(tempor
     assert mine() == []
 
 
+@on_linux
+def test_the_folders_of_dead_launchers_are_removed_but_not_those_of_other_containers(
+    temporary: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    living, dead, elsewhere = (Path(announced(temporary)) for _ in range(3))
+    told = json.loads((dead / "run.json").read_text())
+    sleeper.kill()
+    sleeper.wait()
+    (dead / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid}))
+    (elsewhere / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "namespace": "pid:[1]"}))
+    # A launcher that has not announced its run yet.
+    beginning = Path(make_launch_folder())
+    runs.remove_abandoned_folders()
+    assert [one.exists() for one in (living, dead, elsewhere, beginning)] == [True, False, True, True]
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": -1}', '{"pid": "1", "folder": 3}'])
 def test_folders_with_other_contents_are_not_runs(temporary: Path, content: str) -> None:
     status = Path(announced(temporary))

@@ -81,14 +81,14 @@ def record_of(folder: Path, rank: int) -> RecordContent:
 
 KILLED = """
 import os, signal, sys
-from accel_state.watch.record import LOADED, RECORD, STEPS
-RECORD.open(sys.argv[1], 3)
-RECORD.went_back_to(40)
+from accel_state.watch.record import LOADED, STATUS_RECORD, STEPS
+STATUS_RECORD.open(sys.argv[1], 3)
+STATUS_RECORD.went_back_to(40)
 for step in range(1, 8):
-    RECORD.cells[STEPS] = RECORD.steps = step
-RECORD.write_samples('["8", "9"]')
-RECORD.publish('{"first": 1}')
-RECORD.publish('{"second": 2}')
+    STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = step
+STATUS_RECORD.write_samples('["8", "9"]')
+STATUS_RECORD.publish('{"first": 1}')
+STATUS_RECORD.publish('{"second": 2}')
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -140,13 +140,13 @@ def test_a_long_text_and_a_long_list_of_samples_leave_the_ones_before(record: St
 def test_a_forked_process_does_not_write_the_record_of_its_parent(tmp_path: Path) -> None:
     code = """if True:
         import os, sys
-        from accel_state.watch.record import RECORD, STEPS
-        RECORD.open(sys.argv[1], 0)
-        RECORD.cells[STEPS] = RECORD.steps = 5
+        from accel_state.watch.record import STATUS_RECORD, STEPS
+        STATUS_RECORD.open(sys.argv[1], 0)
+        STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = 5
         child = os.fork()
         if child == 0:
-            RECORD.cells[STEPS] = RECORD.steps = 99
-            RECORD.publish("of the child")
+            STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = 99
+            STATUS_RECORD.publish("of the child")
             os._exit(0)
         os.waitpid(child, 0)
     """
@@ -159,11 +159,11 @@ def test_without_room_for_the_record_the_process_goes_on(tmp_path: Path) -> None
     code = """if True:
         import resource, sys
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        from accel_state.watch.record import RECORD, STEPS
-        RECORD.open(sys.argv[1], 0)
-        RECORD.cells[STEPS] = RECORD.steps = 5
-        RECORD.publish("lost")
-        print(RECORD.run_step, repr(RECORD.status_folder))
+        from accel_state.watch.record import STATUS_RECORD, STEPS
+        STATUS_RECORD.open(sys.argv[1], 0)
+        STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = 5
+        STATUS_RECORD.publish("lost")
+        print(STATUS_RECORD.run_step, repr(STATUS_RECORD.status_folder))
     """
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, check=True, timeout=250, capture_output=True, text=True)

@@ -19,7 +19,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.single.strategy import SingleStrategy
 from accel_state import AcceleratorState
 from accel_state.gradient import GradientState
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_testing.processes import Processes
 from accel_torch import Accelerator
 
@@ -189,10 +189,10 @@ def copy_loaders() -> bool:
     """Copy a loader of which the launcher reads the samples; whether it still reads those of this loader."""
     *_, loader = prepared(Accelerator(cpu=True))
     batches = [len(batch[0]) for batch in loader]
-    samples = RECORD.samples
+    samples = STATUS_RECORD.samples
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert [len(batch[0]) for batch in other] == batches
-    return RECORD.samples is samples is not None
+    return STATUS_RECORD.samples is samples is not None
 
 
 def test_loaders_of_a_launched_run_can_be_copied_and_pickled(two: Processes, tmp_path: Path) -> None:

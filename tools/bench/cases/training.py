@@ -246,13 +246,13 @@ def looked_at(scope: Scope) -> Call:
     """Steps of a process that says where it is, as those of `accel launch` do."""
     from accel_state.watch.calls import CallLog
     from accel_state.watch.monitor import HangMonitor
-    from accel_state.watch.record import RECORD
+    from accel_state.watch.record import STATUS_RECORD
 
     several = replicas(0, scope)
 
     def steps() -> None:
         with paused():
-            RECORD.open(str(scope.folder), int(os.environ["RANK"]))
+            STATUS_RECORD.open(str(scope.folder), int(os.environ["RANK"]))
             monitor = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
         several()
         with paused():
@@ -273,7 +273,7 @@ def not_looked_at(scope: Scope) -> Call:
 
     def steps() -> None:
         with paused():
-            uncounted = mock.patch.object(wrapped, "RECORD", seen)
+            uncounted = mock.patch.object(wrapped, "STATUS_RECORD", seen)
             uncounted.start()
         several()
         with paused():

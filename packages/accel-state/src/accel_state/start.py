@@ -21,7 +21,7 @@ from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
 from accel_state.transport.base import LocalTransport, Transport
-from accel_state.watch.record import RECORD, STATUS_FOLDER
+from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 
 __all__ = ("bind", "start_process")
 
@@ -58,8 +58,8 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
-    RECORD.device_memory = partial(family.memory_beside_host, device.index)
-    with RECORD.during("waiting for others") if topology.world_size > 1 else nullcontext():
+    STATUS_RECORD.device_memory = partial(family.memory_beside_host, device.index)
+    with STATUS_RECORD.during("waiting for others") if topology.world_size > 1 else nullcontext():
         if os.environ.get(STATUS_FOLDER):
             _publish_first_status(os.environ[STATUS_FOLDER], topology.rank)
         transport: Transport
@@ -90,8 +90,8 @@ def _publish_first_status(folder: str, rank: int) -> None:
     from accel_state.watch.seconds import close_accounts
     from accel_state.watch.status import capture_status
 
-    RECORD.open(folder, rank)
-    RECORD.publish(capture_status(CallLog()).to_json())
+    STATUS_RECORD.open(folder, rank)
+    STATUS_RECORD.publish(capture_status(CallLog()).to_json())
     # Where torch.distributed.run restarts processes, no launcher does this before.
     close_accounts(folder, rank)
 

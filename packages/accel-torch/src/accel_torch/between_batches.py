@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import NotOffered
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.boundaries import Preemption
@@ -58,9 +58,9 @@ class BetweenBatches:
 
     def _save_or_end(self, session: Session | None, first: bool) -> None:
         if self._saving is not None and session is not None:
-            if not first and RECORD.steps > self._steps and session.gradient.sync_gradients:
+            if not first and STATUS_RECORD.steps > self._steps and session.gradient.sync_gradients:
                 self._saving()
-            self._steps = RECORD.steps
+            self._steps = STATUS_RECORD.steps
         if self._ending is not None and not first:
             self._ending()
 

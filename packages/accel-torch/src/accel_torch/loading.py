@@ -20,7 +20,7 @@ from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import AccelError, CheckpointError, CheckpointNameError, UnknownKind
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.folders import automatic_folder, follow_number, given_folder
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _follow(session: Session, place: str, facts: Mapping[str, Any]) -> None:
     """Set the counters of steps, windows and automatic names to those of the checkpoint."""
     step = facts.get("run_step")
     if isinstance(step, int) and not isinstance(step, bool):
-        RECORD.went_back_to(step)
+        STATUS_RECORD.went_back_to(step)
     steps = session.gradient.num_steps
     if facts.get("gradient_accumulation_steps", steps) != steps:
         # It was saved between two windows, so the next micro-batch begins a window.

@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from accel_data.sharding import BatchSamplerShard
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 __all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
@@ -92,10 +92,10 @@ class SampleRecorder(Hook):
             return [str(sample) for sample in drawn.batch(progress.received - 1 if read is None else read)]
 
         def learn() -> None:
-            RECORD.samples = ids
+            STATUS_RECORD.samples = ids
 
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        drawn = DrawnBatches(learn, RECORD.write_samples if restarted else None)
+        drawn = DrawnBatches(learn, STATUS_RECORD.write_samples if restarted else None)
         local.shard.drawn = drawn
 
 

@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.finalize import CheckpointFinalizer
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "backend": session.backend.name,
         "step": session.accumulation.step,
         "gradient_accumulation_steps": session.gradient.num_steps,
-        "run_step": RECORD.run_step,
+        "run_step": STATUS_RECORD.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
         "seed": torch.initial_seed(),

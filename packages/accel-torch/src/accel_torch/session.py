@@ -10,7 +10,7 @@ from accel_data.hooks import BatchPauses
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.strategy import Strategy
 from accel_state import current
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.accumulation import Accumulation
 from accel_torch.hooks import Hooks
 
@@ -95,7 +95,7 @@ class Session:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Block in which this process saves; it is reported to the hang report and to the hooks."""
-        with RECORD.during("saving"):
+        with STATUS_RECORD.during("saving"):
             for before_save in self.hooks.before_save:
                 before_save()
             try:

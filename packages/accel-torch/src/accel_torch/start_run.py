@@ -28,7 +28,7 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
-from accel_state.watch.record import RECORD, STATUS_FOLDER
+from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_torch.accumulation import StepsOfShares
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
@@ -83,7 +83,7 @@ def _begin_records(options: Options) -> TimeRecorder | None:
     """Begin what the options record of this process; the recorder of its time if they ask for one."""
     folder = options.project.project_dir or options.project.logging_dir
     if folder is not None:
-        RECORD.writes_to(folder)
+        STATUS_RECORD.writes_to(folder)
     if os.environ.get(STATUS_FOLDER):
         from accel_torch.samples_at_hand import record_samples
 

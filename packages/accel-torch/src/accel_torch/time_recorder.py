@@ -17,7 +17,7 @@ from accel_state import current
 from accel_state.errors import SettingError
 from accel_state.transport.base import Transport, Work
 from accel_state.transport.forwarding import ForwardingTransport
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_state.watch.seconds import (
     DATA,
     EVALUATION,
@@ -70,13 +70,13 @@ class TimeRecorder(Hook):
         path = ""
         if self.folder:
             path = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER, f"rank_{current.process().rank}.jsonl")
-        self.account = TimeAccount(RECORD, path, int(attempt) if attempt.isdecimal() else 0)
+        self.account = TimeAccount(STATUS_RECORD, path, int(attempt) if attempt.isdecimal() else 0)
         self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
         atexit.register(self._close)
 
     def _close(self) -> None:
         if os.getpid() == self._pid:
-            self.account.reach(RECORD.run_step)
+            self.account.reach(STATUS_RECORD.run_step)
             self.account.close()
 
     def _after_step_without_loader(self, *_: Any) -> None:
@@ -140,12 +140,12 @@ class TimeRecorder(Hook):
             otherwise: the category if no optimizer stepped.
             accumulates: whether the window of micro-batches is still open, so that the next step counts.
         """
-        account, steps, before = self.account, RECORD.steps, self._steps
+        account, steps, before = self.account, STATUS_RECORD.steps, self._steps
         self._steps = steps
         if steps == before and not accumulates:
             account.decide(otherwise)
         else:
-            step = RECORD.loaded + steps
+            step = STATUS_RECORD.loaded + steps
             account.reach(step)
             is_new = step + (steps == before) > account.before
             account.decide(FIRST_STEP if before == 0 else STEP if is_new else RECOMPUTED)
@@ -169,10 +169,10 @@ class _TimedLoader:
 
     def batch_given(self, batch: Any) -> None:
         """See `LoaderObserver`."""
-        account, steps = self.waits, RECORD.steps
+        account, steps = self.waits, STATUS_RECORD.steps
         self.decide()
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
-        counts = RECORD.loaded + steps >= account.before
+        counts = STATUS_RECORD.loaded + steps >= account.before
         account.enter((STEP if counts else RECOMPUTED) if steps else FIRST_STEP, decided=False)
         # Each batch is reported until the first step has ended.
         account.due = account.since + _REPORTED_EVERY if steps else 0.0
@@ -182,7 +182,7 @@ class _TimedLoader:
         account = self.waits
         account.resume()
         self.decide()
-        account.enter(STEP if RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION)
+        account.enter(STEP if STATUS_RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION)
 
     def decide(self) -> None:
         """Charge what the loop over this loader did since the last decision."""

@@ -59,7 +59,7 @@ def record_error(error: BaseException, shown: bool) -> bool:
 
 def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     """The fingerprint with which two failures are compared: see `accel_cli.launch.restarts.Fingerprint`."""
-    record = getattr(sys.modules.get("accel_state.watch.record"), "RECORD", None)
+    record = getattr(sys.modules.get("accel_state.watch.record"), "STATUS_RECORD", None)
     chain = _chain(error)
     frames = [frame for one in chain for frame in _frames(one.__traceback__)]
     places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _lines(chain[0].__traceback__)]

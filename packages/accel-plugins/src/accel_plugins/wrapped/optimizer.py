@@ -18,7 +18,7 @@ from accel_plugins.precision.base import Closure, Precision
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_state.errors import NotOffered
-from accel_state.watch.record import RECORD, STEPS
+from accel_state.watch.record import STATUS_RECORD, STEPS
 
 if TYPE_CHECKING:
     import torch
@@ -180,8 +180,8 @@ class AcceleratedOptimizer(Optimizer):
         own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
         # The code of `_count_step`, without the cost of a call.
         own["_steps"] = steps = own["_steps"] + 1
-        if steps > RECORD.steps:
-            RECORD.steps = RECORD.cells[STEPS] = steps
+        if steps > STATUS_RECORD.steps:
+            STATUS_RECORD.steps = STATUS_RECORD.cells[STEPS] = steps
         return None
 
     def _step_with(self, closure: Closure | None) -> Any:
@@ -224,8 +224,8 @@ class AcceleratedOptimizer(Optimizer):
         """Report the number of steps to the run status."""
         self._steps = steps = self._steps + 1
         # With several optimizers, the run's step is that of the one with the most steps.
-        if steps > RECORD.steps:
-            RECORD.steps = RECORD.cells[STEPS] = steps
+        if steps > STATUS_RECORD.steps:
+            STATUS_RECORD.steps = STATUS_RECORD.cells[STEPS] = steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients if they are synchronised; during accumulation, keep them."""

@@ -22,7 +22,7 @@ from accel_state.errors import StoreUnreachable
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
 from accel_state.watch.calls import CallLog, UserFrame
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_state.watch.status import (
     EXITED_NORMALLY,
     RankStatus,
@@ -99,7 +99,7 @@ class HangMonitor:
         self.pinned: UserFrame | None = None
         self.interruption = ""
         self._thread: threading.Thread | None = None
-        if self._control is not None or RECORD.status_folder:
+        if self._control is not None or STATUS_RECORD.status_folder:
             self.start()
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class HangMonitor:
             self._thread.join(timeout=_JOIN_TIMEOUT)
         error = exit_exception()
         last = capture_status(self._log, left=f"with {error}" if error else EXITED_NORMALLY)
-        RECORD.publish(last.to_json())
+        STATUS_RECORD.publish(last.to_json())
         if self._control is not None and self._store_answers and not self._thread.is_alive():
             with contextlib.suppress(StoreUnreachable):
                 self._publish(last)
@@ -151,7 +151,7 @@ class HangMonitor:
     def _run(self) -> None:
         while True:
             requests, self._requests = self._requests, False
-            now, folder = time.monotonic(), RECORD.status_folder
+            now, folder = time.monotonic(), STATUS_RECORD.status_folder
             asked = bool(folder) and world_requested(folder, self._rank)
             if asked:
                 requests = requests or now >= self._stacks_until
@@ -159,12 +159,12 @@ class HangMonitor:
                 self._reads_until = now + _STACKS_FOR
             stack = now < self._stacks_until
             if folder:
-                RECORD.publish(self._capture(stack or stack_requested(folder)).to_json())
+                STATUS_RECORD.publish(self._capture(stack or stack_requested(folder)).to_json())
             if self._control is not None and (requests or now >= self._try_again):
                 self._use_store(now, stack, requests)
             if asked:
                 write_world(folder, self.world())
-            RECORD.append_lines()
+            STATUS_RECORD.append_lines()
             # `request_stacks` takes no lock, so nothing wakes this thread.
             for _ in range(_POLLS):
                 if self._end.wait(TICK / _POLLS):

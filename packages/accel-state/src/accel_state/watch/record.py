@@ -1,10 +1,10 @@
 """The status record of this process: a small mapped file, which others read while it runs and after it was killed.
 
-    RECORD.open(folder, rank)               # this process; before that, its numbers are in private memory
-    RECORD.cells[STEPS] = RECORD.steps = 7  # the training code: plain stores, without a system call
-    RECORD.publish(text)                    # the monitor's thread, twice a second: the rest of the status, as JSON
+    STATUS_RECORD.open(folder, rank)                        # before that, the numbers are in private memory
+    STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = 7    # the training code: plain stores, without a system call
+    STATUS_RECORD.publish(text)                             # the monitor's thread: the rest of the status, as JSON
 
-The file lies in the private folder of a launcher. Only its own process opens it for writing, and it has its space
+The file is in the private folder of a launcher. Only its own process opens it for writing, and it has its space
 before it is mapped: a mapping without space on the disk, or of a file that became shorter, would end the process by
 SIGBUS. Where there is no folder or no space, the record stays in private memory and the run goes on.
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = (
     "CATEGORIES",
-    "RECORD",
     "STATUS_FOLDER",
+    "STATUS_RECORD",
     "STEPS",
     "Activity",
     "RecordContent",
     "StatusRecord",
-    "read_record",
+    "read_content",
 )
 
 STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
@@ -231,11 +231,11 @@ class StatusRecord:
         return (more - fewer) / (last - first) if last > first else 0.0, last
 
 
-RECORD: Final = StatusRecord()
+STATUS_RECORD: Final = StatusRecord()
 """The record of this process."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=RECORD.leave_to_parent)
+    os.register_at_fork(after_in_child=STATUS_RECORD.leave_to_parent)
 
 
 def _allocate(file: int, size: int) -> None:
@@ -283,7 +283,7 @@ class RecordContent(NamedTuple):
         return info.state != "ended" and info.started == self.cells[STARTED]
 
 
-def read_record(path: str) -> RecordContent | None:
+def read_content(path: str) -> RecordContent | None:
     """Read the record of another process; None if the file is not a record of this version."""
     import json
     import struct

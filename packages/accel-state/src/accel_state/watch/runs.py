@@ -3,10 +3,9 @@
 A launcher creates a folder that only its user can enter, in memory where the machine has a place for that, else among
 the temporary files. `run.json` in it identifies the launcher, and its processes keep their status records there. The
 launcher removes its folder when it ends. The folder of a killed launcher remains until another launcher of the same
-user has started its processes. A lock shows whether a launcher still runs: the system releases it however it ends. This
-also works if launchers in different containers, which see different process ids, share the place.
+user, which sees the same process ids, has started its processes.
 
-A folder without space is no reason not to run: then nothing is recorded, and every reader finds nothing.
+If no place has room for a folder, the run starts all the same: then nothing is recorded, and readers see nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from accel_state.proc import environment_of, process_info, state_of
-
-if TYPE_CHECKING:
-    from accel_state.untrusted import Shape
 
 __all__ = (
     "PREFIX",
@@ -47,7 +43,6 @@ PLACES: Final = ("/dev/shm", "/tmp")
 """Where launchers create their folders, beside the folder for temporary files: memory first."""
 
 _STATUS: Final = "status"
-_LOCK: Final = "lock"
 _SPACE: Final = 2**20
 """Bytes that a new folder must have room for."""
 
@@ -55,9 +50,6 @@ _MOST_BYTES: Final = 64 * 1024
 _LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
 
 # ---------------------------------------------------------------------- the launcher's side
-
-_locks: dict[str, int] = {}
-"""Locks of the folders of this process, open until the process ends."""
 
 
 def _places() -> Iterator[str]:
@@ -112,62 +104,28 @@ def announce_run(folder: str) -> str:
 
     status = status_folder_in(folder)
     info = process_info(os.getpid())
-    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "folder": os.getcwd(), "time": time.time()}
-    with contextlib.suppress(OSError):
-        _lock(folder)
-        with open(os.path.join(status, RUN_FILE), "w", encoding="utf-8") as file:
-            json.dump(launcher, file)
+    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "namespace": _namespace()}
+    launcher |= {"folder": os.getcwd(), "time": time.time()}
+    with contextlib.suppress(OSError), open(os.path.join(status, RUN_FILE), "w", encoding="utf-8") as file:
+        json.dump(launcher, file)
     return status
 
 
-def _lock(folder: str) -> None:
-    """Lock a folder until this process ends; the lock file gets its name once it is locked."""
-    if folder in _locks or os.name != "posix":
-        return
-    import fcntl
-
-    path = os.path.join(folder, _LOCK)
-    lock = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(f"{path}.new", path)
-    except OSError:
-        # A file system without locks: the folder is not recognised as abandoned.
-        os.close(lock)
-        return
-    _locks[folder] = lock
+def _namespace() -> str:
+    """The namespace in which the process ids of this process count; empty if the system does not report it."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def remove_abandoned_folders() -> None:
     """Remove the folders of this user's launchers that ended without removing them."""
     import shutil
 
-    for place in dict.fromkeys(_places()):
-        for folder in _abandoned(place):
+    for folder in {folder for place in _places() for folder in _folders_in(place)}:
+        launcher = _launcher(os.path.join(folder, _STATUS))
+        if launcher is not None and launcher["namespace"] == _namespace() and not _is_running(launcher):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _abandoned(place: str) -> Iterator[str]:
-    if os.name != "posix":
-        return
-    import fcntl
-
-    for folder in _folders_in(place):
-        if folder in _locks:
-            continue
-        try:
-            lock = os.open(os.path.join(folder, _LOCK), os.O_WRONLY | os.O_NOFOLLOW)
-        except OSError:
-            # A launcher that has not announced its run yet.
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield folder
-        except OSError:
-            # Its launcher still runs.
-            continue
-        finally:
-            os.close(lock)
 
 
 def _folders_in(place: str) -> Iterator[str]:
@@ -183,7 +141,7 @@ def _folders_in(place: str) -> Iterator[str]:
 
 
 def is_private(folder: str) -> bool:
-    """Whether a folder belongs to this user, and no other user can enter it; a symbolic link is no folder."""
+    """Whether a folder belongs to this user, and no other user can enter it; a symbolic link does not count."""
     try:
         facts = os.lstat(folder)
     except OSError:
@@ -254,20 +212,28 @@ def find_run(run: str) -> LaunchedRun:
 
 def _read(status: str) -> LaunchedRun | None:
     """The run with processes that write into a folder; None if it is not this user's, or has ended."""
-    from accel_state.untrusted import integer, number, read_json, record, text
-
-    shape: Shape = record({"pid": integer(), "started": integer(), "folder": text(), "time": number()})
-    if not is_private(os.path.dirname(status)):
-        return None
-    try:
-        launcher = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES)
-    except (OSError, ValueError):
-        return None
-    info = process_info(launcher["pid"])
-    another = info is not None and info.started != launcher["started"]
-    if another or state_of(launcher["pid"]) == "ended":
+    launcher = _launcher(status) if is_private(os.path.dirname(status)) else None
+    if launcher is None or launcher["namespace"] != _namespace() or not _is_running(launcher):
         return None
     return LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
+
+
+def _launcher(status: str) -> dict[str, Any] | None:
+    """What a launcher recorded about itself; None if it has not done so yet."""
+    from accel_state.untrusted import integer, number, read_json, record, text
+
+    shape = record({"pid": integer(), "started": integer(), "namespace": text(), "folder": text(), "time": number()})
+    try:
+        launcher: dict[str, Any] = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES)
+    except (OSError, ValueError):
+        return None
+    return launcher
+
+
+def _is_running(launcher: dict[str, Any]) -> bool:
+    info = process_info(launcher["pid"])
+    another = info is not None and info.started != launcher["started"]
+    return not another and state_of(launcher["pid"]) != "ended"
 
 
 def _of_process(pid: int) -> LaunchedRun:

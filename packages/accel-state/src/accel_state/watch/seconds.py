@@ -1,6 +1,6 @@
 """The time account of a process: how many seconds it spent on what, as numbers in its status record.
 
-    account = TimeAccount(RECORD, "project/goodput/rank_0.jsonl")
+    account = TimeAccount(STATUS_RECORD, "project/goodput/rank_0.jsonl")
     account.enter(STEP)              # time from now on is charged to steps
     with account.on(WAITING):        # the time of this block is charged to waiting
 

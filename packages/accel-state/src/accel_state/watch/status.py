@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from accel_state.proc import process_info
 from accel_state.untrusted import read_limited
 from accel_state.watch.calls import CallLog, UserFrame, call_text, locate, main_thread_frame
-from accel_state.watch.record import RECORD, STARTED, STEPS, SUFFIX, RecordContent, read_record
+from accel_state.watch.record import STARTED, STATUS_RECORD, STEPS, SUFFIX, RecordContent, read_content
 
 __all__ = (
     "EXITED_NORMALLY",
@@ -159,8 +159,8 @@ def capture_status(
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
     frame = pinned or (main_thread_frame() if stack else None)
-    (per_second, state_since), activity, at = RECORD.pace(), RECORD.activity, ""
-    state, since = "in step" if RECORD.steps else "running", time.monotonic() - active.seconds if active else 0.0
+    (per_second, state_since), activity, at = STATUS_RECORD.pace(), STATUS_RECORD.activity, ""
+    state, since = "in step" if STATUS_RECORD.steps else "running", time.monotonic() - active.seconds if active else 0.0
     if activity is not None:
         state, state_since, at = activity.name, activity.since, str(locate(activity.code.co_filename, activity.line))
     elif active is not None:
@@ -179,23 +179,23 @@ def capture_status(
         state=state,
         at=at,
         state_since=state_since,
-        steps=RECORD.steps,
+        steps=STATUS_RECORD.steps,
         steps_per_second=per_second,
-        folder=RECORD.folder,
+        folder=STATUS_RECORD.folder,
         memory=info.memory if info else 0,
         device_memory=_device_memory(),
-        started=int(RECORD.cells[STARTED]),
+        started=int(STATUS_RECORD.cells[STARTED]),
         group=call.group if call else "",
         interruption=interruption,
         waits_for_others=frame.waits_for_others if frame else False,
-        account=RECORD.account,
+        account=STATUS_RECORD.account,
     )
 
 
 def _device_memory() -> int:
     # A device that raises must neither end the monitor's thread nor delay its end.
     with contextlib.suppress(Exception):
-        used = RECORD.device_memory()
+        used = STATUS_RECORD.device_memory()
         return -1 if used is None else used
     return -1
 
@@ -221,7 +221,7 @@ def read_records(folder: str) -> Iterator[RecordContent]:
     except OSError:
         return
     for match in filter(None, map(_RECORD_FILE.fullmatch, names)):
-        content = read_record(os.path.join(folder, match[0]))
+        content = read_content(os.path.join(folder, match[0]))
         if content is not None and (content.rank, content.pid) == (int(match[1]), int(match[2])):
             yield content
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.prepared import add_hook
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.accelerator.facade import Facade
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class SavingMixin(Facade):
         """
         from accel_torch.loading import load_state
 
-        with RECORD.during("loading"):
+        with STATUS_RECORD.during("loading"):
             return load_state(self.session, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
 
     def save_model(
@@ -166,7 +166,7 @@ class SavingMixin(Facade):
         """
         from accel_torch.weights import put_weights
 
-        with RECORD.during("loading"):
+        with STATUS_RECORD.during("loading"):
             put_weights(self.session, model, weights, strict)
 
     def global_weights(self, model: Module) -> AbstractContextManager[None]:

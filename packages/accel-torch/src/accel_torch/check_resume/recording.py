@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from accel_plugins.layers import extract_model_from_parallel
 from accel_plugins.prepared import add_hook
 from accel_plugins.wrapped.optimizer import inner_optimizer
-from accel_state.watch.record import RECORD
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
 from accel_torch.hooks import Hook
@@ -62,7 +62,7 @@ class RunRecorder(Hook):
     @property
     def _steps(self) -> int:
         """The number of steps on this process; a script may step the optimizers inside the prepared ones."""
-        return RECORD.steps or max(self._plain_steps.values(), default=0)
+        return STATUS_RECORD.steps or max(self._plain_steps.values(), default=0)
 
     @property
     def step(self) -> int:

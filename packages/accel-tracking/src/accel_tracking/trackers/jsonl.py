@@ -31,7 +31,7 @@ from typing import Any, TypeGuard
 
 from accel_state.errors import NotReady, SettingError
 from accel_state.untrusted import open_regular
-from accel_state.watch.record import RECORD, STATUS_FOLDER
+from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import as_number, flatten_keys, is_number, plain
 
@@ -142,7 +142,7 @@ class JSONLinesTracker(GeneralTracker):
         self.run_name = run_name
         self.logging_dir = Path(logging_dir)
         self.flush_every = flush_every
-        RECORD.writes_to(logging_dir)
+        STATUS_RECORD.writes_to(logging_dir)
         self._file: RunFile | None = None
         self._head: dict[str, Any] | None = None
 
