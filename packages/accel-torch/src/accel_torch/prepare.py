@@ -213,7 +213,7 @@ def _check_equal_steps(session: Session, loader: Any) -> None:
         count = session.strategy.shards().count
         raise Conflict(
             "Cannot prepare a loader with even_batches=False.",
-            f"Process 0 of {count} would have {uneven[0]} batches, and process {count - 1} {uneven[1]}; with the backend "
-            f"{session.backend.name!r} they wait for each other in every step.",
+            f"Process 0 of {count} would have {uneven[0]} batches, and process {count - 1} {uneven[1]}; with the "
+            f"backend {session.backend.name!r} they wait for each other in every step.",
             "Use even_batches=True (the default) or drop_last=True.",
         )
