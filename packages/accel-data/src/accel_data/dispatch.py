@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accel_data.batches import cut, join, samples_in
 from accel_data.loader import LoaderOptions, PreparedLoader
@@ -24,6 +26,7 @@ from accel_ops.tree import recursively_apply
 from accel_state import current
 from accel_state.errors import DataError
 from accel_state.gradient import GradientState
+from accel_state.library import stack_level
 
 __all__ = ("DataLoaderDispatcher", "DispatchedSource", "GlobalStep", "global_steps")
 
@@ -33,6 +36,10 @@ _BATCH: Final = "batch"
 _END: Final = "end"
 _FAILURE: Final = "failure"
 """Kinds of messages from the main process; the first element of each message."""
+
+_PLAIN: Final = (bool, int, float, str, list, tuple, range)
+_DESCRIBED: Final = 200
+"""Characters of an attribute of a stream that the processes compare."""
 
 SliceFunction = Callable[..., Any]
 """`f(batch, slice, process_index=, num_processes=)` gives the samples of a slice."""
@@ -126,6 +133,7 @@ class DispatchedSource(Source):
         self.slice_fn = slice_fn
         self.mesh = mesh
         self._processes = processes
+        self._described = False
 
     @property
     def batches_per_step(self) -> int:
@@ -187,9 +195,12 @@ class DispatchedSource(Source):
             "drop_last": self.drop_last,
             "skip_batches": self.skipped()[0],
         }
-        everyone = gather_object([(settings, own)])
-        for rank, (others, _) in enumerate(everyone):
+        described = None if self._described else _description(self.local.base.dataset)
+        self._described = True
+        everyone = gather_object([(settings, own, described)])
+        for rank, (others, _, _) in enumerate(everyone):
             _check_equal(rank, everyone[_MAIN][0], others)
+        _warn_of_divided_stream([description for *_, description in everyone])
         agreed: tuple[int, str | None] = everyone[_MAIN][1]
         return agreed
 
@@ -245,6 +256,35 @@ def _check_equal(rank: int, main: dict[str, Any], others: dict[str, Any]) -> Non
             f"Process 0 has {name}={main[name]}, process {rank} has {name}={others[name]}.",
             "Create the loader with the same arguments on every process.",
         )
+
+
+def _description(dataset: Any) -> dict[str, str] | None:
+    """The type and the plain attributes of a stream, as text; None for a map-style data set."""
+    if not isinstance(dataset, IterableDataset):
+        return None
+    plain = {name: value for name, value in vars(dataset).items() if type(value) in _PLAIN}
+    return {"": str(type(dataset))} | {name: repr(value)[:_DESCRIBED] for name, value in plain.items()}
+
+
+def _warn_of_divided_stream(descriptions: Sequence[dict[str, str] | None]) -> None:
+    """Warn on the main process if its stream seems to be one of several, by an attribute that differs."""
+    main = descriptions[_MAIN]
+    if main is None or current.process_or_start().rank != _MAIN:
+        return
+    for rank, other in enumerate(descriptions):
+        # Other processes may have a stand-in.
+        if other is None or other.keys() != main.keys() or other[""] != main[""]:
+            continue
+        name = next((name for name, value in other.items() if value != main[name]), None)
+        if name is not None:
+            warnings.warn(
+                f"The main process reads the stream for all processes, but it has {name}={main[name]} there and "
+                f"{name}={other[name]} on process {rank}. If the stream is divided by rank, the samples of the other "
+                "processes are lost: use sharding='already' then.",
+                UserWarning,
+                stacklevel=stack_level(),
+            )
+            return
 
 
 # ------------------------------------------------------------------ the steps of all processes, read by the main one

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.config import DataLoaderConfiguration
 from accel_data.sharding import batching_of, check_process, innermost_sampler
-from accel_data.streams import shards_itself
+from accel_data.streams import is_sharded, shards_itself
 from accel_state import current
 from accel_state.errors import Conflict
 
@@ -81,6 +81,12 @@ def classify(
                 f"Cannot dispatch to {shard.processes} processes.",
                 f"The run has {current.process_or_start().world_size}, and the main process sends to each of them.",
                 "Remove num_processes and process_index, or let every process read its own batches.",
+            )
+        if is_stream and shard.processes > 1 and is_sharded(loader.dataset):
+            raise Conflict(
+                f"Cannot dispatch the stream {type(loader.dataset).__name__}.",
+                "It is divided by rank already, so the samples of all processes but the main one would be lost.",
+                "Remove dispatch_batches and sharding='dispatch', or give a stream that is not divided.",
             )
         return LoaderKind.DISPATCHED
     if not is_stream:

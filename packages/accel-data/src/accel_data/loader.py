@@ -24,7 +24,7 @@ from accel_data.progress import Iteration, Position, Progress
 from accel_data.sharding import batching_of, innermost_sampler
 from accel_data.source import Source
 from accel_data.source_choice import source_of
-from accel_data.workers import is_of_a_worker
+from accel_data.workers import is_of_a_worker, lacks_main_guard
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
@@ -422,6 +422,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if isinstance(error, (CollectiveError, DataError)):
             return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
         if self.base_dataloader.num_workers and is_of_a_worker(error):
+            if lacks_main_guard(self.base_dataloader):
+                return self.error(
+                    "cannot start its DataLoader workers.",
+                    "They import the script again, and each would run all of it.",
+                    "Put the main part of the script under `if __name__ == '__main__':`, or give the DataLoader "
+                    "multiprocessing_context='fork'.",
+                )
             return self.error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",

@@ -65,8 +65,11 @@ def _has_shards(dataset: Any, processes: int) -> bool:
 
 
 def is_sharded(dataset: Any) -> bool:
-    """Whether a stream is marked as one process's shard, as streams of Hugging Face datasets are."""
-    return getattr(dataset, "_distributed", None) is not None
+    """Whether a stream is marked as one process's shard, as streams of Hugging Face datasets and WebDataset are."""
+    stages = getattr(dataset, "pipeline", ())
+    functions = [getattr(stage, "func", stage) for stage in stages] if isinstance(stages, (list, tuple)) else []
+    splits = any(getattr(function, "__name__", "") == "split_by_node" for function in functions)
+    return splits or getattr(dataset, "_distributed", None) is not None
 
 
 class IterableDatasetShard(IterableDataset[Any]):

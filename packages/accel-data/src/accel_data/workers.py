@@ -7,11 +7,13 @@ loader.
 
 from __future__ import annotations
 
+import multiprocessing.process
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader
 from accel_data.seeding import SeededSamples
 from accel_data.streams import IterableDatasetShard
 
-__all__ = ("is_of_a_worker", "keep_their_epoch", "opened_with_workers")
+__all__ = ("is_of_a_worker", "keep_their_epoch", "lacks_main_guard", "opened_with_workers")
 
 _WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """Beginnings of torch's messages about a DataLoader worker that died or does not answer."""
@@ -45,6 +47,24 @@ def _is_of_a_connection(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def lacks_main_guard(loader: DataLoader[Any]) -> bool:
+    """Whether the workers of a loader import the script again, and the script would run in each of them."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "fork":
+        return False
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return path is not None and "__main__" not in Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _end_in_an_unguarded_worker() -> None:
+    """End a worker that imports the script again and reads a loader there; its parent says what is missing."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise SystemExit(1)
 
 
 class _DeferringHandler:
@@ -112,6 +132,7 @@ def opened_with_workers(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
         loader: a loader with workers.
         epoch: number of the epoch.
     """
+    _end_in_an_unguarded_worker()
     persist = loader.persistent_workers
     if persist and keep_their_epoch(loader.dataset):
         persist, loader._iterator = False, None

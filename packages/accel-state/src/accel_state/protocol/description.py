@@ -28,8 +28,8 @@ _ONE_THREAD_REMEDY: Final = (
     "own with `group`. Threads that take turns have the same name on all processes: give them one with `name`, or with "
     "`thread_name_prefix` of their pool."
 )
-_PAD_REMEDY: Final = (
-    "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
+_SHAPES_REMEDY: Final = (
+    "Use gather_object(), which takes any shapes; rows that only pad a result would be counted in metrics."
 )
 
 
@@ -189,7 +189,7 @@ def _leaf_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -
         what, remedy = "dtypes", "Convert the tensors to one dtype before the call."
     else:
         pads = descriptions[0].operation == "gather"
-        what, remedy = "shapes", _PAD_REMEDY if pads else "Pass tensors of the same shapes on every process."
+        what, remedy = "shapes", _SHAPES_REMEDY if pads else "Pass tensors of the same shapes on every process."
     return ShapeMismatch(
         f"Cannot run {_call_text(descriptions[0])}: the data of the processes have different {what}.",
         f"{obstacle}.",
