@@ -26,6 +26,7 @@ from accel_cli.launch.check import check_own_launcher
 from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
@@ -193,6 +194,8 @@ class Local(Supervisor):
             address=machines.main_process_ip or "127.0.0.1",
             port=machines.main_process_port or None,
             port_origin=settings["main_process_port"].origin,
+            # Without an address here, the variable is that of another run, if it is set.
+            removed=PLACE_VARIABLES if machines.main_process_ip else (*PLACE_VARIABLES, "MASTER_ADDR"),
             inherited=request.machine.environ,
             grace_period=supervision.grace_period,
             prefix_output=supervision.prefix_output,
