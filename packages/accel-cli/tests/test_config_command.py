@@ -12,7 +12,7 @@ import yaml
 
 from accel_cli.config.file import read_config
 from accel_cli.config.wizard import AUTOMATIC, Lines, questions, reviewed
-from accel_cli.config.write import changed, config_text, meanings, modernised, nested, usual_config, write_config
+from accel_cli.config.write import config_text, differing, meanings, modernised, nested, usual_config, write_config
 from accel_cli.launch.options import launch_classes
 from accel_cli.launch.settings import ASKED
 from accel_state.errors import SettingError
@@ -247,7 +247,7 @@ def test_a_file_has_what_differs_from_the_defaults_with_a_comment_each(tmp_path)
     classes = (Rocket,)
     answers = {"rocket_config.fuel": "kerosene", "rocket_config.reusable": True, "log_dir": "my runs"}
     told = {**meanings(classes), "rocket_config.reusable": "Whether it comes back.", "log_dir": "Folder."}
-    write_config(str(tmp_path / "run.yaml"), changed(answers, classes), told)
+    write_config(str(tmp_path / "run.yaml"), differing(answers, classes), told)
     assert (tmp_path / "run.yaml").read_text() == (
         "# Folder.\nlog_dir: my runs\nrocket_config:\n  # Whether it comes back.\n  reusable: true\n"
     )

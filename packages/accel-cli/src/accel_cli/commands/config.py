@@ -62,7 +62,7 @@ class Config:
 
 def _ask(path: str, arguments: Namespace) -> str:
     from accel_cli.config.wizard import prompter, reviewed
-    from accel_cli.config.write import changed, meanings, write_config
+    from accel_cli.config.write import differing, meanings, write_config
     from accel_cli.launch.backends import backends
     from accel_cli.launch.options import launch_classes
     from accel_cli.launch.settings import ASKED
@@ -71,12 +71,12 @@ def _ask(path: str, arguments: Namespace) -> str:
     offered = {backend.name: backend.settings for backend in backends() if backend.value is not None}
     answers = reviewed(prompter(), ASKED, offered)
     classes = launch_classes()
-    write_config(path, changed(answers, classes), meanings(classes))
+    write_config(path, differing(answers, classes), meanings(classes))
     return f"Config file written to {path}."
 
 
 def _write_default(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.write import changed, meanings, usual_config, write_config
+    from accel_cli.config.write import differing, meanings, usual_config, write_config
     from accel_cli.launch.devices import best_devices
     from accel_cli.launch.options import launch_classes
     from accel_state.settings.run import RunSettings
@@ -89,7 +89,7 @@ def _write_default(path: str, arguments: Namespace) -> str:
             asked, "The file already exists.", "Remove it, give another --config_file, or run `accel config update`."
         )
     classes = launch_classes()
-    write_config(path, changed(usual_config(best_devices(), precision), classes), meanings(classes))
+    write_config(path, differing(usual_config(best_devices(), precision), classes), meanings(classes))
     return f"Config file written to {path}."
 
 

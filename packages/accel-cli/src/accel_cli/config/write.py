@@ -15,8 +15,8 @@ from accel_state.labels import DistributedType
 from accel_state.settings.schema import settings_of
 
 __all__ = (
-    "changed",
     "config_text",
+    "differing",
     "meanings",
     "modernised",
     "nested",
@@ -45,7 +45,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def changed(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
+def differing(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
     """The values by dotted key that differ from the defaults of their settings."""
     defaults = {known.key: known.default for one in classes for known in settings_of(one).values()}
     return {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
