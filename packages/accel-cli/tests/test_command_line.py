@@ -97,13 +97,13 @@ def test_an_unknown_command_names_the_closest(accel):
     ]
 
 
-def test_a_command_of_another_package_is_listed_without_being_loaded_and_runs(accel, offer):
+def test_a_command_of_another_package_is_listed_and_runs_beside_one_that_cannot_be_loaded(accel, offer):
     offer("greeter", "hello", "greeter_command", COMMAND_MODULE)
     offer("grump", "sulk", "grump_command", "raise SystemExit('loaded')")
     listed = accel("--help")
     lines = {line.split()[0]: line for line in listed.stdout.splitlines() if line.startswith("  ")}
     assert lines["hello"].split() == ["hello", "greet", "(from", "greeter", "1.0)"]
-    assert lines["sulk"].split() == ["sulk", "(from", "grump", "1.0)"]
+    assert lines["sulk"].split() == ["sulk", "cannot", "be", "loaded", "(from", "grump", "1.0)"]
     finished = accel("hello", "--who", "world")
     assert (finished.stdout, finished.returncode) == ("hello world\n", 7)
 

@@ -12,7 +12,7 @@ import yaml
 
 from accel_cli.config.file import read_config
 from accel_cli.config.wizard import AUTOMATIC, Lines, questions, reviewed
-from accel_cli.config.write import modernised, nested, usual_config, write_config
+from accel_cli.config.write import config_text, differing, meanings, modernised, nested, usual_config, write_config
 from accel_cli.launch.options import launch_classes
 from accel_cli.launch.settings import ASKED
 from accel_state.errors import SettingError
@@ -241,6 +241,25 @@ def test_a_file_with_an_unknown_key_is_not_rewritten(accel, tmp_path):
     assert finished.returncode == 2
     assert "Did you mean 'num_processes'?" in finished.stderr
     assert path.read_text() == "num_proceses: 2\n"
+
+
+def test_a_file_has_what_differs_from_the_defaults_with_a_comment_each(tmp_path):
+    classes = (Rocket,)
+    answers = {"rocket_config.fuel": "kerosene", "rocket_config.reusable": True, "log_dir": "my runs"}
+    told = {**meanings(classes), "rocket_config.reusable": "Whether it comes back.", "log_dir": "Folder."}
+    write_config(str(tmp_path / "run.yaml"), differing(answers, classes), told)
+    assert (tmp_path / "run.yaml").read_text() == (
+        "# Folder.\nlog_dir: my runs\nrocket_config:\n  # Whether it comes back.\n  reusable: true\n"
+    )
+    assert yaml.safe_load(config_text({})) == {}
+
+
+def test_the_default_file_says_little(accel, tmp_path):
+    finished = accel("config", "default", "--config_file", "run.yaml")
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert (finished.returncode, set(written)) == (0, {"distributed_type", "num_processes"})
+    lines = (tmp_path / "run.yaml").read_text().splitlines()
+    assert sum(line.startswith("# ") for line in lines) == 2
 
 
 def test_nested_tables():

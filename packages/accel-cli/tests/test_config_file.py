@@ -141,6 +141,11 @@ def test_keys_of_older_config_files_are_read(config):
     assert config("fp16: true\n").values["mixed_precision"].value == "fp16"
     assert config("fp16: false\n").values == {}
     assert config("dynamo_backend: 'NO'\n").unread == ()
+    eight = config("fp8_config:\n  amax_history_length: 7\n  fp8_optimization_level: O1\n").values
+    assert {name: given.value for name, given in eight.items()} == {
+        "fp8_config.fp8_amax_history_len": 7,
+        "fp8_config.fp8_opt_level": "O1",
+    }
     assert config("dynamo_backend: INDUCTOR\n").values["dynamo_config.dynamo_backend"].value == "INDUCTOR"
 
 

@@ -168,6 +168,12 @@ def test_variables_of_another_launch_are_ignored_on_one_machine(launch):
     assert "$RANK=0 and $WORLD_SIZE=2 are ignored: this launch is a run of its own." in notes
 
 
+def test_a_process_alone_does_not_inherit_the_address_of_another_run(launch):
+    (process,), notes = launch("distributed_type: 'NO'\n", env={"MASTER_ADDR": "192.0.2.1"})
+    assert "MASTER_ADDR" not in process
+    assert "main_process_ip=192.0.2.1 ($MASTER_ADDR) is ignored" in notes
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"), [("DEEPSPEED", ["/lib/mine", "{folder}"]), ("FSDP", None), ("MULTI_CPU", None)]
 )

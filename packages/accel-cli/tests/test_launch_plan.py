@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import resolve_settings
-from accel_cli.launch.backends import backend_for
+from accel_cli.launch.backends import implied_backend
 from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.launch.outer_launch import WRITTEN, without_outer
@@ -227,8 +227,9 @@ def test_contradictions_name_both_sides(values, kind, named):
 
 
 def test_a_kind_of_run_that_no_backend_carries():
+    file = {"distributed_type": Given("NOBODYS", "run.yaml:4")}
     with pytest.raises(Missing) as caught:
-        backend_for("NOBODYS", "run.yaml:4")
+        implied_backend(resolve_settings(launch_classes(), {}, {}, file))
     assert "run.yaml:4" in caught.value.failure
 
 

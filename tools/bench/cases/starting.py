@@ -113,7 +113,7 @@ def tells(ours: tuple[str, ...], peer: tuple[str, ...], limit: float) -> tuple[C
     work = Work(partial(telling, ours), partial(telling, peer), partial(python, "pass"))
     name = f"accel {' '.join(ours)}".replace("--config_file CONFIG", "of a file")
     case = partial(Case, "commands", name, "CPU s", work=work, method=COMMANDS)
-    return case(figure="ours/peer", limit=0.05), case(figure="ours/raw", limit=limit)
+    return case(figure="ours/peer", limit=0.1), case(figure="ours/raw", limit=limit)
 
 
 # ---------------------------------------------------------------- launches
@@ -233,9 +233,9 @@ CASES: Final = (
         Work(partial(python, "import accelerate"), raw=partial(python, "import accel_torch")),
         DROP_IN,
     ),
-    *tells(("--help",), ("--help",), 4.0),
-    *tells(("launch", "--help"), ("launch", "--help"), 4.0),
-    *tells(("explain", "--config_file", "CONFIG"), ("--help",), 6.0),
+    *tells(("--help",), ("--help",), 12.0),
+    *tells(("launch", "--help"), ("launch", "--help"), 14.0),
+    *tells(("explain", "--config_file", "CONFIG"), ("--help",), 14.0),
     *tells(("env", "--light"), ("env",), 4.0),
     launched("launch, one process, to its first line", "ours/peer", 0.12, Work(ON_CPU, ON_CPU)),
     launched(

@@ -1,4 +1,4 @@
-"""The commands of `accel`: their interface, and a list that needs no command to be loaded.
+"""The commands of `accel`: their interface, and their list.
 
 Built-in commands are rows of a table. Other packages add commands through the entry-point group `accel.commands`, whose
 objects have the members of `Command`, and converters of config files through `accel.conversions`.
@@ -28,7 +28,6 @@ __all__ = (
 _PACKAGE: Final = "accel-cli"
 _CONVERT: Final = "accel_cli.commands.convert:Convert"
 """The command for a converter; this module must not import the module of a command."""
-_HELP: Final = r"""(?m)^ +help(?:: \w+)? = (["'])([^"'\\\n]*)\1$"""
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
@@ -49,8 +48,7 @@ class Command(Protocol):
     """One command of `accel`.
 
     A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser. The
-    list of commands loads no command of another package: it shows the text of `help` if the class assigns it in one
-    line, and if the module defines one command.
+    list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
     """
 
     @property
@@ -101,32 +99,10 @@ def described(command: Plugin) -> str:
     """The line for a command in the list of commands: its help and, if it is another package's, the package's name."""
     if command.origin == _PACKAGE:
         return next(line for name, _, line in BUILT_IN if name == command.name)
-    return f"{_help_in_source(command.target.partition(':')[0])} (from {command.origin})".lstrip()
-
-
-def _help_in_source(module: str) -> str:
-    """The text of `help` in the source of a module that defines one command, else an empty text."""
-    import re
-
-    try:
-        with open(_source_of(module), encoding="utf-8") as file:
-            texts = re.findall(_HELP, file.read())
-    except (OSError, ValueError):
-        return ""
-    return texts[0][1] if len(texts) == 1 else ""
-
-
-def _source_of(module: str) -> str:
-    """Find the file of a module without importing its packages."""
-    from importlib.machinery import PathFinder
-
-    names, folders, found = module.split("."), None, None
-    for count in range(1, len(names) + 1):
-        found = PathFinder.find_spec(".".join(names[:count]), folders)
-        folders = found.submodule_search_locations if found is not None else None
-        if found is None or (folders is None and count < len(names)):
-            raise FileNotFoundError(module)
-    return str(found.origin) if found is not None else ""
+    group: PluginGroup[Any] = COMMANDS if command.group == COMMANDS.group else CONVERSIONS
+    loaded = group.load(command)
+    about = "cannot be loaded" if loaded.value is None else str(loaded.value.help)
+    return f"{about} (from {command.origin})"
 
 
 def find_command(name: str) -> Command:

@@ -62,20 +62,23 @@ class Config:
 
 def _ask(path: str, arguments: Namespace) -> str:
     from accel_cli.config.wizard import prompter, reviewed
-    from accel_cli.config.write import write_config
+    from accel_cli.config.write import differing, meanings, write_config
     from accel_cli.launch.backends import backends
+    from accel_cli.launch.options import launch_classes
     from accel_cli.launch.settings import ASKED
 
     del arguments
     offered = {backend.name: backend.settings for backend in backends() if backend.value is not None}
     answers = reviewed(prompter(), ASKED, offered)
-    write_config(path, answers)
+    classes = launch_classes()
+    write_config(path, differing(answers, classes), meanings(classes))
     return f"Config file written to {path}."
 
 
 def _write_default(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.write import usual_config, write_config
+    from accel_cli.config.write import differing, meanings, usual_config, write_config
     from accel_cli.launch.devices import best_devices
+    from accel_cli.launch.options import launch_classes
     from accel_state.settings.run import RunSettings
     from accel_state.settings.schema import settings_of
 
@@ -85,7 +88,8 @@ def _write_default(path: str, arguments: Namespace) -> str:
         raise SettingError(
             asked, "The file already exists.", "Remove it, give another --config_file, or run `accel config update`."
         )
-    write_config(path, usual_config(best_devices(), precision))
+    classes = launch_classes()
+    write_config(path, differing(usual_config(best_devices(), precision), classes), meanings(classes))
     return f"Config file written to {path}."
 
 

@@ -138,10 +138,10 @@ def choices(request: Request) -> list[str]:
     if backend.value is not None:
         chosen, reason = backend.value, backend.origin
     elif request.backend is not None:
-        from accel_cli.launch.kinds import kind_of
+        from accel_cli.launch.backends import selection_of
 
-        found = kind_of(request.settings)
-        chosen, reason = request.backend, found[1].origin if found is not None else ""
+        selection = selection_of(request.settings)
+        chosen, reason = request.backend, selection.source.origin if selection is not None else ""
     lines = (f"launcher: {launcher.manifest.name} ({launcher.reason})", f"backend: {chosen} ({reason})")
     return [printable(line) for line in lines]
 

@@ -165,9 +165,12 @@ PREFIXES: Final = {"dynamo_config": "dynamo_", "fp8_config": "fp8_", "fsdp_confi
 
 _OLD_KEYS: Final = {
     "dynamo_backend": "dynamo_config.dynamo_backend",
+    "fp8_config.fp8_amax_compute_algorithm": "fp8_config.fp8_amax_compute_algo",
+    "fp8_config.fp8_amax_history_length": "fp8_config.fp8_amax_history_len",
+    "fp8_config.fp8_optimization_level": "fp8_config.fp8_opt_level",
     "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",
 }
-"""Keys of earlier versions of Accelerate, with the current key."""
+"""Keys that earlier versions of Accelerate or its wizard wrote, with the current key."""
 
 _OF_OTHERS: Final = frozenset(
     [

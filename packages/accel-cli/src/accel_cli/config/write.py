@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from accel_cli.config.file import ConfigEntry, modern, read_config, read_document, read_tables
 from accel_cli.config.resolved import label
@@ -15,11 +16,16 @@ from accel_state.settings.schema import settings_of
 
 __all__ = (
     "config_text",
+    "differing",
+    "meanings",
     "modernised",
     "nested",
     "usual_config",
     "write_config",
 )
+
+
+_NO_COMMENTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,8 +45,24 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def write_config(path: str, values: Mapping[str, Any]) -> None:
+def differing(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
+    """The values by dotted key that differ from the defaults of their settings."""
+    defaults = {known.key: known.default for one in classes for known in settings_of(one).values()}
+    return {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+
+
+def meanings(classes: Iterable[type]) -> dict[str, str]:
+    """The help of each setting by its dotted key."""
+    return {known.key: known.help for one in classes for known in settings_of(one).values() if known.key is not None}
+
+
+def write_config(path: str, values: Mapping[str, Any], comments: Mapping[str, str] = _NO_COMMENTS) -> None:
     """Write values by dotted key as YAML, or as JSON if the file name ends with .json.
+
+    Args:
+        path: the file.
+        values: the values.
+        comments: a comment for each value by its key; JSON has none.
 
     Raises:
         SettingError: the file cannot be written.
@@ -49,23 +71,36 @@ def write_config(path: str, values: Mapping[str, Any]) -> None:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
-            file.write(config_text(values, path))
+            file.write(config_text(values, path, comments))
         os.replace(partial, path)
     except OSError as error:
         asked = f"Cannot write the config file {path}."
         raise SettingError(asked, f"The system reports: {error}.", "Give another --config_file.") from None
 
 
-def config_text(values: Mapping[str, Any], path: str = "") -> str:
+def config_text(values: Mapping[str, Any], path: str = "", comments: Mapping[str, str] = _NO_COMMENTS) -> str:
     """The text of a config file with values by dotted key: YAML, or JSON if the file name ends with .json."""
     root = nested(values)
     if path.endswith(".json"):
         import json
 
         return json.dumps(root, indent=2, sort_keys=True) + "\n"
+    return "".join(f"{line}\n" for line in _lines(root, comments)) or "{}\n"
+
+
+def _lines(table: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """Lines of YAML, with the comment of each value above it."""
     import yaml
 
-    return str(yaml.safe_dump(root, sort_keys=True, allow_unicode=True))
+    for key, value in sorted(table.items()):
+        name = f"{prefix}{key}"
+        if name in comments:
+            yield f"# {comments[name]}"
+        if isinstance(value, dict) and value:
+            yield f"{key}:"
+            yield from (f"  {line}" for line in _lines(value, comments, f"{name}."))
+        else:
+            yield from str(yaml.safe_dump({key: value}, allow_unicode=True)).splitlines()
 
 
 def usual_config(best: Mapping[str, Any], mixed_precision: str) -> dict[str, Any]:

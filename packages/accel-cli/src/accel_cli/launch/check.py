@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
-from accel_cli.launch.kinds import check_kind, check_requirements, given_sizes
+from accel_cli.launch.backends import check_requirements, check_selection, given_sizes
 from accel_cli.launch.settings import TorchrunSettings, fewest_machines
 from accel_state.clusters import Machines
 from accel_state.errors import AccelError, Conflict, SettingError
@@ -58,7 +58,7 @@ def check_launch(resolved: ResolvedSettings) -> None:
     Raises:
         SettingError: a setting cannot be used; `Conflict` when two contradict each other.
     """
-    check_kind(resolved)
+    check_selection(resolved)
     _check_machines(resolved)
     _check_devices(resolved)
 

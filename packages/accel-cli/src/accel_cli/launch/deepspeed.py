@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
+from accel_cli.launch.backends import selection_of
 from accel_cli.launch.check import shown
 from accel_cli.launch.interface import LauncherManifest, LaunchPlan, LaunchRequest, Program, one_process
-from accel_cli.launch.kinds import kind_of
 from accel_cli.launch.launchers import PlanningLauncher
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
@@ -57,8 +57,8 @@ _BY_MACHINE: Final = "standard"
 
 
 def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    found, reason = kind_of(settings), own_launcher(settings)
-    return shown(reason) if found is not None and "deepspeed" in found[0].backends and reason is not None else None
+    selection, reason = selection_of(settings), own_launcher(settings)
+    return shown(reason) if selection is not None and "deepspeed" in selection.names and reason is not None else None
 
 
 def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:

@@ -1,4 +1,4 @@
-"""Finds processes that have ended although the others still wait for them, so that the run need not wait for ever."""
+"""Finds processes that have ended although the others still wait for them, so that the run need not wait forever."""
 
 from __future__ import annotations
 

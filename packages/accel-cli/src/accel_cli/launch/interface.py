@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from accel_cli.config.resolved import ResolvedSettings
+from accel_cli.launch.backends import launched_classes, selection_of, selection_origins, selection_variables
 from accel_cli.launch.devices import usual_variables, visible
-from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables, launched_classes
 from accel_cli.launch.outer_launch import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.settings import MachineSettings
 from accel_state.devices.specs import SPECS
@@ -189,8 +189,8 @@ class LaunchRequest(NamedTuple):
         if self.backend is not None and not self.settings["backend"].given:
             environment[str(self.settings["backend"].setting.variable)] = self.backend
         environment.update(self._of_machine(environment, processes))
-        found = kind_of(self.settings)
-        if found is not None and found[0].imports_from_folder:
+        selection = selection_of(self.settings)
+        if selection is not None and any(manifest.imports_from_folder for manifest in selection.manifests):
             paths = self.machine.environ.get(_MODULE_PATH, "")
             environment[_MODULE_PATH] = os.pathsep.join(filter(None, (paths, os.getcwd())))
         environment.update(more)
@@ -202,10 +202,7 @@ class LaunchRequest(NamedTuple):
 
     def _origins(self, environment: Mapping[str, str]) -> dict[tuple[str, str], str]:
         """The settings that the user gave, by the variable derived from each and its text."""
-        origins = kind_origins(self.settings)
-        found = kind_of(self.settings)
-        if found is not None:
-            origins.setdefault(str(self.settings["backend"].setting.variable), found[1].origin)
+        origins = selection_origins(self.settings)
         for settings_class in self.carried:
             origins.update(self.settings.origins(settings_class))
         return {
@@ -238,7 +235,7 @@ def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) ->
         if settings_class in launched_classes(settings):
             environment.update(settings.launched(settings_class))
         environment.update(settings.variables(settings_class))
-    return {**environment, **kind_variables(settings)}
+    return {**environment, **selection_variables(settings)}
 
 
 class LaunchPlan(NamedTuple):

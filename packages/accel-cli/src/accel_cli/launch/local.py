@@ -22,10 +22,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from accel_cli.launch.backends import check_several_devices, selection_of
 from accel_cli.launch.check import check_own_launcher
 from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.interface import LaunchPlan, LaunchRequest
-from accel_cli.launch.kinds import check_devices_of_kind, kind_of
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
@@ -198,6 +199,8 @@ class Local(Supervisor):
             address=machines.main_process_ip or "127.0.0.1",
             port=machines.main_process_port or None,
             port_origin=settings["main_process_port"].origin,
+            # Without an address here, the variable is that of another run, if it is set.
+            removed=PLACE_VARIABLES if machines.main_process_ip else (*PLACE_VARIABLES, "MASTER_ADDR"),
             inherited=request.machine.environ,
             grace_period=supervision.grace_period,
             prefix_output=supervision.prefix_output,
@@ -217,15 +220,15 @@ def local_processes(request: LaunchRequest) -> int:
         SettingError: the kind of run needs several devices, and the machine has only one.
     """
     settings = request.settings
-    machines, found = settings.instance(MachineSettings), kind_of(settings)
+    machines, selection = settings.instance(MachineSettings), selection_of(settings)
     if machines.num_processes is not None:
         return machines.num_processes // machines.num_machines
-    if settings["cpu"].value or (found is not None and found[0].alone):
+    if settings["cpu"].value or (selection is not None and selection.alone):
         return 1
     if machines.gpu_ids not in (None, "all"):
         return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
     count = request.machine.devices()
-    check_devices_of_kind(settings, count * machines.num_machines)
+    check_several_devices(settings, count * machines.num_machines)
     return count
 
 

@@ -7,11 +7,10 @@ from typing import Final
 
 from accel_cli.command import spelled
 from accel_cli.config.file import ConfigFile
-from accel_cli.launch.backends import backends
+from accel_cli.launch.backends import SwitchSettings, backends, idle, selection_of
 from accel_cli.launch.check import shown
 from accel_cli.launch.devices import count_device_files
 from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.kinds import KindSettings, idle, kind_of
 from accel_cli.launch.launchers import idle_settings
 from accel_cli.launch.request import Request, idle_options, of_file
 from accel_cli.launch.settings import MachineSettings
@@ -74,8 +73,9 @@ def _notes_on_ignored(request: Request) -> Iterator[str]:
         known = request.settings[ignored.name].setting
         value = known.type.format(ignored.given.value)
         yield f"{known.name}={value} ({ignored.given.origin}) is ignored: {ignored.reason}."
-    cpu, kind = request.settings["cpu"], kind_of(request.settings)
-    if cpu.value and of_file(cpu.candidates[0]) and kind is not None and not (kind[0].alone or kind[0].on_cpu):
+    cpu, selection = request.settings["cpu"], selection_of(request.settings)
+    elsewhere = selection is not None and not (selection.alone or selection.on_cpu)
+    if cpu.value and of_file(cpu.candidates[0]) and elsewhere:
         yield f"the run uses the CPU: {shown(cpu)}."
 
 
@@ -116,7 +116,7 @@ def _notes_on_devices(request: Request) -> Iterator[str]:
 
 def _notes_on_words(words: Sequence[str]) -> Iterator[str]:
     """Notes on options of the launch that come after the script, which therefore receives them."""
-    settings = (*settings_of(MachineSettings).values(), *settings_of(KindSettings).values())
+    settings = (*settings_of(MachineSettings).values(), *settings_of(SwitchSettings).values())
     flags = {spelling for known in settings if known.flag for spelling in spelled(known.flag)}
     for word in words[1:]:
         flag = word.partition("=")[0]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import Ignored, ResolvedSettings, resolve_settings
-from accel_cli.launch.backends import backend_for
+from accel_cli.launch.backends import idle_tables, implied_backend, is_shared, selection_of
 from accel_cli.launch.check import shown
 from accel_cli.launch.interface import LauncherManifest, Script
-from accel_cli.launch.kinds import idle_tables, is_shared, kind_of, named_by
 from accel_cli.launch.launchers import Choice, choose_launcher, launcher_options
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
 from accel_cli.launch.outer_launch import without_outer
@@ -215,11 +214,10 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     cluster = machines_of(own)
     flags = flag_values(arguments, classes)
     settings = resolve_settings(classes, flags, own, config.values if config else {}, cluster.values)
-    backend, asked = settings["backend"], kind_of(settings)
+    backend = settings["backend"]
     if backend.value is not None:
         BACKENDS.find(backend.value, f"Cannot use the backend {backend.value!r} ({backend.origin}).")
-    wanted = asked is not None and not asked[0].by_device and backend.value is None
-    implied = backend_for(asked[0].label, asked[1].origin, named_by(*asked)) if asked is not None and wanted else None
+    implied = implied_backend(settings)
     # In an allocation, the drop-in behaves like the original: it starts processes on this machine.
     allocation = own if getattr(arguments, "prog", "") == _PROG else {}
     launcher = choose_launcher(settings, allocation)
@@ -271,11 +269,11 @@ def idle_options(settings: ResolvedSettings, launcher: LauncherManifest) -> dict
 
 def _not_meant(settings: ResolvedSettings, launcher: LauncherManifest) -> Iterator[Ignored]:
     """Values that cannot be meant for this run, such as those in a file that was written for another one."""
-    machines, kind = settings["num_machines"], kind_of(settings)
+    machines, selection = settings["num_machines"], selection_of(settings)
     processes = settings["num_processes"]
-    alone = kind is not None and kind[0].alone and machines.value == 1
-    if kind is not None and alone and of_file(processes.candidates[0]) and processes.value > 1:
-        yield Ignored("num_processes", processes.candidates[0], f"{shown(kind[1])} is one process")
+    alone = selection is not None and selection.alone and machines.value == 1
+    if selection is not None and alone and of_file(processes.candidates[0]) and processes.value > 1:
+        yield Ignored("num_processes", processes.candidates[0], f"{shown(selection.source)} is one process")
     tables = idle_tables(settings)
     for name, effect in settings.items():
         user = tables.get(name.partition(".")[0]) if is_shared(effect) else None

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from accel_cli.config.resolved import REPEATED
-from accel_cli.launch.kinds import KindSettings
+from accel_cli.launch.backends import SwitchSettings
 from accel_plugins.precision.config import FP8Settings
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
@@ -360,7 +360,7 @@ class TorchrunSettings:
 CARRIED: Final = (
     ProcessSettings,
     RunSettings,
-    KindSettings,
+    SwitchSettings,
     TorchDynamoPlugin,
     MeshSettings,
     ParallelismConfig,

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Final
 
 from accel_cli.config.resolved import REPEATED, ResolvedSettings
+from accel_cli.launch.backends import selection_of
 from accel_cli.launch.check import shown
 from accel_cli.launch.interface import LauncherManifest, LaunchPlan, LaunchRequest, one_process
-from accel_cli.launch.kinds import kind_of
 from accel_cli.launch.launchers import PlanningLauncher
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
@@ -61,8 +61,8 @@ class TPUSettings:
 
 
 def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    found = kind_of(settings)
-    return shown(found[1]) if found is not None and "xla" in found[0].backends else None
+    selection = selection_of(settings)
+    return shown(selection.source) if selection is not None and "xla" in selection.names else None
 
 
 MANIFEST: Final = LauncherManifest(

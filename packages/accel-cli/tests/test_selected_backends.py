@@ -7,8 +7,8 @@ import json
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.launch.backends import SwitchSettings, check_selection, selection_of
 from accel_cli.launch.interface import LaunchRequest, Machine, Script
-from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
 from accel_cli.launch.options import carried_classes, launch_classes
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
@@ -33,12 +33,12 @@ def plan(devices=1, file=None, **flags):
 
 @pytest.mark.parametrize("name", {one.value for kinds in (DistributedType, SageMakerDistributedType) for one in kinds})
 def test_every_kind_of_a_file_is_understood(name):
-    kind, effect = kind_of(settings(distributed_type=name))
-    assert (kind.label, effect.origin) == (name, "run.yaml:1")
+    selection = selection_of(settings(distributed_type=name))
+    assert (selection.label, selection.source.origin) == (name, "run.yaml:1")
 
 
 def test_kind_of_default_settings_is_none():
-    assert kind_of(settings()) is None
+    assert selection_of(settings()) is None
 
 
 @pytest.mark.parametrize(
@@ -51,24 +51,24 @@ def test_kind_of_default_settings_is_none():
     ],
 )
 def test_a_switch_comes_before_the_file(switch, name):
-    kind, effect = kind_of(settings({"distributed_type": "MULTI_CPU"}, **{switch: True}))
-    assert (kind.label, effect.origin) == (name, f"--{switch}")
+    selection = selection_of(settings({"distributed_type": "MULTI_CPU"}, **{switch: True}))
+    assert (selection.label, selection.source.origin) == (name, f"--{switch}")
 
 
 def test_every_switch_stands_for_a_kind():
-    for name in settings_of(KindSettings):
-        assert kind_of(settings(**{name: True}))[0].switch == name
+    for name in settings_of(SwitchSettings):
+        assert selection_of(settings(**{name: True})).source.setting.name == name
 
 
 def test_use_deepspeed_and_use_fsdp_conflict():
     with pytest.raises(Conflict, match=r"--use_deepspeed.*--use_fsdp"):
-        kind_of(settings(use_fsdp=True, use_deepspeed=True))
+        selection_of(settings(use_fsdp=True, use_deepspeed=True))
 
 
 @pytest.mark.parametrize("other", [{"cpu": True}, {"num_processes": 1}])
 def test_several_devices_contradict_the_cpu_and_one_process(other):
     with pytest.raises(Conflict, match="multi_gpu"):
-        check_kind(settings(multi_gpu=True, **other))
+        check_selection(settings(multi_gpu=True, **other))
 
 
 def test_a_variable_for_the_cpu_does_not_contradict_several_devices(accel, script):
