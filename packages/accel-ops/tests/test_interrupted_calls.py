@@ -24,7 +24,6 @@ from accel_ops import (
     broadcast_object_list,
     gather,
     gather_object,
-    host_memory,
     pad_across_processes,
     reduce,
     scatter,
@@ -463,11 +462,9 @@ DATA: dict[str, Callable[[], Any]] = {
 }
 
 
-def interrupted_before_data(operation: str, may_share: bool, handler: Any = stop) -> list[Any]:
+def interrupted_before_data(operation: str, handler: Any = stop) -> list[Any]:
     """Rank 0 leaves a call whose headers the others find equal, so that they may wait for its data."""
     state = PartialState(cpu=True, timeout=300.0)
-    if not may_share:
-        host_memory._negotiated[protocol_state(current.process().transport)] = None
     wait_for_everyone()
     outcomes = []
     if state.is_main_process:
@@ -484,10 +481,9 @@ def interrupted_before_data(operation: str, may_share: bool, handler: Any = stop
     return outcomes
 
 
-@pytest.mark.parametrize("may_share", [True, False])
 @pytest.mark.parametrize("operation", DATA)
-def test_nobody_waits_for_the_data_of_an_interrupted_call(two: Processes, operation: str, may_share: bool) -> None:
-    first, second = two.run(interrupted_before_data, operation, may_share)
+def test_nobody_waits_for_the_data_of_an_interrupted_call(two: Processes, operation: str) -> None:
+    first, second = two.run(interrupted_before_data, operation)
     assert "interrupted by Stop" in first[0], first
     if first[0].startswith("ShapeMismatch"):
         assert second[1] == first[0]
@@ -498,7 +494,7 @@ def test_nobody_waits_for_the_data_of_an_interrupted_call(two: Processes, operat
 
 
 def test_nobody_waits_for_the_data_of_a_call_that_a_collective_error_of_a_handler_ended(two: Processes) -> None:
-    for outcomes in two.run(interrupted_before_data, "gather", False, stop_as_a_collective):
+    for outcomes in two.run(interrupted_before_data, "gather", stop_as_a_collective):
         assert all("interrupted by CollectiveError" in outcome for outcome in outcomes[:1]), outcomes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from accel_ops import (
     broadcast_object_list,
     gather,
     gather_object,
-    host_memory,
     pad_across_processes,
     reduce,
     scatter,
@@ -57,19 +55,11 @@ def four_dtypes(of_each: int = 1) -> list[torch.Tensor]:
     return [torch.ones(12_000, dtype=dtype) for dtype in dtypes for _ in range(of_each)]
 
 
-def records_of(name: str, shares: bool = False) -> list[tuple[str, int]]:
-    """What a call starts, once the processes know whether they share memory."""
+def records_of(name: str) -> list[tuple[str, int]]:
+    """What a call starts."""
     PartialState(cpu=True)
-    own_file = host_memory._own_file
-    if not shares:
-        host_memory._own_file = lambda transport, token: -1
-    try:
-        with recording() as records:
-            gather(large(1))
-            records.clear()
-            CALLS[name]()
-    finally:
-        host_memory._own_file = own_file
+    with recording() as records:
+        CALLS[name]()
     return [(record.operation, record.nbytes) for record in records]
 
 
@@ -130,32 +120,6 @@ def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: s
         assert records[0] == HEADER
 
 
-shares_memory = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is shared on Linux")
-
-
-@shares_memory
-@pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if len(expected) > 1])
-def test_tensors_in_shared_memory_need_only_headers(two: Processes, name: str) -> None:
-    needed = EXPECTED[name] if name == "scatter" or "objects" in name else ["all_gather"]
-    for records in two.run(records_of, name, True):
-        assert [operation for operation, _ in records] == needed
-        assert records[0] == HEADER
-
-
-def first_large_call() -> tuple[int, int]:
-    PartialState(cpu=True)
-    with recording() as records:
-        gather(large(1))
-        first = len(records)
-        gather(large(1))
-    return first, len(records) - first
-
-
-@shares_memory
-def test_processes_find_out_in_two_exchanges_whether_they_share_memory(two: Processes) -> None:
-    assert two.run(first_large_call) == [(3, 1)] * 2
-
-
 def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
     for records in two.run(records_of, "gather mixed"):
         *each, packed = [nbytes for _, nbytes in records[1:]]
@@ -166,7 +130,7 @@ def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
 
 
 def reduced_beyond_64_mib() -> list[str]:
-    """Reduce many small tensors of four dtypes, which take more than the memory that processes share."""
+    """Reduce many small tensors of four dtypes, too many for every process to add up those of all."""
     PartialState(cpu=True)
     data = four_dtypes(of_each=320)
     assert sum(tensor.nbytes for tensor in data) > 64 * 2**20
@@ -178,7 +142,7 @@ def reduced_beyond_64_mib() -> list[str]:
 
 
 def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> None:
-    assert two.run(reduced_beyond_64_mib) == [["all_gather"] * 3 + ["all_reduce"] * 4] * 2
+    assert two.run(reduced_beyond_64_mib) == [["all_gather"] + ["all_reduce"] * 4] * 2
 
 
 def test_the_second_call_starts_the_same_collectives_as_the_first(two: Processes) -> None:
@@ -203,10 +167,9 @@ def fits_exactly(extra: int) -> int:
     return len(records)
 
 
-@shares_memory
 def test_the_eager_header_is_used_to_its_last_byte(two: Processes) -> None:
     assert two.run(fits_exactly, 0) == [1, 1]
-    assert two.run(fits_exactly, 1) == [3, 3]
+    assert two.run(fits_exactly, 1) == [2, 2]
 
 
 def alone() -> int:

@@ -127,7 +127,7 @@ def refusal(what: str) -> str:
         ("name", "SettingError", "Did you mean 'up'"),
         ("style", "SettingError", "Did you mean 'colwise'"),
         ("mesh", "SettingError", "none has the name 'tp'"),
-        ("stepped", "NotReady", "unsharded parameters"),
+        ("stepped", "Conflict", "unsharded parameters"),
         ("no axis", "Conflict", "ParallelismConfig(tp_size=...)"),
         ("tie", "Conflict", "Embedding and Linear"),
     ],

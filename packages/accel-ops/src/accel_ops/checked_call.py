@@ -2,16 +2,15 @@
 
     with CheckedCall(transport, "gather") as call:  # logged; calls of other threads wait
         plan, leaves = call.plan(data)              # what must be equal, and how each leaf is sent
-        rows = call.agree(plan, leaves, large)      # exchange and compare headers; after this, sizes are equal
-        ...                                         # read from shared memory, or send, what did not fit
+        rows = call.agree(plan, leaves)             # exchange and compare headers; after this, sizes are equal
+        ...                                         # send what did not fit
         call.wait(works)
 
 A failure before `agree` is sent to the other processes instead of the header, so that they raise too and do not wait.
 
 A `Plan` defines which leaves are packed together and which are sent separately. It depends only on structure, shapes
-and dtypes, so it is created once and then cached; the lookup first tries the plan of the last call from the same line
-of the user's code. Leaves are ordered by their paths, so that the order in which dictionaries were filled does not
-matter. A DTensor counts as the full tensor that it represents.
+and dtypes, so it is created once and then cached. Leaves are ordered by their paths, so that the order in which
+dictionaries were filled does not matter. A DTensor counts as the full tensor that it represents.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 
 from accel_ops.dtensors import full_tensor
 from accel_ops.groups import Group, members_of
-from accel_ops.host_memory import NO_SLOT, HostMemory, host_memory, is_negotiated, negotiate
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
@@ -60,9 +58,6 @@ LARGE: Final = 256 * 1024
 _HOST_DEVICE: Final = torch.device("cpu")
 _MAX_CACHED_PLANS: Final = 1024
 _MAX_NAMED_RANKS: Final = 16
-
-_NEGOTIATION_FLAG: Final = 4
-"""Flag of the headers with which processes find out whether they can share memory."""
 
 _STORE_READ_TIMEOUT_S: Final = 2.0
 """Timeout of a request to the store, in seconds."""
@@ -346,14 +341,7 @@ class CheckedCall(HeaderCall):
         arguments: values that must be equal on all processes, by name.
     """
 
-    __slots__ = ("_has_slots", "_large", "_memory", "_slots")
-
-    def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
-        super().__init__(transport, operation, **arguments)
-        self._memory: HostMemory | None = None
-        self._has_slots = False
-        self._large: Sequence[torch.Tensor] = ()
-        self._slots: Sequence[int] = ()
+    __slots__ = ()
 
     def plan(
         self,
@@ -401,21 +389,14 @@ class CheckedCall(HeaderCall):
         return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST_DEVICE)
 
     def agree(
-        self,
-        plan: Plan,
-        leaves: Sequence[torch.Tensor] | None = None,
-        large: Sequence[torch.Tensor] = (),
-        shares: bool = True,
-        moves: bool = False,
+        self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None, moves: bool = False
     ) -> Sequence[torch.Tensor] | None:
         """Exchange headers with the other processes, and check that all have the same plan.
 
         Args:
             plan: plan of this process.
             leaves: all leaves, to send the small ones in the header if they fit.
-            large: contiguous tensors that do not fit. If the processes share memory, `read` returns them afterwards.
-            shares: whether this process has values for `large`.
-            moves: whether the caller moves other data afterwards.
+            moves: whether the caller moves data afterwards.
 
         Returns:
             The small leaves of all processes, as parts of shape (world_size, elements), valid inside this call; None
@@ -425,48 +406,14 @@ class CheckedCall(HeaderCall):
             ShapeMismatch: on every process, when the plans differ.
             CollectiveError: a process did not call this in time.
         """
-        memory = self._memory_for(plan, large) if large else None
-        self._moves = moves or (bool(large) and memory is None)
-        self._has_slots = memory is not None
-        slot = memory.write(large) if memory is not None and shares else 0
+        self._moves = moves
         parts = None
         if self.fits(plan):
             own, parts = plan.eager_parts(self._state.header)
             if leaves is not None:
                 plan.layout.write([leaves[position] for position in plan.small], own)
-        # The plan defines the bytes of the small leaves, so the header has a fixed place for the slot.
-        self._exchange_headers(plan.fingerprint, plan.description, slot)
-        if memory is not None:
-            slots = self._state.header.lengths()
-            # Every process sees the same slots, so either all send or all read.
-            if NO_SLOT not in slots:
-                self._memory, self._large, self._slots = memory, large, slots
-            self._moves = self._memory is None
+        self._exchange_headers(plan.fingerprint, plan.description, 0)
         return parts
-
-    def _is_complete(self, lengths: Sequence[int]) -> bool:
-        return super()._is_complete(lengths) and not (self._has_slots and NO_SLOT in lengths)
-
-    @property
-    def shares_memory(self) -> bool:
-        """After `agree`: whether `read` returns the large tensors, so that they need not be sent."""
-        return self._memory is not None
-
-    def read(self, rank: int) -> list[torch.Tensor]:
-        """The large tensors that a process passed to `agree`, as bytes that are valid inside this call."""
-        assert self._memory is not None
-        return self._memory.read(rank, self._slots[rank], self._large)
-
-    def _memory_for(self, plan: Plan, large: Sequence[torch.Tensor]) -> HostMemory | None:
-        """The memory through which the processes share the large tensors of this plan, or None."""
-
-        def all_gather_bytes(data: bytes) -> list[bytes]:
-            return self._all_gather_bytes(plan.fingerprint, plan.description, data, _NEGOTIATION_FLAG, more=True)
-
-        if not is_negotiated(self._state, self._transport):
-            negotiate(self._state, self._transport, all_gather_bytes)
-        memory = host_memory(self._state)
-        return memory if memory is not None and memory.fits(large) else None
 
     def small_leaves(self, plan: Plan, rank: int) -> list[torch.Tensor]:
         """After `agree`: the small leaves of one process, if they fit, as views that are valid inside this call."""
@@ -521,39 +468,17 @@ class CheckedCall(HeaderCall):
         shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
-        signature = (
+        shapes = self._shapes(data, leaves, shape_of)
+        key = (
             self._operation,
-            self._arguments,
+            tuple(self._arguments.items()),
             spec,
-            self._shapes(data, leaves, shape_of),
-            [leaf.dtype for leaf in leaves],
-            [leaf.device for leaf in leaves],
-            [leaf.layout for leaf in leaves],
-            kinds,
+            tuple(shapes),
+            tuple([leaf.dtype for leaf in leaves]),
+            tuple([leaf.device for leaf in leaves]),
+            tuple([leaf.layout for leaf in leaves]),
+            tuple(kinds),
         )
-        # Comparing with the last call of the same line costs less than hashing the signature. Another code object at
-        # the same address does no harm, because the whole signature is compared.
-        assert self._site is not None
-        sites, site = self._state.sites, (id(self._site[0]), self._site[1], self._operation)
-        last = sites.get(site)
-        if last is not None and last[0] == signature:
-            return last[1]  # type: ignore[no-any-return]
-        plan = self._known_plan(data, leaves, signature, check)
-        if len(sites) >= _MAX_CACHED_PLANS:
-            sites.clear()
-        sites[site] = (signature, plan)
-        return plan
-
-    def _known_plan(
-        self,
-        data: Any,
-        leaves: Sequence[torch.Tensor],
-        signature: tuple[Any, ...],
-        check: Callable[[str, torch.Tensor, str], None],
-    ) -> Plan:
-        """The cached plan for a signature, from any line of the user's code."""
-        operation, arguments, spec, shapes, *others = signature
-        key = (operation, tuple(arguments.items()), spec, tuple(shapes), *map(tuple, others))
         plans = self._state.plans
         plan = plans.get(key)
         if plan is None:
@@ -561,7 +486,7 @@ class CheckedCall(HeaderCall):
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
             device, world_size = self._transport.device, self._transport.world_size
-            plan = plan_for(operation, arguments, paths, leaves, shapes, device, world_size, check)
+            plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
             plans[key] = plan
         return plan
 

@@ -253,16 +253,10 @@ def _gather(
     if packed is not None:
         inputs.append(packed)
         targets.append(rows if wanted else None)
-    parts = call.agree(plan, leaves, inputs)
+    parts = call.agree(plan, leaves, moves=bool(inputs))
     if rows is not None:
         parts = plan.layout.parts(rows)
-    if not call.shares_memory:
-        call.wait([_collect(transport, into, tensor, dst) for into, tensor in zip(targets, inputs, strict=True)])
-    elif wanted:
-        for rank in range(transport.world_size):
-            for into, value in zip(targets, call.read(rank), strict=True):
-                assert into is not None
-                into[rank].copy_(value)
+    call.wait([_collect(transport, into, tensor, dst) for into, tensor in zip(targets, inputs, strict=True)])
     if not wanted:
         return []
     assert parts is not None
@@ -296,15 +290,10 @@ def _broadcast(
     if not call.fits(plan):
         packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
     moved = large if packed is None else [*large, packed]
-    call.agree(plan, leaves if sends else None, moved, shares=sends)
-    if not call.shares_memory:
-        call.wait([transport.broadcast(as_bytes(tensor), src) for tensor in moved])
+    call.agree(plan, leaves if sends else None, moves=bool(moved))
+    call.wait([transport.broadcast(as_bytes(tensor), src) for tensor in moved])
     if sends:
         return [], []
-    if call.shares_memory:
-        values = call.read(src)
-        packed = None if packed is None else values.pop()
-        large = [value.view(leaf.dtype).view(leaf.shape) for value, leaf in zip(values, large, strict=True)]
     if packed is None:
         return call.small_leaves(plan, src), large
     return plan.layout.split(plan.layout.parts(packed), copy=False), large

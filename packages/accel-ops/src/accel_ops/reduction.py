@@ -14,7 +14,7 @@ from accel_ops.groups import Group
 from accel_ops.packing import contiguous
 from accel_ops.tree import rebuild, recursively_apply
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.transport.base import DONE, Reduction, Transport, Work
+from accel_state.transport.base import Reduction, Transport, Work
 
 __all__ = ("reduce", "reduce_scatter")
 
@@ -26,13 +26,6 @@ _REDUCTION_SENT: Final[dict[str, Reduction]] = {
     "product": "product",
     "max": "max",
     "min": "min",
-}
-
-_COMBINING_FUNCTIONS: Final[dict[Reduction, Callable[..., torch.Tensor]]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
 }
 
 _MAX_GATHERED_BYTES: Final = 64 * 1024 * 1024
@@ -159,22 +152,10 @@ def _reduce(
     large = [_summand(contiguous(leaves[position])) for position in plan.large]
     totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
-    parts = call.agree(plan, leaves, large if packed is None else [*large, packed])
-    sums: list[torch.Tensor] = []
-    adding: list[Work] = [DONE] * len(large)
-    if call.shares_memory:
-        values = [call.read(rank) for rank in range(transport.world_size)]
-        if packed is not None:
-            rows = [plan.layout.parts(value.pop()) for value in values]
-            sums = [
-                _combined_in_order([_summand(part) for part in summands], op) for summands in zip(*rows, strict=True)
-            ]
-        for total, *summands in zip(totals, *values, strict=True):
-            _combined_in_order([value.view(total.dtype).view(total.shape) for value in summands], op, total)
-    else:
-        parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
-        adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
-        call.wait(works)
+    parts = call.agree(plan, leaves, moves=packed is not None or bool(large))
+    parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
+    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
+    call.wait(works)
     if parts is not None:
         # Every process adds up the same rows in the same order, so the sums are bitwise equal.
         sums = [_combined(rows, op) for rows in parts]
@@ -226,15 +207,6 @@ def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     if op in ("sum", "product"):
         return rows.sum(0, dtype=rows.dtype) if op == "sum" else rows.prod(0, dtype=rows.dtype)
     return rows.amax(0) if op == "max" else rows.amin(0)
-
-
-def _combined_in_order(values: Sequence[torch.Tensor], op: Reduction, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Combine tensors in the order of the ranks, so that the results are bitwise equal on all processes."""
-    combine = _COMBINING_FUNCTIONS[op]
-    total = combine(values[0], values[1], out=into)
-    for value in values[2:]:
-        combine(total, value, out=total)
-    return total
 
 
 def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:

@@ -59,7 +59,17 @@ def rebind(optimizers: Iterable[Optimizer], mapping: Mapping[Parameter, Paramete
             group["params"] = [mapping.get(parameter, parameter) for parameter in group["params"]]
         for old, new in mapping.items():
             if old in optimizer.state:
-                optimizer.state[new] = optimizer.state.pop(old)
+                optimizer.state[new] = _following(optimizer.state.pop(old), new)
+
+
+def _following(state: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
+    """The state of a parameter, sharded if the parameter is."""
+    if not hasattr(parameter, "device_mesh"):
+        return state
+    # Whoever shards parameters has imported the module of DTensor.
+    from accel_plugins.sharded_optimizers import shard_state
+
+    return shard_state(state, parameter)
 
 
 def with_tied_names(model: Module, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from accel_plugins.fsdp.weights import put_full_weights
 from accel_plugins.manifest import Axis, ObjectKind
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import canonical_name, find_tied_parameters
+from accel_plugins.sharded_optimizers import check_shardable
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.unreduced import AveragingStrategy, UnreducedGradients
@@ -85,12 +86,7 @@ class ShardedStrategy(AveragingStrategy):
             weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
             owner(optimizer, [*bundle.models, *self._sharded])
-            if optimizer.state:
-                raise Conflict(
-                    f"Cannot prepare {type(optimizer).__name__}.",
-                    "The optimizer has already stepped, and its state belongs to unsharded parameters.",
-                    "Prepare the optimizer before its first step, and load its state afterwards.",
-                )
+            check_shardable(optimizer, whole=self.version > 1)
 
     def transforms(self) -> Iterable[Transform]:
         config = self.config

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,8 +20,9 @@ from torch.nn import Module
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_plugins.parameters import find_tied_parameters
+from accel_plugins.sharded_optimizers import check_shardable
 from accel_plugins.transform import Stage, Transform
-from accel_state.errors import Conflict, NotReady, SettingError
+from accel_state.errors import Conflict, SettingError
 from accel_state.settings.schema import closest
 
 if TYPE_CHECKING:
@@ -61,17 +62,12 @@ class TensorParallel(Transform):
         self._given_mesh = mesh
 
     def check(self, bundle: Bundle, context: Context) -> None:
-        self._mesh(context)
+        mesh = self._mesh(context)
         for model in bundle.models:
             if not _is_divided(model):
-                self._styles(model)
+                _check_sizes(model, self._styles(model), mesh.size())
         for optimizer in bundle.optimizers:
-            if optimizer.state:
-                raise NotReady(
-                    f"Cannot prepare {type(optimizer).__name__} with tensor parallelism.",
-                    "The optimizer has already stepped, and its state belongs to unsharded parameters.",
-                    "Prepare the optimizer before its first step, and load its state afterwards.",
-                )
+            check_shardable(optimizer)
 
     def apply(self, model: Module, context: Context) -> Module:
         if _is_divided(model):
@@ -128,8 +124,7 @@ def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_pattern(pattern: str, names: list[str], model: Module) -> None:
-    depth = pattern.count(".")
-    if any(name.count(".") == depth and fnmatch.fnmatch(name, pattern) for name in names):
+    if any(_matches(pattern, name) for name in names):
         return
     near = closest(pattern, names)
     raise SettingError(
@@ -137,6 +132,27 @@ def _check_pattern(pattern: str, names: list[str], model: Module) -> None:
         f"{type(model).__name__} has no module of that name.",
         f"Did you mean {near!r}?" if near else "Use names from model.named_modules().",
     )
+
+
+def _check_sizes(model: Module, styles: Mapping[str, ParallelStyle], processes: int) -> None:
+    """Raise for a layer whose processes would pass on parts of different sizes: the next layer takes equal ones."""
+    for pattern, style in styles.items():
+        if not (isinstance(style, ColwiseParallel) and style.use_local_output):
+            continue
+        if not any(isinstance(layout, Shard) for layout in style.output_layouts):
+            continue
+        for name, module in model.named_modules():
+            size = getattr(module, "out_features", None)
+            if size is not None and size % processes and _matches(pattern, name):
+                raise SettingError(
+                    f"The plan of tensor parallelism shards the {size} outputs of {name!r} over {processes} processes.",
+                    f"{size} is not a multiple of {processes}, and the next layer takes parts of equal sizes.",
+                    "Choose a tp_size that divides it, use the style 'colwise_rep', or take the layer out of the plan.",
+                )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name.count(".") == pattern.count(".") and fnmatch.fnmatch(name, pattern)
 
 
 def _style(pattern: str, style: Any) -> ParallelStyle:

@@ -44,7 +44,6 @@ class ProtocolState:
 
     Attributes:
         plans: cache of upper layers for calls with the same structure.
-        sites: cache of upper layers for the last call of each line of the user's code.
         pending: the calls that were started and are not complete, in order.
         spare_headers: headers of pending calls that have ended, for reuse.
         listeners: called with `log.exchanges` whenever this process begins to wait for headers.
@@ -61,7 +60,6 @@ class ProtocolState:
         "monitor",
         "pending",
         "plans",
-        "sites",
         "spare_headers",
         "turn",
         "world_size",
@@ -70,7 +68,6 @@ class ProtocolState:
     def __init__(self, transport: Transport, world: ProtocolState | None = None) -> None:
         self.header = EagerHeader(transport.world_size)
         self.plans: dict[Hashable, Any] = {}
-        self.sites: dict[Hashable, Any] = {}
         self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
         self.listeners: list[Callable[[int], None]] = []

@@ -2,8 +2,7 @@
 
 Separate groups isolate our collectives from those of DistributedDataParallel and of the user: a mismatch between them
 can only wait, and never mixes data. They use the backends of the default group. Headers are always CPU tensors, sent
-over the CPU backend of the default group or over a second group with gloo. Over gloo, tensors are sent in the way that
-uses the least CPU time: small ones in one all_to_all, large ones in point-to-point messages.
+over the CPU backend of the default group or over a second group with gloo.
 """
 
 from __future__ import annotations
@@ -17,15 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.transport.base import DONE, ForkedTransport, Reduction, Transport, Work
-from accel_state.transport.gloo import (
-    ALL_TO_ALL_LIMIT,
-    AllGatherByAllToAll,
-    abort_p2p,
-    all_gather_p2p,
-    all_reduce_p2p,
-    broadcast_p2p,
-    scatter_p2p,
-)
+from accel_state.transport.gloo import broadcast_to_other, close_connections
 from accel_state.transport.shutdown import keep_garbage_at_forks, shutdown_at_exit
 
 __all__ = ("TorchDistTransport",)
@@ -74,7 +65,7 @@ class TorchDistTransport(Transport):
             # A fake group has no other processes, and its store may be empty.
             shared = self._host_store() if store is None else store
             self._store = dist.distributed_c10d.PrefixStore(self.scope, shared)
-        self._small = AllGatherByAllToAll(self._header) if host == dist.Backend.GLOO else None
+        self._over_gloo = host == dist.Backend.GLOO
         self._owner = owner
         self._groups: dict[str, Transport] = {}
         shutdown_at_exit(self)
@@ -82,11 +73,7 @@ class TorchDistTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        if self._small is not None and self._over_gloo(tensor, group):
-            if tensor.nbytes * self.world_size > ALL_TO_ALL_LIMIT:
-                return all_gather_p2p(output, tensor, group)
-            return _started(self._small.all_gather(output, tensor))
-        if tensor.is_cpu:
+        if tensor.is_cpu and not self._over_gloo:
             # Each CPU backend can gather into a list; MPI supports nothing else.
             rows = list(output.view(self.world_size, -1))
             work = dist.all_gather(rows, tensor.view(-1), group=group, async_op=True)
@@ -95,20 +82,16 @@ class TorchDistTransport(Transport):
         return _started(_all_gather(output, tensor, group=group, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        if self._is_pair(tensor):
-            return all_reduce_p2p(tensor, op, tensor if into is None else into, self._data)
         target = tensor if into is None else into.copy_(tensor)
         return _started(dist.all_reduce(target, op=_REDUCTIONS[op], group=self._data, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        if self._is_pair(tensor):
-            return broadcast_p2p(tensor, src, self._data)
+        if self._over_gloo and self.world_size == 2 and tensor.is_cpu:
+            return broadcast_to_other(tensor, src, self._header)
         return _started(dist.broadcast(tensor, group_src=src, group=self._data, async_op=True))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
         parts = None if inputs is None else list(inputs)
-        if self._over_gloo(output, self._data):
-            return scatter_p2p(output, parts, src, self._data)
         return _started(dist.scatter(output, parts, group_src=src, group=self._data, async_op=True))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
@@ -124,11 +107,11 @@ class TorchDistTransport(Transport):
 
     def abort(self) -> None:
         """Close the connections over gloo; `abort` of torch's group does not close them."""
-        if self._small is None:
+        if not self._over_gloo:
             return
         for group in {self._header, self._data}:
             if group is self._header or dist.get_backend(group) == dist.Backend.GLOO:
-                abort_p2p(group)
+                close_connections(group)
 
     def store(self) -> Any | None:
         return self._store
@@ -144,14 +127,11 @@ class TorchDistTransport(Transport):
         """End the groups over gloo; their threads end too if nothing else refers to the group."""
         groups = {self._data, self._header}
         self._groups.clear()
-        del self._data, self._header, self._small
+        del self._data, self._header
         if self._owner and dist.is_initialized():
             groups.add(dist.group.WORLD)
         while groups:
             _end_host_group(groups.pop())
-
-    def _over_gloo(self, tensor: torch.Tensor, group: Any) -> bool:
-        return self._small is not None and group is self._header and tensor.is_cpu
 
     def _host_store(self) -> Any:
         """A store on rank 0, for groups without one, such as those of MPI."""
@@ -165,9 +145,6 @@ class TorchDistTransport(Transport):
         dist.broadcast(sent, src=0, group=self._header)
         port, _, host = bytes(address).rstrip(b"\0").decode().partition(" ")
         return hosted or dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
-
-    def _is_pair(self, tensor: torch.Tensor) -> bool:
-        return self.world_size == 2 and self._over_gloo(tensor, self._data)
 
     def in_child(self) -> Transport:
         return ForkedTransport(self.rank, self.world_size, self.device)
@@ -192,18 +169,17 @@ class _GroupTransport(TorchDistTransport):
         self.device, self.timeout = world.device, world.timeout
         self._store, self.scope, self._owner = world._store, world.scope, False
         self._groups = {}
-        over_gloo = world._small is not None
-        self._header = _gloo_group(group, world._store, world.timeout) if over_gloo else group
+        self._over_gloo = world._over_gloo
+        self._header = _gloo_group(group, world._store, world.timeout) if self._over_gloo else group
         backends = _backends_of(group)
         self._data = group if self.device.type != "cpu" and self.device.type in backends else self._header
-        self._small = AllGatherByAllToAll(self._header) if over_gloo else None
 
     def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
         raise TypeError("Only the transport between all processes can create transports of groups.")
 
     def shutdown(self) -> None:
         """End the connections of this group, to which nothing else refers."""
-        del self._data, self._header, self._small
+        del self._data, self._header
 
 
 def _gloo_group(group: Any, store: Any, timeout: timedelta) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
 from accel_cli.config.resolved import label
+from accel_cli.launch.backends import given_sizes, selection_of
 from accel_cli.launch.check import check_launch
 from accel_cli.launch.devices import count_devices
 from accel_cli.launch.interface import LaunchRequest, Script
-from accel_cli.launch.kinds import given_sizes, kind_of
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import carried_classes, launch_classes, settings_by_flag
 from accel_cli.launch.request import how_to_run, read_request
@@ -114,9 +114,12 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
             as_text = isinstance(value, tuple) and default_of(known) is None
             setattr(args, name_of(flag), ",".join(value) if as_text else value)
     config = None if request.config is None else load_config_from_file(request.config.path)
-    kind = kind_of(request.settings)
-    if kind is not None and kind[0].switch and not (args.cpu and kind[0].on_devices):
-        setattr(args, kind[0].switch, True)
+    selection = selection_of(request.settings)
+    if selection is not None and not (args.cpu and selection.on_devices):
+        if selection.switch is not None:
+            setattr(args, selection.switch.name, True)
+        elif selection.label == DistributedType.MULTI_GPU.value:
+            args.multi_gpu = True
     args.use_parallelism_config = args.use_parallelism_config or bool(given_sizes(request.settings))
     args.use_cpu = args.cpu or bool(config is not None and config.use_cpu)
     processes = request.settings["num_processes"].value
