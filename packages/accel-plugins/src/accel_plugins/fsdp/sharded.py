@@ -81,11 +81,12 @@ class ShardedStrategy(AveragingStrategy):
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
         for model in bundle.models:
-            blocks_to_shard(model, self.config)
-            weights.check_weights(model, self.config, self.context.process.rank)
+            if not self.arrives_sharded(model):
+                blocks_to_shard(model, self.config)
+                weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
-            owner(optimizer, [*bundle.models, *self._sharded])
-            if optimizer.state:
+            model = owner(optimizer, [*bundle.models, *self._sharded])
+            if optimizer.state and not self.arrives_sharded(model):
                 raise Conflict(
                     f"Cannot prepare {type(optimizer).__name__}.",
                     "The optimizer has already stepped, and its state belongs to unsharded parameters.",
