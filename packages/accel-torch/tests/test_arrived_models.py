@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_state.errors import Conflict, NotOffered
 from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
@@ -72,8 +73,10 @@ def network(kind: str) -> tuple[Network, int]:
     return model, data
 
 
-def train(kind: str, precision: str = "no", folder: str = "", source: str = "", epochs: int = 1) -> dict[str, Any]:
-    plugin = FullyShardedDataParallelPlugin(2) if kind else None
+def train(
+    kind: str, precision: str = "no", folder: str = "", source: str = "", epochs: int = 1, chosen: bool = True
+) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(2) if kind and chosen else None
     accelerator = Accelerator(
         cpu=True,
         fsdp_plugin=plugin,
@@ -145,3 +148,47 @@ def test_checkpoints_move_between_layouts(four: Processes, tmp_path: Path) -> No
     check(
         [train("", "no", third, second)], {**expected, "losses": expected["losses"][8:], "norms": expected["norms"][4:]}
     )
+
+
+# ---------------------------------------------------------------------- the choice of the backend
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_run_without_a_chosen_backend_takes_the_one_for_such_models(two: Processes) -> None:
+    check(two.run(train, "tp ep", "no", "", "", 1, False), train(""))
+
+
+def refuse() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model, _ = network("tp")
+    accelerator.prepare(DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4))
+    with pytest.raises(Conflict) as begun:
+        accelerator.prepare(model)
+    return [str(begun.value)]
+
+
+def refuse_a_loader_before_the_model() -> list[str]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2))
+    accelerator.prepare(DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4))
+    with pytest.raises(Conflict) as read:
+        accelerator.prepare(network("tp")[0])
+    return [str(read.value)]
+
+
+def refuse_with_chosen_backend() -> list[str]:
+    accelerator = Accelerator(cpu=True, backend="ddp")
+    model, _ = network("tp")
+    with pytest.raises(NotOffered) as chosen:
+        accelerator.prepare(model)
+    return [str(chosen.value)]
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_backend_that_cannot_change_is_an_error_that_names_the_remedy(two: Processes) -> None:
+    for (begun,) in two.run(refuse):
+        assert "before anything else" in begun
+    for (read,) in two.run(refuse_a_loader_before_the_model):
+        assert "1 shards instead of 2" in read
+    for (chosen,) in two.run(refuse_with_chosen_backend):
+        assert "'ddp'" in chosen
+        assert "choose 'fsdp2'" in chosen

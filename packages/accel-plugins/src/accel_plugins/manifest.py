@@ -95,6 +95,7 @@ class Capabilities(NamedTuple):
             process group.
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in a smaller
             dtype.
+        distributed_models: models that arrive distributed, with DTensors for parameters, are accepted as they are.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
         autocast_before_wrap: autocast is set up before the strategy wraps the model, otherwise after.
@@ -124,6 +125,7 @@ class Capabilities(NamedTuple):
     collective_save: bool = False
     async_save: bool = False
     per_parameter_sharding: bool = False
+    distributed_models: bool = False
     syncs_in_own_forward: bool = False
     autocast_before_wrap: bool = True
     compile_before_wrap: bool = False
@@ -156,6 +158,11 @@ _REFUSALS: Final = {
         "Cannot clip gradients by value (clip_grad_value_)",
         "This backend clips by norm only.",
         "Use clip_grad_norm_, or set gradient_clipping in its settings.",
+    ),
+    "distributed_models": (
+        "Cannot prepare a model that arrives distributed",
+        "Some of its parameters are DTensors already, and this backend distributes whole models itself.",
+        "Do not choose a backend, or choose 'fsdp2' (fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)).",
     ),
     "join": (
         "Cannot let processes run out of batches at different times (join_uneven_inputs)",

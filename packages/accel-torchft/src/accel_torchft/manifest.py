@@ -30,7 +30,9 @@ NEEDED: Final = Requirement("torchft", versions=">=0.2")
 _WHOLE: Final = Capabilities(
     join=False, average_parameters=False, several_models=False, partial_gradients=False, elastic=True
 )
-_SHARDED: Final = _WHOLE._replace(local_passes=False, collective_save=True, per_parameter_sharding=True)
+_SHARDED: Final = _WHOLE._replace(
+    local_passes=False, collective_save=True, per_parameter_sharding=True, distributed_models=True
+)
 
 
 def _whole(name: str, strategy: str, equal_replicas: bool) -> Manifest:
