@@ -113,6 +113,7 @@ class Capabilities(NamedTuple):
             process group.
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in a smaller
             dtype.
+        distributed_models: models that arrive distributed, with DTensors for parameters, are accepted as they are.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
         autocast_before_wrap: autocast is set up before the strategy wraps the model, otherwise after.
@@ -146,6 +147,7 @@ class Capabilities(NamedTuple):
     collective_save: bool = False
     async_save: bool = False
     per_parameter_sharding: bool = False
+    distributed_models: bool = False
     syncs_in_own_forward: bool = False
     autocast_before_wrap: bool = True
     compile_before_wrap: bool = False
@@ -189,6 +191,11 @@ _REFUSALS: Final = {
         "Cannot unwrap the model (unwrap_model)",
         "Each process has only some of its layers, and the others would have old weights.",
         "Use get_state_dict(model) for the weights, on every process, and load them into a model of the same class.",
+    ),
+    "distributed_models": (
+        "Cannot prepare a model that arrives distributed",
+        "Some of its parameters are DTensors already, and this backend distributes whole models itself.",
+        "Do not choose a backend, or choose 'fsdp2' (fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)).",
     ),
     "join": (
         "Cannot let processes run out of batches at different times (join_uneven_inputs)",

@@ -33,6 +33,7 @@ __all__ = (
     "choose",
     "config_among",
     "configured_precision",
+    "for_distributed_models",
     "memory_plans",
     "settings",
     "strategy_class",
@@ -248,6 +249,35 @@ def _for_axes(parallelism_config: ParallelismConfig, present: Manifest) -> Manif
         if manifest.priority > present.priority and mesh.takes(manifest, axes)
     ]
     return _only(_highest(higher), f"Cannot choose a backend for {mesh.named(axes)}.") if higher else present
+
+
+def for_distributed_models(process: Process, failed: str) -> Manifest:
+    """The backend for models that arrive distributed, if none was chosen: that with the highest priority.
+
+    Backends that users select explicitly, and those for other devices, are left out.
+
+    Args:
+        process: this process.
+        failed: what was attempted, for errors.
+
+    Raises:
+        PluginError: no installed backend accepts such models.
+        Conflict: several have the same priority.
+        Missing: a package that it requires is not installed.
+    """
+    family = process.family.name
+    able = [
+        manifest
+        for manifest in BACKENDS.values()
+        if manifest.capabilities.distributed_models
+        and manifest.present
+        and (not manifest.families or family in manifest.families)
+    ]
+    if not able:
+        raise PluginError(
+            failed, "No installed backend accepts models that arrive distributed.", "Prepare models that are whole."
+        )
+    return _only(_highest(able), failed)
 
 
 def _is_present(manifest: Manifest, process: Process) -> bool:

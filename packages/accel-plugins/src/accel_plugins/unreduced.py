@@ -153,7 +153,20 @@ class UnreducedGradients:
         self._agreed = described
 
     def _average_alike(self, parameters: list[Tensor]) -> None:
-        """Average the gradients of parameters of one device and dtype; a process without one contributes zeros."""
+        """Average the gradients of parameters of one device and dtype."""
+        self._average_parts(parameters, self._mean)
+
+    def _mean(self, flat: Tensor) -> Tensor:
+        self._transport.all_reduce(flat).wait()
+        return flat / self._transport.world_size
+
+    def _average_parts(self, parameters: list[Tensor], mean_of: Callable[[Tensor], Tensor]) -> None:
+        """Replace gradients by their means; a process without one contributes zeros.
+
+        Args:
+            parameters: parameters of one device and dtype, whole or the parts that this process has.
+            mean_of: averages a tensor over the processes.
+        """
         gradients = [parameter.grad for parameter in parameters]
         pieces = [
             torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
@@ -162,9 +175,8 @@ class UnreducedGradients:
         exist = pieces[0].new_tensor([gradient is not None for gradient in gradients])
         sparse = pieces[0].new_tensor([gradient is not None and gradient.is_sparse for gradient in gradients])
         flat = torch.cat([*(piece.reshape(-1) for piece in pieces), exist, sparse])
-        self._transport.all_reduce(flat).wait()
         sizes = [*(piece.numel() for piece in pieces), len(pieces), len(pieces)]
-        *means, exist, sparse = torch.split(flat / self._transport.world_size, sizes)
+        *means, exist, sparse = torch.split(mean_of(flat), sizes)
         elsewhere: list[float] = []
         sparse_elsewhere: list[float] = []
         if any(gradient is None for gradient in gradients):

@@ -23,6 +23,7 @@ from accel_torch.misuse import guard_first_steps
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from accel_plugins.shards import Shards
     from accel_torch.session import Session
 
 __all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
@@ -57,7 +58,9 @@ def prepare(
     _check_together(session, bundle)
     for model in bundle.models:
         check_trainable(model)
+    before = session.strategy.shards()
     order.check_bundle(session.backend, session.strategy, session.transforms, bundle)
+    _check_loaders_before(session, before)
     bundle.loaders[:] = [
         prepare_loader(session, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
@@ -114,6 +117,18 @@ def _check_together(session: Session, bundle: Bundle) -> None:
             f"Cannot prepare {_named(given)} separately.",
             f"The backend {session.backend.name!r} needs {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
+        )
+
+
+def _check_loaders_before(session: Session, before: Shards) -> None:
+    """Check that models which arrive distributed do not change who reads which samples of earlier loaders."""
+    shards = session.strategy.shards()
+    if shards != before and session.prepared.loaders:
+        raise Conflict(
+            "Cannot prepare a model that arrives distributed after a loader.",
+            f"By the meshes of the model the data has {shards.count} shards instead of {before.count}, and a prepared "
+            "loader reads the others already.",
+            "Prepare the model in the same call as the loader, or before.",
         )
 
 

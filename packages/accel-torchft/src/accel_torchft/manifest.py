@@ -35,7 +35,9 @@ _WHOLE: Final = Capabilities(
     partial_gradients=False,
     elastic=True,
 )
-_SHARDED: Final = _WHOLE._replace(local_passes=False, collective_save=True, per_parameter_sharding=True)
+_SHARDED: Final = _WHOLE._replace(
+    local_passes=False, collective_save=True, per_parameter_sharding=True, distributed_models=True
+)
 
 
 def _whole(name: str, strategy: str, equal_replicas: bool) -> Manifest:

@@ -7,8 +7,10 @@ only in shards. A model keeps its class and parameter names; parameters become D
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
@@ -21,6 +23,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from accel_plugins.arrived_models import ArrivedGradients, ArrivedLayout, layout_of, parameter_groups
+from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
@@ -30,7 +34,8 @@ from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
-from accel_state.errors import NotOffered
+from accel_plugins.shards import Shards
+from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Plans", "FSDP2Strategy", "apply_fully_shard")
 
@@ -87,6 +92,28 @@ class FSDP2Strategy(ShardedStrategy):
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)
         self._sources: dict[int, dict[str, Tensor]] = {}
+        self._arrived: weakref.WeakKeyDictionary[Module, _Arrived] = weakref.WeakKeyDictionary()
+
+    def check(self, bundle: Bundle) -> None:
+        super().check(bundle)
+        process = self.context.process
+        for model in bundle.models:
+            if not self.arrives_sharded(model) or model in self._arrived:
+                continue
+            layout = layout_of(model, process)
+            if any(layout.shards != other.layout.shards for other in self._arrived.values()):
+                raise Conflict(
+                    f"Cannot prepare {type(model).__name__}.",
+                    f"By its meshes this process reads shard {layout.shards.index} of {layout.shards.count} of each "
+                    f"batch, and by those of another model {self.shards().index} of {self.shards().count}.",
+                    "Shard all models of a run over the same axes.",
+                )
+            self._arrived[model] = _Arrived(layout)
+
+    def shards(self) -> Shards:
+        for arrived in self._arrived.values():
+            return arrived.layout.shards
+        return super().shards()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Models are built in shards; with tensor parallelism, only `prepare` shards them."""
@@ -124,6 +151,7 @@ class FSDP2Strategy(ShardedStrategy):
         """Shard a model that is not sharded yet by the settings of this strategy."""
         config, process = self.config, self.context.process
         if self.arrives_sharded(model):
+            self._average_rest(model)
             return model
         if self._mesh is not None and is_built_in_shards(model):
             offloads = isinstance(offload(config, process.family.spec.pins_memory), fsdp.CPUOffloadPolicy)
@@ -139,6 +167,19 @@ class FSDP2Strategy(ShardedStrategy):
         if source is not None:
             weights.distribute(model, source)
         return model
+
+    def _average_rest(self, model: Module) -> None:
+        """Average the gradients that a model which arrived distributed does not reduce itself."""
+        if model in self.unreduced or model not in self._arrived:
+            return
+        referred = weakref.ref(model)
+
+        def reduces() -> bool:
+            model = referred()
+            return model is not None and self.reduces_gradients(model)
+
+        layout, process = self._arrived[model].layout, self.context.process
+        self.unreduced[model] = ArrivedGradients(model, layout, process, reduces)
 
     def _source(self, model: Module) -> dict[str, Tensor]:
         """All weights, on the first process; taken before they were sharded."""
@@ -160,13 +201,19 @@ class FSDP2Strategy(ShardedStrategy):
     # ------------------------------------------------------------------ one step
 
     def reduces_gradients(self, model: Module) -> bool:
+        if model in self._arrived:
+            return self._arrived[model].reduces
         # torch has no public function that reads what `set_requires_gradient_sync` has set.
         sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
-        return next((bool(group.reduce_grads) for module in sharded for group in _parameter_groups(module)), True)
+        return next((bool(group.reduce_grads) for module in sharded for group in parameter_groups(module)), True)
 
     def reduce_gradients(self, model: Module, reduces: bool) -> None:
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(reduces)
+        if model in self._arrived:
+            self._arrived[model].reduces = reduces
+        # Of a model that arrived so, perhaps only blocks are sharded.
+        for module in model.modules() if model in self._arrived else [model]:
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(reduces)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
@@ -184,6 +231,14 @@ class FSDP2Strategy(ShardedStrategy):
             _reduce_partial(parameter)
         for group in _alike(listed):
             torch.nn.utils.clip_grad_value_(group, value)
+
+
+@dataclass
+class _Arrived:
+    """A model that arrived distributed: how the processes share it, and whether backward reduces its gradients now."""
+
+    layout: ArrivedLayout
+    reduces: bool = True
 
 
 def _refuse_copy(model: Module, memo: object) -> Module:
@@ -254,13 +309,3 @@ def _norm_over(norm: Tensor, norm_type: float, group: Any) -> Tensor:
     powers = torch.pow(norm, norm_type)
     dist.all_reduce(powers, group=group)
     return torch.pow(powers, 1.0 / norm_type)
-
-
-def _parameter_groups(module: FSDPModule) -> Iterable[Any]:
-    """Torch's objects that gather the parameters of one module and reduce their gradients."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: list[Any] = state._fsdp_param_groups
-        return groups
-    # An older torch, in which a module has one or none.
-    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)

@@ -75,7 +75,7 @@ FSDP2: Final = Manifest(
     present="accel_plugins.fsdp.manifest:second_present",
     together=frozenset({ObjectKind.MODEL}),
     axes=frozenset(Axis),
-    capabilities=_SHARDS._replace(per_parameter_sharding=True, compiles_blocks=True),
+    capabilities=_SHARDS._replace(per_parameter_sharding=True, distributed_models=True, compiles_blocks=True),
     settings={"fsdp_version": 2},
     switch=_USE,
     parameter="fsdp_plugin",

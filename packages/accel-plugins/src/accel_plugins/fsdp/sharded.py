@@ -82,11 +82,13 @@ class ShardedStrategy(AveragingStrategy):
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
         for model in bundle.models:
-            blocks_to_shard(model, self.config)
-            weights.check_weights(model, self.config, self.context.process.rank)
+            if not self.arrives_sharded(model):
+                blocks_to_shard(model, self.config)
+                weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
-            owner(optimizer, [*bundle.models, *self._sharded])
-            check_shardable(optimizer, whole=self.version > 1)
+            model = owner(optimizer, [*bundle.models, *self._sharded])
+            if not self.arrives_sharded(model):
+                check_shardable(optimizer, whole=self.version > 1)
 
     def transforms(self) -> Iterable[Transform]:
         config = self.config

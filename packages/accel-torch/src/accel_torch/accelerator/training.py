@@ -144,10 +144,12 @@ class TrainingMixin(Facade):
         return self._prepare([scheduler])
 
     def _prepare(self, objects: Sequence[Any], device_placement: list[bool] | None = None) -> Any:
+        from accel_torch.arriving import session_for
         from accel_torch.prepare import prepare
 
         # After a reset of the state, this raises before any object is changed.
         _ = self.session.state.distributed_type
+        self.session = session_for(self.session, objects)
         token = PREPARING.set(self)
         try:
             return prepare(self.session, objects, device_placement)
