@@ -24,10 +24,10 @@ CLIENTS = {
     "datasets": None,
     "evaluate": None,
     "sentence-transformers": "accelerate.__version__",
-    "optimum": None,
+    "optimum": "accelerate.load_checkpoint_and_dispatch",
     "compressed-tensors": "accelerate.hooks.AlignDevicesHook",
-    "llmcompressor": "accelerate.hooks.remove_hook_from_module",
-    "lerobot": "accelerate.Accelerator",
+    "llmcompressor": "accelerate.accelerator.get_state_dict_offloaded_model",
+    "lerobot": "accelerate.utils.set_seed",
     "gptqmodel": "accelerate.utils.find_tied_parameters",
 }
 
