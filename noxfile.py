@@ -40,6 +40,12 @@ ORIGINAL = "accelerate==1.15.0"
 # An interpreter that may keep bytecode starts sooner, and tests start many.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
+# Libraries that import from the original, which `clients-names` only reads.
+CLIENTS = (
+    *("transformers", "trl", "peft", "diffusers", "datasets", "evaluate", "sentence-transformers"),
+    *("optimum", "compressed-tensors", "llmcompressor", "lerobot", "gptqmodel"),
+)
+
 # The tests of its tracker simulate its interface.
 AIM = "aim==3.29.1"
 
@@ -360,6 +366,12 @@ def download_aim(session: nox.Session) -> dict[str, str]:
     """One wheel of Aim, also for systems that have none."""
     system = ("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_x86_64")
     return {"ACCEL_AIM_WHEEL": download(session, *system, AIM)[-1]}
+
+
+def download_clients(session: nox.Session) -> dict[str, str]:
+    """The newest releases of client libraries; one has no wheel, and its metadata come from its source."""
+    download(session, "--no-build-isolation", *CLIENTS)
+    return {"ACCEL_CLIENT_RELEASES": session.create_tmp()}
 
 
 def download_transformer_engine(session: nox.Session) -> dict[str, str]:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from accelerate import PartialState  # noqa: F401 - reading a name joins the loggers
-from accelerate.names import LOGGERS, OWN_LOGGERS
+from accelerate.names import LOGGERS, NAMES, PACKAGES
 
 
 def chain(name: str) -> list[str]:
@@ -50,7 +50,7 @@ def test_records_arrive_with_the_name_they_were_made_under(caplog: pytest.LogCap
     assert logging.getLogger("accel_data.some_module").isEnabledFor(logging.WARNING)
 
 
-@pytest.mark.parametrize("address", OWN_LOGGERS)
+@pytest.mark.parametrize("address", sorted(set(NAMES) - PACKAGES))
 def test_old_modules_have_loggers_that_can_be_replaced(address: str) -> None:
     module = importlib.import_module(address)
     assert module.logger.logger.name == address
@@ -59,9 +59,10 @@ def test_old_modules_have_loggers_that_can_be_replaced(address: str) -> None:
     assert module.logger is not replaced
 
 
-def test_other_modules_have_no_logger() -> None:
+@pytest.mark.parametrize("address", sorted(PACKAGES))
+def test_packages_have_no_logger(address: str) -> None:
     with pytest.raises(AttributeError, match="logger"):
-        _ = importlib.import_module("accelerate.hooks").logger
+        _ = importlib.import_module(address).logger
 
 
 def test_a_handler_of_an_old_logger_gets_them() -> None:

@@ -17,7 +17,6 @@ from accelerate.names import (
     LIBRARIES,
     NAMES,
     NOT_PROVIDED,
-    OWN_LOGGERS,
     PACKAGES,
     REMOVED,
     VERSION,
@@ -52,7 +51,7 @@ class OldModule(ModuleType):
         inside = f"{self.__name__}.{name}"
         if inside in NAMES:
             return importlib.import_module(inside)
-        if name == "logger" and self.__name__ in OWN_LOGGERS:
+        if name == "logger" and self.__name__ not in PACKAGES:
             from accel_state.logging import get_logger
 
             return get_logger(self.__name__)

@@ -19,7 +19,6 @@ __all__ = (
     "LOGGERS",
     "NAMES",
     "NOT_PROVIDED",
-    "OWN_LOGGERS",
     "OWN_MODULES",
     "PACKAGES",
     "REMOVED",
@@ -107,24 +106,6 @@ LOGGERS: Final = {
     "accel_tracking": "accelerate.tracking",
 }
 """The old logger that receives a package's records from modules that the table does not list."""
-
-
-OWN_LOGGERS: Final = (
-    "accelerate.accelerator",
-    "accelerate.big_modeling",
-    "accelerate.commands.launch",
-    "accelerate.commands.to_fsdp2",
-    "accelerate.data_loader",
-    "accelerate.state",
-    "accelerate.tracking",
-    "accelerate.utils.bnb",
-    "accelerate.utils.dataclasses",
-    "accelerate.utils.environment",
-    "accelerate.utils.fsdp_utils",
-    "accelerate.utils.modeling",
-    "accelerate.utils.other",
-)
-"""Old modules that have a `logger`."""
 
 
 # This class is created at each import of the package; typing.NamedTuple would take 1 ms of CPU time.
