@@ -195,7 +195,8 @@ class EngineStrategy(Replicas):
         if isinstance(item, Engine):
             content: Mapping[str, Any] = torch.load(_file(folder, index))
             item.module.load_state_dict(content["model"], strict=options.get("strict", True))
-            item.optimizer[0].load_state_dict(content["optimizer"])
+            if options.get("strict", True):
+                item.optimizer[0].load_state_dict(content["optimizer"])
         elif not isinstance(item, Optimizer):
             super().load(kind, item, folder, index, **options)
 

@@ -118,8 +118,12 @@ class Strategy:
         return _build_on_device(self.context.process.device, empty=bool(empty_init))
 
     def unwrap(self, model: Module) -> Module:
-        """The model that `setup` wrapped. Called by `unwrap_model` and when weights are saved; the wrapped model must
-        still work."""
+        """The model that `setup` wrapped; the wrapped model must still work.
+
+        Called by `unwrap_model`, which gives it to users, and by code that needs the user's names. Its weights must be
+        those that train, or shards of them. A backend whose processes have other layers each cannot promise this. It
+        lacks `whole_model`, and then `unwrap_model` is refused, and this method returns a model whose names are right.
+        """
         return model
 
     def check_loader(self, loader: Any) -> None:

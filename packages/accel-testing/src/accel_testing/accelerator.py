@@ -22,6 +22,7 @@ from accel_plugins.manifest import ObjectKind
 from accel_plugins.resolve import BACKENDS, config_among
 from accel_state import current
 from accel_state.choices import DynamoBackend
+from accel_state.errors import AccelError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import to_environment
 from accel_state.settings.schema import settings_of
@@ -60,6 +61,7 @@ class AcceleratorTraining(Training):
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.accumulation, sync_each_batch=not case.no_sync
             ),
+            parallelism_config=case.parallelism_config,
             **given,
             **self.arguments(),
         )
@@ -160,8 +162,17 @@ class AcceleratorSuite(BackendSuite):
         """The Accelerator."""
         return "accel_testing.accelerator:AcceleratorTraining"
 
-    def test_unwrap_model_gives_the_users_model(self, run: Run) -> None:
-        assert set(run(unwraps_users_model, self.case())) == {True}
+    def test_unwrap_model_gives_the_users_model_or_is_refused(self, run: Run) -> None:
+        expected = "the user's model" if self.capabilities.whole_model else "NotOffered"
+        assert set(run(unwrapped_model, self.case())) == {expected}
+
+    def test_a_checkpoint_contains_what_one_accelerator_prepared(self, run: Run, tmp_path: Path) -> None:
+        """Of two Accelerators of a run, as a notebook has when a cell runs twice, the second writes a checkpoint."""
+        if not self.capabilities.several_models:
+            pytest.skip(f"{self.manifest.name} trains one model in a run")
+        run(save_the_second_of_two, self.case(), str(tmp_path))
+        for answer in run(load_alone, self.case(), str(tmp_path)):
+            assert answer == ""
 
     def test_free_memory_keeps_nothing_and_another_run_can_follow(self, run: Run) -> None:
         case = self.case()
@@ -193,10 +204,33 @@ class AcceleratorSuite(BackendSuite):
         assert written == self.near(Plain(self.case()).run().weights())
 
 
-def unwraps_users_model(case: Case) -> bool:
-    """Whether `unwrap_model` returns the user's model."""
+def unwrapped_model(case: Case) -> str:
+    """What `unwrap_model` returns, or the name of its error."""
     training: Any = case.open()
-    return isinstance(training.accelerator.unwrap_model(training.model), type(training.user_model))
+    try:
+        bare = training.accelerator.unwrap_model(training.model)
+    except AccelError as error:
+        return type(error).__name__ if error.remedy else "an error without a remedy"
+    return "the user's model" if isinstance(bare, type(training.user_model)) else type(bare).__name__
+
+
+def save_the_second_of_two(case: Case, folder: str) -> None:
+    """Train with one Accelerator, then with another one, which saves."""
+    for _ in range(2):
+        training = case.open()
+        training.train()
+    training.save(Path(folder))
+
+
+def load_alone(case: Case, folder: str) -> str:
+    """The error of loading a checkpoint in a run with one Accelerator, and of training on; empty without one."""
+    training = case.open(case.make(9))
+    try:
+        training.load(Path(folder))
+    except AccelError as error:
+        return str(error)
+    training.train()
+    return ""
 
 
 def free_and_train_again(case: Case) -> dict[str, Any]:

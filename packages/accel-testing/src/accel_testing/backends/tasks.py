@@ -570,13 +570,21 @@ def states(training: Training) -> Answer:
     """The complete state of a run on this process, as plain data."""
     models = [training.made, *(strategy_model(model) for model, _ in training.others)]
     optimizers = [training.inner, *(as_set_up(optimizer) for _, optimizer in training.others)]
-    bare: list[nn.Module] = [training.strategy.unwrap(model) for model in models]
     return {
-        "weights": [_plain({**dict(one.named_parameters()), **dict(one.named_buffers())}) for one in bare],
+        "weights": [_plain(_tensors(training, model)) for model in models],
         "optimizers": [_optimizer_state(training, one) for one in optimizers],
         "schedulers": _plain([scheduler.state_dict() for scheduler in training.schedulers]),
         "extra_state": _plain(training.strategy.extra_state(models, optimizers)),
     }
+
+
+def _tensors(training: Training, model: nn.Module) -> Mapping[str, Tensor]:
+    """The parameters and buffers that this process trains."""
+    if not training.manifest.capabilities.whole_model:
+        # The user's model has old values of what other processes train.
+        return training.strategy.state_dict(model)
+    bare: nn.Module = training.strategy.unwrap(model)
+    return {**dict(bare.named_parameters()), **dict(bare.named_buffers())}
 
 
 def _optimizer_state(training: Training, optimizer: Any) -> Any:

@@ -418,11 +418,15 @@ class TrainingMixin(Facade):
             keep_fp32_wrapper: keep the wrapper that runs `forward` in mixed precision and returns fp32.
             keep_torch_compile: keep the model compiled.
 
+        Raises:
+            NotOffered: the backend divides the layers of a model over the processes.
+
         Example:
             >>> network = accelerator.unwrap_model(model)
         """
         from accel_plugins.layers import extract_model_from_parallel
 
+        self.session.backend.demand("whole_model")
         unwrapped: Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return unwrapped
 

@@ -1,0 +1,106 @@
+"""A pipeline that somebody else wrote: an axis of its own, gradients in forward, checkpoints of one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from accel_plugins.checkpoint.state import load_folder
+from accel_plugins.prepared import PreparedObjects
+from accel_plugins.single.manifest import MANIFEST as SINGLE
+from accel_state.mesh import ParallelismConfig
+from accel_testing.backends import BackendSuite, Case
+from accel_testing.backends.reference_loop import Plain, batches, near
+from accel_testing.processes import Processes
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "accel-backend-pipeline" / "src"
+MODEL = "pipeline_models:Classifier"
+
+
+@pytest.fixture(scope="module")
+def importable() -> Iterator[None]:
+    """The processes import the backend from its folder."""
+    added = [str(SOURCE), str(HERE)]
+    sys.path[:0] = added
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*added, before := os.environ.get("PYTHONPATH", "")]))
+    yield
+    os.environ["PYTHONPATH"] = before
+    for folder in added:
+        sys.path.remove(folder)
+
+
+class PipelineSuite(BackendSuite):
+    target = "accel_backend_pipeline.manifest:MANIFEST"
+    model = MODEL
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def group(cls, importable: None) -> Iterator[Processes]:
+        with Processes(cls.processes) as group:
+            yield group
+
+
+class TestTwoStages(PipelineSuite):
+    parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(axes={"pp": 2})
+
+
+@pytest.mark.slow
+class TestTwoReplicasOfTwoStages(PipelineSuite):
+    parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})
+    processes = 4
+
+
+def train_and_save(case: Case, folder: str) -> dict[str, Any]:
+    training = case.open()
+    losses, _ = training.train()
+    training.save(Path(folder))
+    return {"losses": losses, "weights": training.weights()}
+
+
+def resume_alone(case: Case, folder: str) -> dict[str, Any]:
+    training = case.open(case.make(5))
+    contents = PreparedObjects([training.model], [training.optimizer])
+    load_folder(folder, contents, training.strategy, training.process, allow_missing={"random_states"})
+    loaded = training.weights()
+    training.train(list(batches(case))[:2])
+    return {"loaded": loaded, "after": training.weights()}
+
+
+def case_of(schedule: str, axes: ParallelismConfig) -> Case:
+    from accel_backend_pipeline import PipelineConfig
+    from accel_backend_pipeline.manifest import MANIFEST
+
+    return Case(MANIFEST, PipelineConfig(schedule), model=MODEL, parallelism_config=axes, adam=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "axes",
+    [ParallelismConfig(axes={"pp": 2}), ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})],
+    ids=["stages", "replicas of stages"],
+)
+def test_a_pipeline_trains_as_one_process_which_loads_its_checkpoint(
+    importable: None, processes: Callable[[int], Processes], tmp_path: Path, schedule: str, axes: ParallelismConfig
+) -> None:
+    case = case_of(schedule, axes)
+    plain = Plain(case).run()
+    for answer in processes(axes.total_size).run(train_and_save, case, str(tmp_path)):
+        assert answer["losses"] == near(plain.losses)
+        assert answer["weights"] == near(plain.weights())
+
+    (alone,) = processes(1).run(resume_alone, Case(SINGLE, model=MODEL, adam=True), str(tmp_path))
+    assert alone["loaded"] == answer["weights"]
+    plain.run(list(batches(case))[:2])
+    assert alone["after"] == near(plain.weights())
+
+
+def test_samples_are_divided_along_the_axes_of_data_alone() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})
+    assert config.active_mesh_dims == ["pp", "dp_replicate"]
+    assert (config.data_parallel_size, config.total_size) == (2, 4)
