@@ -225,6 +225,13 @@ def _adds_up(summary: GoodputSummary) -> None:
         assert sum(one.seconds.values()) + one.unattributed == pytest.approx(summary.wall, abs=0.1)
 
 
+def test_goodput_that_a_later_accelerator_records_has_the_time_before(fresh_state: Any, tmp_path: Path) -> None:
+    Accelerator(cpu=True, straggler_report=True, goodput=False)
+    assert not (tmp_path / "goodput").exists()
+    Accelerator(cpu=True, goodput=True, project_dir=tmp_path)
+    assert read_goodput(tmp_path).ranks[0].starts == 1
+
+
 def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
     with pytest.raises(SettingError, match="Goodput is recorded in the project folder, and there is none"):

@@ -254,6 +254,7 @@ def looked_at(scope: Scope) -> Call:
         with paused():
             STATUS_RECORD.open(str(scope.folder), int(os.environ["RANK"]))
             monitor = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
+            monitor.start()
         several()
         with paused():
             monitor.stop()

@@ -49,28 +49,22 @@ _REPORTED_EVERY: Final = 0.1
 class TimeRecorder(Hook):
     """Records the account of this process. All its sessions enter this hook.
 
-    Args:
-        folder: the project folder, for the lines of the account; empty to write none.
-
     Attributes:
+        folder: the project folder, for the lines of the account; empty to write none.
         account: the account; it begins when the rank of this process is known.
     """
 
     account: TimeAccount
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.folder = ""
         self._pid = os.getpid()
         self._steps = 0
         self._stepped: Any = None
         self._saves: list[AbstractContextManager[Any]] = []
 
     def _begin(self) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        path = ""
-        if self.folder:
-            path = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER, f"rank_{current.process().rank}.jsonl")
-        self.account = TimeAccount(STATUS_RECORD, path, int(attempt) if attempt.isdecimal() else 0)
+        self.account = TimeAccount(STATUS_RECORD)
         self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
         atexit.register(self._close)
 
@@ -93,6 +87,10 @@ class TimeRecorder(Hook):
         if not hasattr(self, "account"):
             self._begin()
         if self.folder:
+            if not self.account.path:
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                path = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER, f"rank_{process.rank}.jsonl")
+                self.account.write_to(path, int(attempt) if attempt.isdecimal() else 0)
             protocol_state(process.transport).monitor.start()
         if process.world_size > 1 and not isinstance(process.transport, TimedTransport):
             current.set_process(process._replace(transport=TimedTransport(process.transport, self.account)))
@@ -267,6 +265,8 @@ def record_time(options: Options) -> TimeRecorder:
         )
     recorder = next((hook for hook in PROCESS_HOOKS if isinstance(hook, TimeRecorder)), None)
     if recorder is None:
-        recorder = TimeRecorder(os.fspath(folder) if options.goodput and folder is not None else "")
+        recorder = TimeRecorder()
         PROCESS_HOOKS.append(recorder)
+    if options.goodput and folder is not None:
+        recorder.folder = recorder.folder or os.fspath(folder)
     return recorder

@@ -22,7 +22,7 @@ from accel_state.errors import StoreUnreachable
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
 from accel_state.watch.calls import CallLog, UserFrame
-from accel_state.watch.record import STATUS_RECORD
+from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_state.watch.status import (
     EXITED_NORMALLY,
     RankStatus,
@@ -99,7 +99,7 @@ class HangMonitor:
         self.pinned: UserFrame | None = None
         self.interruption = ""
         self._thread: threading.Thread | None = None
-        if self._control is not None or STATUS_RECORD.status_folder:
+        if self._control is not None or STATUS_FOLDER in os.environ:
             self.start()
 
     def start(self) -> None:

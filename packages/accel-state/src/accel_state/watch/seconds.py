@@ -140,10 +140,10 @@ class TimeAccount:
     )
 
     def __init__(self, record: StatusRecord, path: str = "", attempt: int = 0) -> None:
-        self.record, self.path, self._thread = record, path, threading.get_ident()
+        self.record, self._thread = record, threading.get_ident()
         age = _age()
         self.since = now = monotonic()
-        self.before = _reached_before(path)
+        self.path, self.before = "", 0
         self.doing, self.decided = START_UP, True
         self.waited = self.waited_for_others = self.due = self.undecided = 0.0
         # A list, because reading the mapped file takes longer.
@@ -155,7 +155,6 @@ class TimeAccount:
             WALL: time.time() - now,
             DOING: START_UP,
             SINCE: now,
-            BEFORE: self.before,
             WAIT: DATA,
             PAUSED: now,
             RESUMED: now,
@@ -164,9 +163,16 @@ class TimeAccount:
         }
         for position in range(ACCOUNT, len(cells)):
             cells[position] = numbers.get(position, 0.0)
-        record.account, record.append_lines, self._line_due = path, self.append_if_due, now
-        line = account_line(cells)
-        self._append({"event": "start", "time": line["time"], "began": line["began"], "attempt": attempt})
+        record.append_lines, self._line_due = self.append_if_due, now
+        if path:
+            self.write_to(path, attempt)
+
+    def write_to(self, path: str, attempt: int) -> None:
+        """Append lines to a file from now on, and read there how far earlier processes were; see the arguments."""
+        self.path = self.record.account = path
+        self.before = self.record.cells[BEFORE] = _reached_before(path)
+        line = account_line(self.record.cells)
+        append_line(path, {"event": "start", "time": line["time"], "began": line["began"], "attempt": attempt})
 
     @property
     def marks(self) -> Any:
@@ -234,7 +240,8 @@ class TimeAccount:
         if self.record.append_lines == self.append_if_due:
             self.record.account, self.record.append_lines = "", lambda: None
             self.enter(DOWN)
-            self._append({**account_line(self.record.cells), "event": "end"})
+            if self.path:
+                append_line(self.path, {**account_line(self.record.cells), "event": "end"})
             self.record.cells[ACCOUNT] = 0.0
 
     def append_if_due(self) -> None:
@@ -242,12 +249,8 @@ class TimeAccount:
         # No other thread runs during a copy. One in the middle of a change, which is short, is left to the next turn.
         now, cells = monotonic(), tuple(self.record.cells)
         if self.path and now >= self._line_due and cells[ACCOUNT] == _STABLE:
-            self._append({**account_line(cells, now), "event": "so far"})
+            append_line(self.path, {**account_line(cells, now), "event": "so far"})
             self._line_due = now + min((now - cells[BEGAN]) * _PART, _LEAST_OFTEN)
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self.path:
-            append_line(self.path, line)
 
     def on(self, category: int) -> _Charged:
         """A context manager that charges the time of its block to a category."""
