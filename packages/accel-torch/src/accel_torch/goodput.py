@@ -106,12 +106,12 @@ class GoodputRecorder(Hook):
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.observer = _TimedLoader(self.account, session.gradient, self._forget_steps)
+            loader.hook = _TimedLoader(self.account, session.gradient, self._forget_steps)
 
     def before_boundary(self, loader: Any, first: bool) -> None:
         """Charge what is saved between two batches; it ends the time of the step or of the evaluation before it."""
-        if isinstance(loader.observer, _TimedLoader):
-            loader.observer.judge(PROGRESS.steps)
+        if isinstance(loader.hook, _TimedLoader):
+            loader.hook.judge(PROGRESS.steps)
         self.before_save()
 
     def after_boundary(self, loader: Any, first: bool) -> None:
@@ -125,7 +125,7 @@ class GoodputRecorder(Hook):
 
 
 class _TimedLoader:
-    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderObserver`."""
+    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderHook`."""
 
     __slots__ = ("_first", "_gradient", "_steps", "waits")
 
@@ -134,14 +134,14 @@ class _TimedLoader:
         self._steps = 0
 
     def epoch_begins(self) -> None:
-        """See `LoaderObserver`."""
+        """See `LoaderHook`."""
         self._first()
         self._steps = PROGRESS.steps
         self.waits.enter(DATA)
         self.waits.due = 0.0
 
     def batch_given(self, batch: Any) -> None:
-        """See `LoaderObserver`."""
+        """See `LoaderHook`."""
         account, steps = self.waits, PROGRESS.steps
         self.judge(steps)
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
@@ -151,7 +151,7 @@ class _TimedLoader:
         account.due = account.since + _REPORTED_EVERY if steps else 0.0
 
     def epoch_ends(self) -> None:
-        """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
+        """See `LoaderHook`: the time after an epoch counts as what the loop did."""
         account = self.waits
         account.resume()
         self.judge(PROGRESS.steps)
