@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
 from accel_data.hooks import accompanied
+from accel_state.errors import DataError
 from accel_testing.processes import Processes
 
 SAMPLES = 11
@@ -61,6 +62,37 @@ def alive_after_two_epochs(kind: str, dispatch: bool, workers: int, drop_last: b
 @pytest.mark.usefixtures("fresh_state")
 def test_no_batch_of_one_process_is_left(kind: str, dispatch: bool, workers: int, drop_last: bool) -> None:
     assert alive_after_two_epochs(kind, dispatch, workers, drop_last) == 0
+
+
+class Failing(Rows):
+    """Fails at its last sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == SAMPLES - 1:
+            raise ValueError("corrupt record")
+        return super().__getitem__(index)
+
+
+def alive_after_an_error(dispatch: bool) -> tuple[int, int]:
+    """The batches before an error of reading, and how many of their tensors are left when it was handled."""
+    loader: Any = prepare_data_loader(
+        DataLoader(Failing(), batch_size=2), put_on_device=True, dispatch_batches=dispatch
+    )
+    references = []
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((ValueError, DataError)):
+            references.extend(weakref.ref(batch["x"]) for batch in loader)
+        return len(references), sum(reference() is not None for reference in references)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.usefixtures("fresh_state")
+def test_the_loop_gets_the_batches_before_an_error_and_none_is_left(dispatch: bool) -> None:
+    assert alive_after_an_error(dispatch) == (SAMPLES // 2, 0)
 
 
 def test_a_batch_is_free_before_the_next_is_read() -> None:

@@ -110,7 +110,14 @@ def test_loaders_without_batches_are_empty() -> None:
         for plain in (DataLoader(Samples(4), batch_size=2), DataLoader(Stream(4), batch_size=2)):
             loader: Any = prepare_data_loader(plain)
             assert list(skip_first_batches(loader, 5)) == []
-        assert list(prepare_data_loader(DataLoader(Samples(3), batch_size=4, drop_last=True))) == []
+
+
+def test_epochs_without_a_batch_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with fresh():
+        loader = prepare_data_loader(DataLoader(Samples(3), batch_size=4, drop_last=True))
+        assert [list(loader) for _ in range(3)] == [[], [], []]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Process 0 of 1, loader over Samples in epoch 0: it has no batches.")
 
 
 def short(cases: list[tuple[str, int, dict[str, Any], bool]]) -> list[str]:

@@ -87,12 +87,12 @@ def _ids_of(loader: Any) -> tuple[list[Hashable], int]:
     added = 0
     try:
         for batch in shadow:
-            given = batch if isinstance(batch, list) else [batch]
+            received = batch if isinstance(batch, list) else [batch]
             padding = shadow.progress.padding
             real = None if padding is None else padding.of(_index(loader))
-            kept = given if real is None else given[:real]
+            kept = received if real is None else received[:real]
             ids += kept
-            added += len(given) - len(kept)
+            added += len(received) - len(kept)
     finally:
         current.set_gradient(gradient)
         restore(generators)
@@ -126,8 +126,8 @@ def _missing(loader: Any, counted: Counter[Hashable]) -> tuple[Any, ...]:
         return tuple(sample for sample in expected if sample not in counted)
     last: dict[str, int] = {}
     for sample in counted:
-        worker, found, position = str(sample).partition(":")
-        if found:
+        worker, separator, position = str(sample).partition(":")
+        if separator:
             last[worker] = max(last.get(worker, -1), int(position))
     ids = (f"{worker}:{position}" for worker, end in last.items() for position in range(end))
     return tuple(sample for sample in ids if sample not in counted)

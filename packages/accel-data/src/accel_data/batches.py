@@ -48,21 +48,21 @@ def join(batches: Sequence[Any]) -> Any:
         return batches[0]
     sizes = [samples_in(batch) for batch in batches]
     columns = [_sample_leaves(batch, size) for batch, size in zip(batches, sizes, strict=True)]
-    if len({len(found) for found in columns}) != 1:
+    if len({len(column) for column in columns}) != 1:
         raise _unequal("They have different structures.")
     joined = iter([_joined(column) for column in zip(*columns, strict=True)])
     return _with_sample_leaves(batches[0], sizes[0], lambda _: next(joined))
 
 
 def _sample_leaves(batch: Any, size: int | None) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
 
     def keep(leaf: Any) -> Any:
-        found.append(leaf)
+        leaves.append(leaf)
         return leaf
 
     _with_sample_leaves(batch, size, keep)
-    return found
+    return leaves
 
 
 def _with_sample_leaves(batch: Any, size: int | None, replace: Callable[[Any], Any]) -> Any:

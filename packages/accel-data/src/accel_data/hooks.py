@@ -1,4 +1,4 @@
-"""Interfaces of objects attached to a prepared loader: a device transfer of batches, and an observer of epochs."""
+"""Interfaces of objects attached to a prepared loader: a device transfer of batches, and a hook of epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_data.padding import PaddedBatch
 if TYPE_CHECKING:
     from accel_state.watch.seconds import TimeAccount
 
-__all__ = ("BatchPauses", "DeviceTransfer", "LoaderObserver", "accompanied", "observed", "transferred")
+__all__ = ("BatchPauses", "DeviceTransfer", "LoaderHook", "accompanied", "transferred", "with_hook")
 
 
 class DeviceTransfer(Protocol):
@@ -38,8 +38,8 @@ class DeviceTransfer(Protocol):
         """
 
 
-class LoaderObserver(Protocol):
-    """Observes the epochs and batches of a loader as the loop receives them; implemented in layers above.
+class LoaderHook(Protocol):
+    """Follows the epochs and batches of a loader as the loop receives them; implemented in layers above.
 
     Attributes:
         waits: the account in which the loader records how long its loop waits for batches, so that no function is
@@ -101,16 +101,16 @@ def accompanied(
         del batch
 
 
-def observed(batches: Generator[Any, None, None], observer: LoaderObserver) -> Generator[Any, None, None]:
-    """The batches of an epoch, with an observer."""
-    observer.epoch_begins()
-    waits = observer.waits
-    # Else the epoch would go on as long as the traceback of an error of the observer exists.
+def with_hook(batches: Generator[Any, None, None], hook: LoaderHook) -> Generator[Any, None, None]:
+    """The batches of an epoch, with calls of a hook."""
+    hook.epoch_begins()
+    waits = hook.waits
+    # Else the epoch would go on as long as the traceback of an error of the hook exists.
     with closing(batches):
         try:
             if waits is None:
                 for batch in batches:
-                    observer.batch_given(batch)
+                    hook.batch_given(batch)
                     yield batch
                     del batch
                 return
@@ -120,10 +120,10 @@ def observed(batches: Generator[Any, None, None], observer: LoaderObserver) -> G
                 marks[1] = now = monotonic()
                 waits.waited += now - marks[0]
                 if now > waits.due:
-                    observer.batch_given(batch)
+                    hook.batch_given(batch)
                 yield batch
                 # Its memory must be free before the next batch is copied to the device.
                 del batch
                 marks[0] = monotonic()
         finally:
-            observer.epoch_ends()
+            hook.epoch_ends()

@@ -68,14 +68,12 @@ def reading_epochs(loader: DataLoader[Any], changes: Mapping[str, Any]) -> dict[
     return {**changes, "batch_sampler": repeating, **{name: EpochIterator(plain) for name in names}}
 
 
-def restart_kept_iterators(loader: DataLoader[Any], begin: Callable[[DataLoader[Any]], Iterator[Any]]) -> bool:
-    """Begin an epoch of the iterators that a loader keeps; returns whether there are any.
+def restart_kept_iterators(loader: DataLoader[Any], begin: Callable[[DataLoader[Any]], Iterator[Any]]) -> None:
+    """Begin an epoch of the iterators that a loader keeps.
 
     Args:
         loader: the loader, whose iteration then takes its batches from them.
         begin: begins to read a plain loader.
     """
-    names = _kept(loader)
-    for name in names:
+    for name in _kept(loader):
         vars(loader)[name].restart(begin)
-    return bool(names)

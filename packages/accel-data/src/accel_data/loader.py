@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
-from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderObserver, accompanied, observed, transferred
+from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, transferred, with_hook
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
@@ -44,22 +45,24 @@ __all__ = (
 
 P = TypeVar("P", bound="PreparedLoader")
 
+_logger: Final = logging.getLogger(__name__)
+
 NO_BATCH: Final = object()
 """Marks the end of an epoch, instead of a batch."""
 
 _VERSION: Final = 1
-_ENOUGH: Final = (
+_TOO_FEW_SAMPLES_REMEDY: Final = (
     "Check how samples are selected or filtered, use fewer processes, or use even_batches=True and drop_last=False."
 )
-_REPEATABLE: Final = (
+_REPEATABLE_ORDER_REMEDY: Final = (
     "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
     "skip_first_batches."
 )
-_FLAT: Final = frozenset({torch.Tensor, dict, list, tuple})
+_FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
-_OURS: Final = "accel_data."
+_OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_OF_THE_RUN: Final = ("between_batches", "device_transfer", "epoch_reader", "observer", "pauses")
+_NOT_PICKLED: Final = ("between_batches", "device_transfer", "epoch_reader", "hook", "pauses")
 """Attributes that are not pickled."""
 
 
@@ -110,17 +113,6 @@ class DataLoaderStateMixin:
         self.gradient_state.finish(self)
 
 
-class _FailedRead:
-    """The error of reading a batch, which is raised where the batch is due.
-
-    Args:
-        error: the error. It is taken out to be raised: it keeps alive the frames in which it is raised.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.errors = [error]
-
-
 @dataclass(frozen=True)
 class LoaderOptions:
     """How a prepared loader treats its batches and its position.
@@ -158,7 +150,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             True before the first batch of an epoch.
         pauses: whether `between_batches` has work to do; None calls it always.
         device_transfer: copies batches to the device, if more than a plain copy is needed; None for a plain copy.
-        observer: observes epochs and batches.
+        hook: called at the beginning and end of epochs, and with batches.
         epoch_reader: reads epochs whose next batch depends on what the loop did with the last one; None if no batch
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
             in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
@@ -176,7 +168,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     torch_device_mesh: Any
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
-    observer: LoaderObserver | None = None
+    hook: LoaderHook | None = None
     pauses: BatchPauses | None = None
     epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None] | None = None
     _non_blocking: bool
@@ -250,7 +242,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._batches() if self.epoch_reader is None else self._batches_of(self.epoch_reader)
-        return batches if self.observer is None else observed(batches, self.observer)
+        return batches if self.hook is None else with_hook(batches, self.hook)
 
     def _batches_of(self, epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None]) -> Generator[Any, None, None]:
         batches = epoch_reader(self)
@@ -279,6 +271,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             iteration, progress, loaders = epoch.iteration, self.progress, self.gradient_state.loaders
             batches, current = epoch.read()
             padded, number = self.source.padded, 0
+            # An error of reading, until the loop has got the batch before it. A raised one keeps its frames alive.
+            failure: list[Exception] = []
             between, pauses = self.between_batches, self.pauses
             device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
             is_there = None if device is None else _on(device)
@@ -290,27 +284,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     padding = padding if current.padding is None else current.padding
                     current, base = current.batch, current.base
                     kind = type(current)
-                elif kind is _FailedRead:
-                    self._raise_explained(current.errors.pop())
                 batch = current
                 # Start the copy to the device before reading the next batch, so that both overlap.
                 if is_there is not None:
                     # Most batches are there already, and the check is faster than moving.
                     try:
                         leaves = batch.values() if kind is dict else (batch,) if kind is tensor else batch
-                        stays = kind in _FLAT and all(map(is_there, leaves))
+                        stays = kind in _FLAT_TYPES and all(map(is_there, leaves))
                     except AttributeError:
                         stays = False
                     batch = batch if stays else send_to_device(batch, device, non_blocking)
                 try:
                     current = next(batches, NO_BATCH)
                 except Exception as error:
-                    # The loop gets the batch before it first.
-                    current = _FailedRead(error)
+                    current, failure = NO_BATCH, [error]
                 number += 1
                 iteration.steps += 1
                 iteration.base, iteration.padding = base, padding
-                if current is NO_BATCH:
+                if current is NO_BATCH and not failure:
                     self._note_end(iteration, batch)
                 if progress.iteration is not iteration or loaders[-1] is not self:
                     self._follow(iteration)
@@ -318,6 +309,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 del batch
                 if between is not None and (pauses is None or pauses.used):
                     between(False)
+            if failure:
+                self._raise_explained(failure.pop())
 
     def _follow(self, iteration: Iteration) -> None:
         """Make an iterator the current one of this loader, and this loader that of the gradient state."""
@@ -332,7 +325,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             remainder, shortage = source.agree(samples)
             if shortage is not None:
-                raise DataError("cannot begin an epoch.", shortage, _ENOUGH)
+                raise DataError("cannot begin an epoch.", shortage, _TOO_FEW_SAMPLES_REMEDY)
         except DataError as error:
             self._raise_explained(error)
         iteration.begin(steps, samples, source.step_size, remainder)
@@ -349,8 +342,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             # The other processes may have read theirs.
             self._check_draws()
-        if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
-            raise self.error("cannot begin an epoch.", "It has no samples.", _ENOUGH)
+        if first is NO_BATCH and not (resumed or self.skips):
+            if not self.source.may_be_empty:
+                raise self.error("cannot begin an epoch.", "It has no samples.", _TOO_FEW_SAMPLES_REMEDY)
+            if self.progress.epoch == 0:
+                _logger.warning("%s: it has no batches. %s", self._name(), _TOO_FEW_SAMPLES_REMEDY)
         return first
 
     def _check_draws(self) -> None:
@@ -444,7 +440,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         process = current.process_or_none()
         where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
         dataset: Any = self.dataset
-        while type(dataset).__module__.startswith(_OURS) and hasattr(dataset, "dataset"):
+        while type(dataset).__module__.startswith(_OWN_MODULES) and hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         return f"{where}loader over {type(dataset).__name__} in epoch {self.progress.epoch if epoch is None else epoch}"
 
@@ -515,7 +511,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         options = self._options(skip_batches=self.skip_batches + steps, skips=True)
         stateful, source = self.use_stateful_dataloader, self.source.skipping(steps)
         other = type(self).around(source, options, stateful, self.gradient_state, self.progress)
-        for name in _OF_THE_RUN:
+        for name in _NOT_PICKLED:
             setattr(other, name, getattr(self, name))
         return other
 
@@ -525,7 +521,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
 
     def _kept(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_THE_RUN}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
 
     def _state(self) -> dict[str, Any]:
         """The position as plain values and tensors, equal on all processes except torchdata's state.
@@ -547,7 +543,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise CheckpointError(
                 f"{self._name()}: cannot save a position that can be restored.",
                 obstacle,
-                _REPEATABLE,
+                _REPEATABLE_ORDER_REMEDY,
             )
         # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
         ended = iteration.steps and iteration.end_of_dataloader
@@ -614,7 +610,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise CheckpointError(
                 f"{self._name()}: cannot restore its position in epoch {state['epoch']}.",
                 obstacle,
-                _REPEATABLE,
+                _REPEATABLE_ORDER_REMEDY,
             )
 
 

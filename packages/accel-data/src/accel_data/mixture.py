@@ -78,7 +78,7 @@ class _Weighted:
 
     def _checked(self, weights: Weights | None, schedule: Schedule) -> list[tuple[int, list[int]]]:
         """The schedule from sample 0 on, in integer weights."""
-        given = [(0, weights)] if weights is not None else []
+        initial = [(0, weights)] if weights is not None else []
         starts = [start for entry, _ in schedule if (start := as_int(entry)) is not None and start >= 0]
         if len(starts) < len(schedule) or any(later <= start for start, later in pairwise(starts)):
             raise SettingError(
@@ -86,14 +86,14 @@ class _Weighted:
                 "Each entry must begin at a later sample than the previous one; samples are integers of at least 0.",
                 "Sort the entries by their first sample, with one entry for each.",
             )
-        if not given and (not starts or starts[0] > 0):
+        if not initial and (not starts or starts[0] > 0):
             raise SettingError(
                 "Cannot mix the sources " + ", ".join(self._names) + ".",
                 "No weights are given for sample 0.",
                 "Give weights={...}, or let the schedule begin at sample 0.",
             )
         changes = [(start, each) for start, (_, each) in zip(starts, schedule, strict=True)]
-        return [(start, self._integers(each)) for start, each in (*given, *changes)]
+        return [(start, self._integers(each)) for start, each in (*initial, *changes)]
 
     def _integers(self, weights: Weights) -> list[int]:
         """Weights in the order of the sources, as integers without a common divisor; a source without one has 0."""
@@ -218,9 +218,9 @@ class MixtureDataset(_Weighted, Dataset[Any]):
 
     def _start(self, epoch: int) -> int:
         """The first sample of an epoch, counted from the beginning of the run."""
-        known = self.epoch if epoch >= self.epoch else 0
-        first = self._first if known else 0
-        for _ in range(known, epoch):
+        begun = self.epoch if epoch >= self.epoch else 0
+        first = self._first if begun else 0
+        for _ in range(begun, epoch):
             first = self._end(first)
         return first
 
@@ -290,14 +290,14 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         """The (number of the source, index in it) of each position."""
         first, before, sizes, orders = self._first, self._before, self._sizes, self._orders
         self.read_until(max(positions, default=-1) + 1)
-        found = []
-        for source, given in self._order.located([first + position for position in positions]):
-            done, place = divmod(given - before[source], sizes[source])
+        places = []
+        for source, number in self._order.located([first + position for position in positions]):
+            done, place = divmod(number - before[source], sizes[source])
             order = orders[source]
             if order is None or order[0] != done:
                 order = orders[source] = (done, Permutation(sizes[source], f"{self._prefixes[source]}/{done}"))
-            found.append((source, order[1](place) if self.shuffle else place))
-        return found
+            places.append((source, order[1](place) if self.shuffle else place))
+        return places
 
     def read_until(self, position: int) -> None:
         """Mark the samples of the epoch before a position as read, so that their weights do not change."""

@@ -247,8 +247,8 @@ def _device(device: torch.device | None) -> torch.device:
     return current.process_or_start().device if device is None else torch.device(device)
 
 
-def _rng_types(given: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> list[str | RNGType]:
-    return [kind for kind in given or () if generator is not None or str(kind) != "generator"]
+def _rng_types(kinds: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> list[str | RNGType]:
+    return [kind for kind in kinds or () if generator is not None or str(kind) != "generator"]
 
 
 def _shard_map_dataset(

@@ -259,6 +259,7 @@ class MapSource(LocalSource):
         self.shard.yields_single_samples = batching_of(base) is None
         self._continues = has_state(base)
         self._is_stateful = is_stateful(base)
+        self._keeps_iterator = keeps_iterator(base)
         self._epoch = 0
         # The loader and shard of the epoch that was opened last.
         self._reading: tuple[DataLoader[Any], BatchSamplerShard] = base, shard
@@ -351,6 +352,9 @@ class MapSource(LocalSource):
         return self._opened(base)
 
     def _opened(self, base: DataLoader[Any]) -> Iterator[Any]:
+        if self._keeps_iterator:
+            restart_kept_iterators(base, lambda plain: opened(plain, self._epoch))
+            return iter(base)
         batches = opened(base, self._epoch)
         return with_states(batches, self) if self._is_stateful else batches
 
@@ -412,7 +416,7 @@ class MapSource(LocalSource):
 
     def identity(self) -> str:
         classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
-        return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
+        return " over ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)
 
     def obstacle(self) -> str | None:
         if can_replay(self.shard.batch_sampler if self.shard.has_custom_batches else None, self.shard.sampler):
@@ -535,9 +539,7 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
     """Begin to read epoch number `epoch` through a loader."""
-    if not restart_kept_iterators(loader, lambda plain: opened(plain, epoch)) and loader.num_workers:
-        return opened_with_workers(loader, epoch)
-    return iter(loader)
+    return opened_with_workers(loader, epoch) if loader.num_workers else iter(loader)
 
 
 def with_states(batches: Iterator[Any], source: LocalSource) -> Iterator[PaddedBatch]:

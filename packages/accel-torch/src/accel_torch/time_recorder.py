@@ -113,12 +113,12 @@ class TimeRecorder(Hook):
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.observer = _TimedLoader(self, session.gradient)
+            loader.hook = _TimedLoader(self, session.gradient)
 
     def before_boundary(self, loader: Any, first: bool) -> None:
         """Charge what is saved between two batches; it ends the time of the step or of the evaluation before it."""
-        if isinstance(loader.observer, _TimedLoader):
-            loader.observer.decide()
+        if isinstance(loader.hook, _TimedLoader):
+            loader.hook.decide()
         self.before_save()
 
     def after_boundary(self, loader: Any, first: bool) -> None:
@@ -150,7 +150,7 @@ class TimeRecorder(Hook):
 
 
 class _TimedLoader:
-    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderObserver`."""
+    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderHook`."""
 
     __slots__ = ("_gradient", "_recorder", "waits")
 
@@ -158,7 +158,7 @@ class _TimedLoader:
         self.waits, self._recorder, self._gradient = recorder.account, recorder, gradient
 
     def epoch_begins(self) -> None:
-        """See `LoaderObserver`. A loop around this one may not have stepped yet, and still trains."""
+        """See `LoaderHook`. A loop around this one may not have stepped yet, and still trains."""
         account = self.waits
         self._recorder.forget_steps()
         self._recorder.decide(account.doing, not self._gradient.sync_gradients)
@@ -166,7 +166,7 @@ class _TimedLoader:
         account.due = 0.0
 
     def batch_given(self, batch: Any) -> None:
-        """See `LoaderObserver`."""
+        """See `LoaderHook`."""
         account, steps = self.waits, STATUS_RECORD.steps
         self.decide()
         # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
@@ -176,7 +176,7 @@ class _TimedLoader:
         account.due = account.since + _REPORTED_EVERY if steps else 0.0
 
     def epoch_ends(self) -> None:
-        """See `LoaderObserver`: the time after an epoch counts as what the loop did."""
+        """See `LoaderHook`: the time after an epoch counts as what the loop did."""
         account = self.waits
         account.resume()
         self.decide()

@@ -134,7 +134,7 @@ class ParityRecorder(Hook):
         follower = _LoaderFollower(self, self._facts.loaders, loader)
         self._facts.loaders += 1
         session.pauses.used = True
-        loader.observer = follower
+        loader.hook = follower
         if self._task.is_reference:
             loader.device_transfer = follower.replaced
 
@@ -406,7 +406,7 @@ class _OneOfMany(SingleStrategy):
 
 
 class _LoaderFollower:
-    """Follows one loader; see `accel_data.hooks.LoaderObserver` and `DeviceTransfer`."""
+    """Follows one loader; see `accel_data.hooks.LoaderHook` and `DeviceTransfer`."""
 
     waits = None
 

@@ -109,16 +109,16 @@ class RunRecorder(Hook):
         """Attach to a prepared loader."""
         if hasattr(loader, "between_batches"):
             session.pauses.used = True
-            loader.observer = _Observer(self, session, len(session.prepared.loaders), loader.progress, self._steps)
+            loader.hook = _LoaderHook(self, session, len(session.prepared.loaders), loader.progress, self._steps)
 
     def after_boundary(self, loader: Any, first: bool) -> None:
         """Save if it is asked to, and record the state after a step."""
-        observer = loader.observer
-        session = observer.session() if isinstance(observer, _Observer) else None
+        hook = loader.hook
+        session = hook.session() if isinstance(hook, _LoaderHook) else None
         if session is None:
             return
-        trained = not first and self._steps > observer.steps and session.gradient.sync_gradients
-        observer.steps = self._steps
+        trained = not first and self._steps > hook.steps and session.gradient.sync_gradients
+        hook.steps = self._steps
         if self._to_save is not None and not first:
             if trained:
                 raise SystemExit(
@@ -226,8 +226,8 @@ class RunRecorder(Hook):
             file.write(json.dumps(note) + "\n")
 
 
-class _Observer:
-    """Forwards the calls of a loader; see `accel_data.hooks.LoaderObserver`."""
+class _LoaderHook:
+    """Forwards the calls of a loader; see `accel_data.hooks.LoaderHook`."""
 
     waits = None
 

@@ -1,4 +1,4 @@
-"""Observers of prepared loaders: which batches they receive, and which waits are recorded."""
+"""Hooks of prepared loaders: which batches they receive, and which waits are recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SlowStream(IterableDataset[torch.Tensor]):
         return (samples[index] for index in range(len(samples)))
 
 
-class Observer:
+class Hook:
     def __init__(self, waits: TimeAccount | None) -> None:
         self.waits = waits
         self.events: list[Any] = []
@@ -62,20 +62,20 @@ def one_process() -> Iterator[None]:
         yield
 
 
-Observed = Callable[..., tuple[Any, Observer]]
+Observed = Callable[..., tuple[Any, Hook]]
 
 
 @pytest.fixture
 def observed() -> Observed:
-    """A prepared loader and its observer, which receives the first batch after `due`; None: every batch."""
+    """A prepared loader and its hook, which receives the first batch after `due`; None: every batch."""
 
-    def observe(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Observer]:
+    def observe(data: Any, due: float | None, dispatched: bool = False) -> tuple[Any, Hook]:
         loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatched)
         account = None if due is None else TimeAccount(StatusRecord())
         if account is not None and due is not None:
             account.due = due
-        loader.observer = observer = Observer(account)
-        return loader, observer
+        loader.hook = hook = Hook(account)
+        return loader, hook
 
     return observe
 
@@ -85,51 +85,51 @@ ALL = ["begins", [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], "ends"]
 
 @pytest.mark.parametrize(("data", "dispatched"), [(Slow(), False), (SlowStream(), False), (SlowStream(), True)])
 @pytest.mark.parametrize(("due", "events"), [(None, ALL), (0.0, ALL), (math.inf, ["begins", "ends"])])
-def test_an_observer_receives_the_batches_that_are_due(
+def test_a_hook_receives_the_batches_that_are_due(
     observed: Observed, data: Any, dispatched: bool, due: float | None, events: list[Any]
 ) -> None:
-    loader, observer = observed(data, due, dispatched)
+    loader, hook = observed(data, due, dispatched)
     for _ in range(2):
         assert len(list(loader)) == 3
-    assert observer.events == events * 2
+    assert hook.events == events * 2
 
 
 def test_waits_are_the_time_from_request_to_batch(observed: Observed) -> None:
-    loader, observer = observed(Slow(), math.inf)
-    assert observer.waits is not None
+    loader, hook = observed(Slow(), math.inf)
+    assert hook.waits is not None
     for _ in loader:
-        began, ended = observer.waits.marks
+        began, ended = hook.waits.marks
         assert began < ended
-        before = observer.waits.waited
+        before = hook.waits.waited
         time.sleep(5 * SLEEP)
-        assert observer.waits.waited == before
+        assert hook.waits.waited == before
     # All samples were read while the loop waited, and no wait is negative or counted twice.
-    assert observer.waits.waited >= 6 * SLEEP
+    assert hook.waits.waited >= 6 * SLEEP
 
 
 def test_a_failed_request_is_still_open_when_its_epoch_ends(observed: Observed) -> None:
-    loader, observer = observed(Slow(fails_at=4), math.inf)
-    assert observer.waits is not None
+    loader, hook = observed(Slow(fails_at=4), math.inf)
+    assert hook.waits is not None
     with pytest.raises(ValueError, match="damaged"):
         list(loader)
-    began, ended = observer.waits.marks
+    began, ended = hook.waits.marks
     assert began > ended
-    assert observer.events == ["begins", "ends"]
+    assert hook.events == ["begins", "ends"]
 
 
-def test_an_error_of_the_observer_ends_the_epoch(observed: Observed) -> None:
-    loader, observer = observed(Slow(), 0.0)
+def test_an_error_of_the_hook_ends_the_epoch(observed: Observed) -> None:
+    loader, hook = observed(Slow(), 0.0)
 
     def refuse(batch: torch.Tensor) -> None:
         raise ValueError("refused")
 
-    observer.batch_given = refuse  # type: ignore[method-assign]
+    hook.batch_given = refuse  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="refused") as raised:
         list(loader)
     # The traceback still exists.
     assert raised.tb is not None
     assert not loader.gradient_state.in_dataloader
-    assert observer.events == ["begins", "ends"]
+    assert hook.events == ["begins", "ends"]
 
 
 @pytest.mark.parametrize("due", [None, math.inf])
