@@ -15,8 +15,9 @@ from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_laun
 from accel_cli.launch.interface import LaunchRequest, Script, common_environment
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import carried_classes, flag_values
-from accel_cli.launch.request import how_to_run, read_request
+from accel_cli.launch.request import read_request
 from accel_cli.launch.sagemaker import describe_job
+from accel_cli.launch.script import how_to_run
 from accel_cli.launch.settings import MachineSettings
 from accel_cli.launch.tpu import tpu_variables
 from accel_state.labels import DistributedType
