@@ -29,7 +29,8 @@ from accel_cli.commands.launch import launch_request
 from accel_cli.launch.check import check_launch
 from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest
 from accel_cli.launch.launchers import choose_launcher, find_launcher, load_launcher
-from accel_cli.launch.request import read_request, script_of
+from accel_cli.launch.request import read_request
+from accel_cli.launch.script import script_of
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 

@@ -51,7 +51,8 @@ class Launch:
         """The request, the plan and the launcher of a launch."""
         from accel_cli.launch.check import check_axes, check_elastic, check_here, check_launch, check_launchers
         from accel_cli.launch.launchers import load_launcher
-        from accel_cli.launch.request import read_request, script_of
+        from accel_cli.launch.request import read_request
+        from accel_cli.launch.script import script_of
 
         script = script_of(arguments)
         request = read_request(arguments, os.environ)

@@ -14,7 +14,8 @@ from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import describe_devices
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.request import Request, script_of
+from accel_cli.launch.request import Request
+from accel_cli.launch.script import script_of
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
 from accel_state.plugins import LoadedPlugin, PluginGroup, contained

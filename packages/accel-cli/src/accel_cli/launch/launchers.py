@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
+from accel_cli.config.resolved import ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
 from accel_cli.launch.interface import Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.choices import ComputeEnvironment
@@ -31,7 +31,6 @@ __all__ = (
     "PlanningLauncher",
     "choose_launcher",
     "find_launcher",
-    "idle_settings",
     "launcher_names",
     "launcher_options",
     "launcher_settings",
@@ -203,20 +202,6 @@ def load_launcher(manifest: LauncherManifest) -> Launcher:
         f"Cannot use the launcher {manifest.name!r}."
     )
     return launcher
-
-
-def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[tuple[str, ResolvedSetting, str]]:
-    """Given settings of launchers that are not in use: name, setting, and the launcher that reads it."""
-    idle = []
-    for launcher in launchers():
-        if launcher.settings is None or launcher.name == chosen.name:
-            continue
-        for known in settings_of(launcher.settings).values():
-            setting = settings[label(known)]
-            # A setting with a variable is read by the processes, with any launcher.
-            if setting.given and known.variable is None and setting.origin.startswith("--"):
-                idle.append((label(known), setting, launcher.name))
-    return idle
 
 
 def launcher_options(chosen: LauncherManifest) -> dict[str, str]:

@@ -11,7 +11,7 @@ from accel_cli.launch.backends import SwitchSettings, backends, idle, selection_
 from accel_cli.launch.check import shown
 from accel_cli.launch.devices import count_device_files
 from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.launchers import idle_settings
+from accel_cli.launch.launchers import launcher_options
 from accel_cli.launch.request import Request, idle_options, of_file
 from accel_cli.launch.settings import MachineSettings
 from accel_plugins.separate import package_of
@@ -59,9 +59,12 @@ def notes(request: Request) -> Iterator[str]:
     for name, effect, user in idle(request.settings):
         value = effect.setting.type.format(effect.value)
         yield f"{name}={value} ({effect.origin}) has no effect without {user}."
-    for name, effect, launcher in idle_settings(request.settings, request.launcher.manifest):
-        value = effect.setting.type.format(effect.value)
-        yield f"{name}={value} ({effect.origin}) has no effect without --launcher {launcher}."
+    for name, option in launcher_options(request.launcher.manifest).items():
+        effect = request.settings[name]
+        # A setting with a variable is read by the processes, with any launcher.
+        if effect.given and effect.setting.variable is None and effect.origin.startswith("--"):
+            value = effect.setting.type.format(effect.value)
+            yield f"{name}={value} ({effect.origin}) has no effect without {option}."
     if request.config is not None:
         yield from _notes_on_file(request.config, request)
     yield from (installed.warning for installed in backends() if installed.failure)

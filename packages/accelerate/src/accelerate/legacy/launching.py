@@ -18,7 +18,8 @@ from accel_cli.launch.devices import count_devices
 from accel_cli.launch.interface import LaunchRequest, Script
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import carried_classes, launch_classes, settings_by_flag
-from accel_cli.launch.request import how_to_run, read_request
+from accel_cli.launch.request import read_request
+from accel_cli.launch.script import how_to_run
 from accel_cli.launch.settings import MachineSettings
 from accel_state.labels import DistributedType
 from accel_state.network import DEFAULT_PORT, get_free_port
