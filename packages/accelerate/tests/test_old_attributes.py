@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel_testing.processes import Processes
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 
@@ -67,3 +68,19 @@ def test_a_script_may_say_that_an_optimizer_skipped_its_step() -> None:
         assert accelerator.optimizer_step_was_skipped == skipped
         scheduler.step()
         assert scheduler.get_last_lr() == [pytest.approx(rate)]
+
+
+def trained_on_an_indexed_cpu() -> tuple[str, bool, list[float]]:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 2), 1.0 + accelerator.process_index, device=accelerator.device)).sum())
+    optimizer.step()
+    weight = accelerator.unwrap_model(model).weight.detach().flatten().tolist()
+    return str(accelerator.device), accelerator.multi_device, weight
+
+
+def test_processes_train_on_a_cpu_with_an_index(two: Processes) -> None:
+    done = two.run(trained_on_an_indexed_cpu, environment={"ACCELERATE_TORCH_DEVICE": "cpu:64"})
+    assert done == [("cpu:64", False, [-0.5, -0.5])] * 2

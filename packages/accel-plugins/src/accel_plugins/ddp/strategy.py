@@ -52,10 +52,12 @@ class DDPStrategy(AveragingStrategy):
             unwrapped = self._unwrapped[model] = _Unwrapped()
             self.unreduced[model] = self._average(model, model.parameters(), unwrapped)
             return model
-        device = self.context.process.device
-        # torch requires a list of ids for devices that have an index, and no list for others.
-        ids = None if device.index is None else [device.index]
-        wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **self.config.to_kwargs())
+        # torch requires a list of ids for devices that have an index, and no list for others. Tensors on a CPU have
+        # none, also in a run whose setting gives the CPU one.
+        on_host = next(model.parameters()).device.index is None
+        index = None if on_host else self.context.process.device.index
+        ids = None if index is None else [index]
+        wrapped = DistributedDataParallel(model, device_ids=ids, output_device=index, **self.config.to_kwargs())
         self.config.register_comm_hook(wrapped)
         ignored = wrapped.parameters_to_ignore
         frozen = (one for name, one in model.named_parameters() if not one.requires_grad and name not in ignored)

@@ -76,7 +76,10 @@ class ProcessMixin(Facade):
     @property
     def multi_device(self) -> bool:
         """Whether the run has several processes with one device each; False on CPUs, which processes share."""
-        return self.state.use_distributed and self.state.device.index is not None
+        import torch
+
+        # The setting may give a CPU an index, which tensors there do not have.
+        return self.state.use_distributed and torch.empty(0, device=self.state.device).device.index is not None
 
     @property
     def mixed_precision(self) -> str:
