@@ -54,7 +54,7 @@ operation or makes that operation fail. A loss of power is simulated on a model 
 lengths with zeros as contents, or everything. In rows with "no rename-exchange", a filter of the kernel refuses to
 exchange two names, as NFS does. Containers are namespaces of the kernel. Rows that begin with "read" are pickles that
 attack the reader: there *survived* means that the file was read, or refused with a typed error, without running code,
-crashing, hanging or exceeding its memory limit. The harness is `tests-integration/faults`.
+crashing or hanging. The harness is `tests-integration/faults`.
 
 Writes through `.data` happen before each file that the thread of an asynchronous save writes. The saved state must
 then be that of the call.

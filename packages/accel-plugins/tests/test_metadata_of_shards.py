@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -63,7 +65,18 @@ def test_metadata_with_strides_is_read_or_names_the_torch_that_reads_it(tmp_path
             read_metadata(path)
 
 
-@pytest.mark.parametrize("further", [("1",), ([1],), ((-1,),), ((1.5,),), (None, None)])
-def test_other_properties_are_refused(tmp_path: Path, further: tuple[Any, ...]) -> None:
-    with pytest.raises(CheckpointError, match="non-standard state"):
-        read_metadata(written(tmp_path, *further))
+def test_the_file_of_a_shard_is_in_its_folder(tmp_path: Path) -> None:
+    for name in ("../other/__0_0.distcp", "/etc/passwd", "..", "a\\b", ""):
+        place = _StorageInfo(name, 0, 1)
+        described = Metadata({}, storage_data={MetadataIndex("weight"): place})
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(described))
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            read_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("value", [print, {"a": Path}, pytest, [1, 2]])
+def test_other_content_is_refused(tmp_path: Path, value: Any) -> None:
+    content = b"\x80\x04cpytest\nraises\n." if value is pytest else pickle.dumps(value)
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="more than descriptions of tensors"):
+        read_metadata(tmp_path / ".metadata")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from torch import Tensor
 from accel_bigmodel.weight_files.metadata import TensorInfo, read_header, read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
 from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.torch_files import check_torch_file
-from accel_ops.pickle_check import PickleRefused
+from accel_bigmodel.weight_files.torch_files import load_torch_file
 from accel_state.errors import CheckpointError, CheckpointNameError
 
 __all__ = (
@@ -252,10 +250,8 @@ def _torch_dtype(path: Path, name: str, entry: TensorInfo) -> torch.dtype:
 
 def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
     try:
-        check_torch_file(path)
-        # Mapping needs the zip format that torch.save writes since 1.6; older files are read as a whole.
-        weights = torch.load(path, map_location=torch.device(device), weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, PickleRefused) as error:
+        weights = load_torch_file(path, mapped=True, map_location=torch.device(device))
+    except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",

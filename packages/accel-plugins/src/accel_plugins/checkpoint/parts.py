@@ -278,7 +278,7 @@ class MappedState:
         self.state: Any = None
         self._begin: int | None = None
         if records := _records(path):
-            self.state = pickled.read(path, mmap=True)
+            self.state = pickled.read(path, mapped=True)
             self._begin = _mapped_at(list(_tensors(self.state)), records)
         if self._begin is None:
             self.state = pickled.read(path)

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
-import numpy
 import torch
 
 from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_bigmodel.weight_files.names import is_safetensors
-from accel_bigmodel.weight_files.torch_files import check_torch_file
-from accel_ops.pickle_check import PickleRefused
+from accel_bigmodel.weight_files.torch_files import load_torch_file
+from accel_plugins.checkpoint.numpy_data import NAMES, as_numpy
 from accel_state import current
 from accel_state.errors import CheckpointError, UnknownKind
 
@@ -30,33 +28,6 @@ __all__ = (
     "save",
     "write",
 )
-
-# As pickles contain them: the private module that defines them has two names, and in numpy 1.26 under one it is empty.
-_CONSTRUCTORS: Final[dict[str, Any]] = {
-    "_reconstruct": numpy.zeros(0).__reduce__()[0],
-    "scalar": numpy.float64().__reduce__()[0],
-}
-
-_SAFE_GLOBALS: Final[list[Any]] = [
-    *(
-        (constructor, f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name, constructor in _CONSTRUCTORS.items()
-    ),
-    numpy.ndarray,
-    numpy.dtype,
-    bytes,
-    codecs.encode,
-    io.BytesIO,
-    *(
-        kind
-        for name in dir(getattr(numpy, "dtypes", None))
-        if isinstance(kind := getattr(numpy.dtypes, name), type) and issubclass(kind, numpy.dtype)
-    ),
-]
-"""Constructors of numpy arrays and scalars in pickles, and of byte streams, which Transformer Engine may save. With
-these functions a malicious file could make numpy use its bytes as addresses, so `check_torch_file` runs first; it
-accepts only arrays of numbers."""
 
 
 def write(state: Any, path: Path) -> None:
@@ -76,13 +47,14 @@ def write(state: Any, path: Path) -> None:
         ) from error
 
 
-def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **options: Any) -> Any:
+def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, mapped: bool = False, **options: Any) -> Any:
     """`torch.load` of plain data: tensors, numbers, strings and containers of them, and numpy arrays.
 
     Args:
         path: the file.
         map_location: where tensors are read to.
         trusted: read any pickle, which may run code from the file.
+        mapped: memory-map the tensors, which the caller copies at once; see `load_torch_file`.
         options: further options of `torch.load`.
 
     Raises:
@@ -91,15 +63,15 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
     try:
         if trusted:
             return torch.load(path, map_location=map_location, weights_only=False, **options)
-        check_torch_file(path)
-        return _load(path, map_location=map_location, **options)
+        with torch.serialization.safe_globals(NAMES):
+            return as_numpy(load_torch_file(path, mapped=mapped, map_location=map_location, **options))
     except FileNotFoundError:
         raise CheckpointError(
             f"Cannot read {path.name} from {path.parent}.",
             "The file does not exist.",
             "Use another folder: this one is incomplete, or was saved from other objects.",
         ) from None
-    except (pickle.UnpicklingError, PickleRefused) as error:
+    except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"Cannot read {path.name} from {path.parent}.",
             f"The file is damaged or contains more than plain data: {_reason(error)}",
@@ -127,22 +99,16 @@ def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: 
         CheckpointError: the file is damaged or contains more than plain data.
     """
     try:
-        check_torch_file(file)
         file.seek(0)
-        return _load(file, map_location=map_location, **options)
+        sparse: Any = torch.sparse.check_sparse_tensor_invariants
+        with torch.serialization.safe_globals(NAMES), sparse():
+            return as_numpy(torch.load(file, map_location=map_location, weights_only=True, **options))
     except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
             f"Cannot read {name!r} from a checkpoint.",
             f"The file is damaged or contains more than plain data: {_reason(error)}",
             "Load an older checkpoint that you trust.",
         ) from error
-
-
-def _load(source: Any, **options: Any) -> Any:
-    """`torch.load` of a checked file; indices of sparse tensors are checked after their storages are read."""
-    sparse: Any = torch.sparse.check_sparse_tensor_invariants
-    with torch.serialization.safe_globals(_SAFE_GLOBALS), sparse():
-        return torch.load(source, weights_only=True, **options)
 
 
 def _reason(error: Exception) -> str:

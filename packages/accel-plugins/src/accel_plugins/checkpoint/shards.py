@@ -1,8 +1,7 @@
 """Folders of shards of `torch.distributed.checkpoint`: read by all processes together, or completely by one.
 
-torch reads their `.metadata`, and values that are not tensors, with pickle. Both are first checked by a reader that
-accepts only plain data. Tensors and their positions may be described only by the classes listed here, each constructed
-as in torch's own pickles: without arguments, with a state of plain fields.
+torch reads their `.metadata`, and values that are not tensors, with pickle. Here `.metadata` may use only the classes
+that describe tensors and their positions, and values are read as plain data.
 """
 
 from __future__ import annotations
@@ -11,22 +10,25 @@ import dataclasses
 import io
 import math
 import os
-import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -37,8 +39,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
 from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.torch_files import TorchTensor, check_torch_file, plain_rules
-from accel_ops.pickle_check import Budget, Global, Made, Rule, Rules, check_pickle, demand, is_made
+from accel_bigmodel.weight_files.torch_files import TorchTensor, tensor_in
+from accel_ops.restricted_pickle import load_restricted
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import walk
 from accel_state.errors import AccelError, CheckpointError
@@ -46,8 +48,8 @@ from accel_state.untrusted import open_regular
 
 __all__ = (
     "check_objects",
-    "metadata_rules",
     "names_in",
+    "names_in_metadata",
     "read_into",
     "read_metadata",
     "read_whole",
@@ -57,193 +59,73 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _PLANS: Final = "torch.distributed.checkpoint.planner"
 
-Field = Callable[[Any], object]
-
-
-def _is(value: Any, *kinds: str) -> bool:
-    """Whether a value is an object of one of these kinds with its fields set."""
-    return is_made(value, *kinds) and (value.state is not None or not _required(value.kind))
-
-
-def _kind(*kinds: str) -> Field:
-    return lambda value: _is(value, *kinds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Optional:
-    """The allowed values of an optional field."""
-
-    inner: Field
-
-    def __call__(self, value: Any) -> bool:
-        return value is None or bool(self.inner(value))
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _strides(value: Any) -> bool:
-    return value is None or (is_made(value, "tuple") and all(map(_count, value.parts)))
-
-
-def _list_of(kind: str) -> Field:
-    return lambda value: is_made(value, "list") and all(_is(part, kind) for part in value.parts)
-
-
-def _mapping(keys: Field, *kinds: str) -> Field:
-    def admits(value: Any) -> bool:
-        return (
-            is_made(value, "dict")
-            and all(map(keys, value.parts[::2]))
-            and all(_is(part, *kinds) for part in value.parts[1::2])
-        )
-
-    return admits
-
-
-def _file_name(value: Any) -> bool:
-    """A file name inside the folder; others could read files elsewhere."""
-    inside = type(value) is str and value not in ("", ".", "..") and not set(value) & set("/\\:\0")
-    demand(inside, f"it names the file {value!r}, which leads out of the folder")
-    return True
-
-
-def _place(value: Any) -> bool:
-    return _text(value) or is_made(value, "path")
-
-
-_FIELDS: Final[Mapping[tuple[str, str], Mapping[str, Field]]] = {
-    (_METADATA, "Metadata"): {
-        "state_dict_metadata": _mapping(
-            _text, f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata"
+_CLASSES: Final = {
+    **dict.fromkeys(
+        (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
         ),
-        "storage_data": _Optional(_mapping(_kind(f"{_METADATA}.MetadataIndex"), f"{_FILES}._StorageInfo")),
-        "storage_meta": _Optional(_kind(f"{_METADATA}.StorageMeta")),
-        "version": _Optional(_text),
-    },
-    (_METADATA, "TensorStorageMetadata"): {
-        "properties": _kind(f"{_METADATA}.TensorProperties"),
-        "size": _kind("torch.Size"),
-        "chunks": _list_of(f"{_METADATA}.ChunkStorageMetadata"),
-    },
-    (_METADATA, "BytesStorageMetadata"): {},
-    (_METADATA, "ChunkStorageMetadata"): {"offsets": _kind("torch.Size"), "sizes": _kind("torch.Size")},
-    (_METADATA, "MetadataIndex"): {
-        "fqn": _text,
-        "offset": _Optional(_kind("torch.Size")),
-        "index": _Optional(_count),
-    },
-    (_METADATA, "StorageMeta"): {
-        "checkpoint_id": _Optional(_place),
-        "save_id": _Optional(_text),
-        "load_id": _Optional(_text),
-    },
-    (_FILES, "_StorageInfo"): {
-        "relative_path": _file_name,
-        "offset": _count,
-        "length": _count,
-        "transform_descriptors": _Optional(lambda value: False),  # compressed, by an extension
-    },
-    (_FILES, "_StoragePrefix"): {"prefix": _file_name},
-    (_PLANS, "SavePlan"): {"items": _list_of(f"{_PLANS}.WriteItem")},
-    (_PLANS, "WriteItem"): {
-        "index": _kind(f"{_METADATA}.MetadataIndex"),
-        "type": _kind(f"{_PLANS}.WriteItemType"),
-        "bytes_io_data": _Optional(_kind(f"{_PLANS}.BytesIOWriteData")),
-        "tensor_data": _Optional(_kind(f"{_PLANS}.TensorWriteData")),
-    },
-    (_PLANS, "BytesIOWriteData"): {"nbytes": _count},
-    (_PLANS, "TensorWriteData"): {
-        "chunk": _kind(f"{_METADATA}.ChunkStorageMetadata"),
-        "properties": _kind(f"{_METADATA}.TensorProperties"),
-        "size": _kind("torch.Size"),
-    },
+        _METADATA,
+    ),
+    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILES),
+    **dict.fromkeys(("SavePlan", "WriteItem", "WriteItemType", "BytesIOWriteData", "TensorWriteData"), _PLANS),
 }
-"""The classes and the types of their fields; fields that are not listed, as of a later torch, must be plain data."""
 
-_ENUMS: Final = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"): int,
-    (_PLANS, "WriteItemType"): int,
-    (_FILES, "SerializationFormat"): str,
-}
-_PROPERTIES: Final = (_METADATA, "TensorProperties")
-_DATA: Final = ("collections.OrderedDict", "builtins.set", "torch.Size", "torch.serialization._get_layout")
+
+class _Properties(TensorProperties):
+    """The properties of a tensor as any torch writes them."""
+
+    def __setstate__(self, state: Any) -> None:
+        # torch 2.15 added the strides, and reads files of older versions, which cannot read its six properties.
+        if len(state) > len(dataclasses.fields(TensorProperties)):
+            raise ValueError("a newer torch wrote it: install torch 2.15 or newer")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
 @cache
-def _required(kind: str) -> frozenset[str]:
-    """The required fields of each kind of object."""
-    for pair, fields in _FIELDS.items():
-        if ".".join(pair) == kind:
-            return frozenset(name for name, field in fields.items() if not isinstance(field, _Optional))
-    return frozenset({"dtype"} if kind == ".".join(_PROPERTIES) else ())
+def names_in_metadata() -> Mapping[tuple[str, str], Any]:
+    """What descriptions of tensors consist of."""
+    own = {(module, name): getattr(import_module(module), name) for name, module in _CLASSES.items()}
+    dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    # The second is that of Python 3.13.
+    paths = {(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
+    windows = {(module, "WindowsPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
+    plain = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size, ("builtins", "set"): set}
+    own[_METADATA, "TensorProperties"] = _Properties
+    return {**own, **dtypes, **paths, **windows, **plain, ("torch.serialization", "_get_layout"): _layout}
 
 
-def _made(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    demand(not arguments, f"{name} is constructed with arguments")
-    return Made(str(name), [])
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name} is not a layout")
+    return found
 
 
-def _state(fields: Mapping[str, Field]) -> Callable[[Made, Any, Budget], None]:
-    def build(made: Made, state: Any, budget: Budget) -> None:
-        demand(is_made(state, "dict"), f"{made.kind} has a state that is not a dict of fields")
-        for name, value in zip(state.parts[::2], state.parts[1::2], strict=True):
-            demand(
-                _text(name) and name.isidentifier() and not name.startswith("__"), f"{made.kind} has unexpected fields"
-            )
-            demand(name not in fields or fields[name](value), f"the {name} of {made.kind} is of an unexpected kind")
-        missing = _required(made.kind) - set(state.parts[::2])
-        demand(not missing, f"{made.kind} has no {', '.join(sorted(missing))}")
-
-    return build
-
-
-def _properties(made: Made, state: Any, budget: Budget) -> None:
-    demand(is_made(state, "tuple") and len(state.parts) in (5, 6), f"{made.kind} has a non-standard state")
-    dtype, layout, gradient, memory, pinned, *strides = state.parts
-    # torch 2.15 added the strides and reads files of older versions, which cannot read its six properties.
-    demand(all(map(_strides, strides)), f"{made.kind} has a non-standard state")
-    demand(
-        len(state.parts) <= len(dataclasses.fields(TensorProperties)),
-        "a newer torch wrote it: install torch 2.15 or newer",
-    )
-    demand(isinstance(dtype, Global) and is_made(layout, "torch.layout"), "a tensor has no dtype or layout")
-    demand(is_made(memory, f"{_METADATA}._MEM_FORMAT_ENCODING"), "a tensor has no memory format")
-    demand(type(gradient) is bool and type(pinned) is bool, f"{made.kind} has a non-standard state")
+def _demand_description(described: Any) -> None:
+    """Raise unless everything that describes tensors has all its fields."""
+    _demand_whole(described, Metadata)
+    for one in described.state_dict_metadata.values():
+        _demand_whole(one, (TensorStorageMetadata, BytesStorageMetadata))
+        if isinstance(one, TensorStorageMetadata):
+            _demand_whole(one.properties, TensorProperties)
+            for chunk in one.chunks:
+                _demand_whole(chunk, ChunkStorageMetadata)
+    for index, place in (described.storage_data or {}).items():
+        _demand_whole(index, MetadataIndex)
+        _demand_whole(place, _StorageInfo)
 
 
-def _member(kind: type) -> Callable[[Global, list[Any], Budget], Made]:
-    def call(name: Global, arguments: list[Any], budget: Budget) -> Made:
-        demand(len(arguments) == 1 and type(arguments[0]) is kind, f"{name} is not constructed from its value")
-        return Made(str(name), [])
-
-    return call
-
-
-def _path(name: Global, arguments: list[Any], budget: Budget) -> Made:
-    demand(all(map(_text, arguments)), f"{name} is not constructed from strings")
-    return Made("path", [])
-
-
-@cache
-def metadata_rules() -> Rules:
-    """The allowed constructors of metadata, by module and name."""
-    taken = {pair: rule for pair, rule in plain_rules().items() if ".".join(pair) in _DATA or rule.constant}
-    own = {pair: Rule(new=_made, build=_state(fields)) for pair, fields in _FIELDS.items()}
-    own[_METADATA, "MetadataIndex"] = Rule(new=_made, build=_state(_FIELDS[_METADATA, "MetadataIndex"]), key=True)
-    own[_PROPERTIES] = Rule(new=_made, build=_properties)
-    enums = {pair: Rule(call=_member(kind), key=True) for pair, kind in _ENUMS.items()}
-    paths = {
-        (module, name): Rule(call=_path)
-        for module in ("pathlib", "pathlib._local")  # the second is that of Python 3.13
-        for name in ("PosixPath", "WindowsPath")
-    }
-    return {**taken, **own, **enums, **paths}
+def _demand_whole(item: Any, kind: Any) -> None:
+    if not isinstance(item, kind) or not all(hasattr(item, field.name) for field in dataclasses.fields(item)):
+        raise ValueError("it is not a description of tensors")
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -258,10 +140,14 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with BufferedReader(open_regular(path)) as file:
             content = file.read()
-        described, _ = check_pickle(content, metadata_rules(), Budget(len(content)))
-        demand(_is(described, f"{_METADATA}.Metadata"), "it is not a description of tensors")
-        found: Metadata = pickle.loads(content)  # the checked bytes, even if the file changes
-        return found
+        described: Metadata = load_restricted(content, names_in_metadata())
+        _demand_description(described)
+        for place in (described.storage_data or {}).values():
+            if place.relative_path in ("", ".", "..") or set(place.relative_path) & set("/\\:\0"):
+                raise ValueError(f"it names the file {place.relative_path!r}, which leads out of the folder")
+            if getattr(place, "transform_descriptors", None):
+                raise ValueError("its files are compressed, or changed by an extension")
+        return described
     except FileNotFoundError:
         raise CheckpointError(
             f"Cannot load the shards in {path.parent}.",
@@ -309,7 +195,7 @@ class _PlainReader(FileSystemReader):
     """Reads checked data: the metadata of the folder, and records of plain data.
 
     Of each tensor it reads only the byte ranges of this process; torch would read every overlapping shard completely.
-    All records are checked before the first tensor is written.
+    The places of all tensors are known before the first one is written.
 
     Args:
         source: the folder of shards.
@@ -342,7 +228,8 @@ class _PlainReader(FileSystemReader):
                 continue
             ends = [start + size for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
             inside = len(ends) == len(found.shape) and all(map(int.__le__, ends, found.shape))
-            demand(inside and target.shape == item.lengths, f"{item.storage_index.fqn!r} has another shape")
+            if not inside or target.shape != item.lengths:
+                raise ValueError(f"{item.storage_index.fqn!r} has another shape")
             memory = (*memory_of(target), item.dest_offsets)
             # Tied weights have several names and the same memory.
             if memory not in filled:
@@ -357,23 +244,21 @@ class _PlainReader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
     def _record_of(self, item: ReadItem) -> TorchTensor | None:
-        """The tensor in the record of an item, after a check of the full record."""
+        """The place of the tensor in the record of an item."""
         place = self.storage_data[item.storage_index]
         key = place.relative_path, place.offset
         if key not in self._found:
             with open_regular(self._source / place.relative_path) as file:
-                self._found[key] = check_torch_file(_record(file, place))
+                self._found[key] = tensor_in(_record(file, place), place.length)
         return self._found[key]
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        record = _record(file, sinfo)
-        check_torch_file(record)
-        record.seek(0)
-        return record
+        return _record(file, sinfo)
 
 
 def _record(file: Any, place: Any) -> io.BufferedReader:
-    demand(place.offset + place.length <= os.fstat(file.fileno()).st_size, "the file is truncated")
+    if place.offset + place.length > os.fstat(file.fileno()).st_size:
+        raise EOFError("the file is truncated")
     # A larger buffer would read much of the tensor together with its header.
     return io.BufferedReader(_Record(file, place.offset, place.length), 512)
 
@@ -382,9 +267,11 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
     """Raises for values in the folder that are more than plain data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        pickled.read_open(value, read_item.dest_index.fqn)
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        # torch would unpickle it without restrictions, so it gets what was read with them.
+        plain = io.BytesIO()
+        torch.save(pickled.read_open(value, read_item.dest_index.fqn), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard: LoadGuard | None = None) -> None:
@@ -471,10 +358,7 @@ def read_whole(source: Path) -> dict[str, Any]:
     _demand_regular(source)
     described = read_metadata(source / ".metadata")
     _demand_room(source, described)
-    flat: dict[str, Any] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-        for name, one in described.state_dict_metadata.items()
-    }
+    flat = {name: _place_for(one) for name, one in described.state_dict_metadata.items()}
     read_into(flat, source, alone=True)
     paths = described.planner_data or {}
     whole: dict[Any, Any] = {}
@@ -482,6 +366,12 @@ def read_whole(source: Path) -> dict[str, Any]:
         _put(whole, paths.get(name, (name,)), value)
     found: dict[str, Any] = _with_lists(whole)
     return found
+
+
+def _place_for(described: Any) -> Tensor | None:
+    if not isinstance(described, TensorStorageMetadata):
+        return None
+    return torch.empty(described.size, dtype=described.properties.dtype)
 
 
 def _demand_regular(source: Path) -> None:

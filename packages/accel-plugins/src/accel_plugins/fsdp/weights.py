@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -359,8 +358,7 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
         load_checkpoint_in_model(model, plain, strict=strict)
         return
     # Memory-mapped, so that each process reads only the pages of its shards.
-    mapped = {"mmap": zipfile.is_zipfile(whole)} if plain is None else {}
-    weights = pickled.read(whole, **mapped) if plain is None else with_tied_names(model, load_weights_file(plain))
+    weights = pickled.read(whole, mapped=True) if plain is None else with_tied_names(model, load_weights_file(plain))
     put_full_weights(model, weights, strict=strict)
 
 
