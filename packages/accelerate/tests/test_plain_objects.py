@@ -1,10 +1,8 @@
-"""Plain objects and dictionaries, those shared by the instances of a class, and a tensor that one process alone has."""
+"""Plain objects and dictionaries, and a tensor that one process alone has."""
 
 from __future__ import annotations
 
 import socket
-import threading
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from accel_state.errors import SettingError, UnknownKind
 from accel_testing.processes import Processes
 from accelerate import PartialState
-from accelerate.state import SharedDict, ThreadLocalSharedDict
 from accelerate.utils import get_pretty_name, merge_dicts, recursive_getattr
 from accelerate.utils.operations import copy_tensor_to_devices
 
@@ -42,23 +39,6 @@ def test_dictionaries_are_put_together() -> None:
     assert into == {"a": {"b": 1, "c": 2}, "l": [2], "keep": 0, "new": {"d": 3}}
     with pytest.raises(UnknownKind, match="'a'"):
         merge_dicts({"a": {"c": 2}}, {"a": 3})
-
-
-def test_a_dictionary_for_each_thread() -> None:
-    class View:
-        shared = ThreadLocalSharedDict()
-
-    view = View()
-    view.shared["a"] = 1
-    assert View().shared == {"a": 1}
-    seen: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: seen.append(dict(View().shared)))
-    thread.start()
-    thread.join()
-    assert seen == [{}]
-    view.shared = {"b": 2}
-    assert View().shared == {"b": 2}
-    assert SharedDict() == {}
 
 
 def replicated() -> None:

@@ -1,15 +1,11 @@
-"""Plain Python objects: dotted names, readable names, merging and sharing dictionaries. Never loads torch."""
+"""Plain Python objects: dotted names, readable names, and merging dictionaries. Never loads torch."""
 
 from __future__ import annotations
 
-import threading
 from functools import reduce
 from typing import Any
 
 from accel_state.errors import UnknownKind
-
-SharedDict = dict
-"""The type of the dictionary that instances of an original state class share. This project's states do not use it."""
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
@@ -61,22 +57,3 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
             )
         merge_dicts(value, inner)
     return destination
-
-
-class ThreadLocalSharedDict(threading.local):
-    """Class attribute: a dictionary that all instances share within a thread.
-
-    Runtimes with one thread per device need a separate state for each thread.
-
-    Args:
-        thread_local: accepted for compatibility and ignored; each thread always has its own dictionary.
-    """
-
-    def __init__(self, thread_local: bool = False) -> None:
-        self._storage: dict[str, Any] = {}
-
-    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        return self._storage
-
-    def __set__(self, instance: object, value: dict[str, Any]) -> None:
-        self._storage = value

@@ -132,7 +132,7 @@ def owners(address: str) -> Mapping[str, Owner]:
 def owner_of(address: str, name: str) -> Owner | None:
     """The owner of a name of an old module, or None if it has no such name.
 
-    A module that is no package has every name of the packages and of the others too: scripts import names from modules
+    A plain module has every name of the packages and of the others too: scripts import names from modules
     that import them for their own use.
     """
     own = owners(address).get(name)

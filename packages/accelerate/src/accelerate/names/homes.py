@@ -123,7 +123,6 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.gradient": "GradientState",
         "accel_state.process": "PartialState do_nothing",
         "accel_state.run_state": "AcceleratorState is_initialized",
-        "accelerate.legacy.objects": "SharedDict ThreadLocalSharedDict",
     },
     "accelerate.tracking": {
         "accel_tracking.base": "GeneralTracker on_main_process",
