@@ -112,7 +112,7 @@ def _join() -> None:
     """Set up logging, reports and warnings, once, when the first name is read; before, no package logs for a script."""
     from accel_state.library import add_library
     from accelerate.loggers import join_loggers
-    from accelerate.unread import watch
+    from accelerate.private_names import watch
 
     # Reports that name the caller of a collective skip the lines of this package.
     add_library("accelerate")
@@ -121,6 +121,8 @@ def _join() -> None:
 
 
 def _read(owner: Owner, address: str) -> Any:
+    from accelerate.private_names import add_descriptors
+
     _join()
     try:
         module = importlib.import_module(owner.module)
@@ -130,6 +132,7 @@ def _read(owner: Owner, address: str) -> Any:
         if error.name not in SEPARATE:
             raise
         return MissingName(owner.name, error.name)
+    add_descriptors()
     try:
         return getattr(module, owner.name)
     except AttributeError:

@@ -87,7 +87,17 @@ LIBRARIES: Final[Mapping[str, str]] = {
 
 OWN_MODULES: Final = frozenset(
     f"accelerate.{name}"
-    for name in ("address", "finder", "installation", "legacy", "loggers", "names", "separate", "unread")
+    for name in (
+        "address",
+        "finder",
+        "installation",
+        "legacy",
+        "loggers",
+        "names",
+        "private_names",
+        "separate",
+        "unread",
+    )
 )
 """Modules of this package that exist as files."""
 
