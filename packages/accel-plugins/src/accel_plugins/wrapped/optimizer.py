@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from torch.optim import Optimizer
 
-from accel_plugins.layers import owner_of
+from accel_plugins.layers import model_of_optimizer
 from accel_plugins.precision.base import Closure, Precision
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.step_hooks import StepHooks
@@ -211,7 +211,7 @@ class AcceleratedOptimizer(Optimizer):
     def _model_that_trains(self) -> Module | None:
         """The model of the optimizer's parameters, found at the first use: models may be prepared later."""
         model = None if self._model is None else self._model()
-        if model is None and (model := owner_of(self.optimizer)) is not None:
+        if model is None and (model := model_of_optimizer(self.optimizer)) is not None:
             self._model = weakref.ref(model)
         return model
 
