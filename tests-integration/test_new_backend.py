@@ -16,6 +16,13 @@ from accel_testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
+NEEDLESS = (
+    "the processes of very-fancy do not change",
+    "the suite of very-fancy has no reference()",
+    "very-fancy declares that it lacks unused_parameters",
+)
+"""Why a test of the kit does not apply to exact data parallelism by torch's wrapper."""
+
 
 def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     assert main(["new-backend", "very-fancy", "--into", str(tmp_path)]) == 0
@@ -35,12 +42,10 @@ def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
 
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", "-rs"]
     command = [sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")]
-    tested = run_command(command, timeout=500, env=env)
+    tested = run_command(command, timeout=900, env=env)
     assert tested.returncode == 0, tested.stdout
-    # A backend whose processes do not change has no other processes to test with.
     skipped = [line for line in tested.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert [line for line in skipped if "the processes of very-fancy do not change" not in line] == []
-    assert len(skipped) <= 2
+    assert [line for line in skipped if not any(reason in line for reason in NEEDLESS)] == []
 
 
 def test_what_is_written_follows_the_style_of_this_repository(tmp_path: Path) -> None:

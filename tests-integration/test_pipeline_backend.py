@@ -14,7 +14,8 @@ from accel_plugins.checkpoint.state import load_folder
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_state.mesh import ParallelismConfig
-from accel_testing.backends import BackendSuite, Case
+from accel_testing.accelerator import AcceleratorSuite, unwrapped_model
+from accel_testing.backends import BackendSuite, Case, tasks
 from accel_testing.backends.reference_loop import Plain, batches, near
 from accel_testing.processes import Processes
 
@@ -24,9 +25,15 @@ MODEL = "pipeline_models:Classifier"
 
 
 @pytest.fixture(scope="module")
-def importable() -> Iterator[None]:
-    """The processes import the backend from its folder."""
-    added = [str(SOURCE), str(HERE)]
+def importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The processes import the backend from its folder, and find it as if it was installed."""
+    site = tmp_path_factory.mktemp("site")
+    installed = site / "accel_backend_pipeline-0.1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: accel-backend-pipeline\nVersion: 0.1.0\n")
+    entry = "[accel.backends]\npipeline = accel_backend_pipeline.manifest:MANIFEST\n"
+    (installed / "entry_points.txt").write_text(entry)
+    added = [str(SOURCE), str(HERE), str(site)]
     sys.path[:0] = added
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*added, before := os.environ.get("PYTHONPATH", "")]))
     yield
@@ -54,6 +61,23 @@ class TestTwoStages(PipelineSuite):
 class TestTwoReplicasOfTwoStages(PipelineSuite):
     parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})
     processes = 4
+
+
+@pytest.mark.slow
+class TestTwoStagesThroughTheAccelerator(PipelineSuite, AcceleratorSuite):
+    parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(axes={"pp": 2})
+
+
+def test_a_pipeline_trains_through_the_accelerator(importable: None, processes: Callable[[int], Processes]) -> None:
+    case = case_of("1f1b", ParallelismConfig(axes={"pp": 2})).but(
+        training="accel_testing.accelerator:AcceleratorTraining", accumulation=2, clip_norm=0.5
+    )
+    plain = Plain(case).run()
+    for answer in processes(2).run(tasks.train, case):
+        assert answer["losses"] == near(plain.losses)
+        assert answer["norms"] == near(plain.norms)
+        assert answer["weights"] == near(plain.weights())
+    assert processes(2).run(unwrapped_model, case) == ["NotOffered"] * 2
 
 
 def train_and_save(case: Case, folder: str) -> dict[str, Any]:

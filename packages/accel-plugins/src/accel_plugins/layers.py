@@ -24,7 +24,7 @@ __all__ = (
     "backend_of",
     "extract_model_from_parallel",
     "is_compiled_module",
-    "owner_of",
+    "model_of_optimizer",
     "prepared_models",
     "record_layer",
     "record_wrapped",
@@ -96,7 +96,7 @@ def prepared_models() -> list[Module]:
     return [model for model, layer in _layers.items() if layer.backend is not None]
 
 
-def owner_of(optimizer: Optimizer) -> Module | None:
+def model_of_optimizer(optimizer: Optimizer) -> Module | None:
     """The strategy's model that has all parameters of an optimizer, or None.
 
     Of several models with the same parameters, it is the one that was prepared last.

@@ -69,6 +69,13 @@ class Strategy:
         """What this backend can do, declared in its manifest."""
         return Capabilities() if self.context.manifest is None else self.context.manifest.capabilities
 
+    def overrides(self, method: str) -> bool:
+        """Whether the class of this strategy overrides a method, given by name.
+
+        Callers ask once and spare the calls of a method that does nothing.
+        """
+        return getattr(type(self), method) is not getattr(Strategy, method)
+
     # ------------------------------------------------------------------ preparing
 
     def transforms(self) -> Iterable[Transform]:
@@ -350,11 +357,6 @@ class Strategy:
         and lists and dicts of these.
         """
         return {}
-
-    @property
-    def keeps_extra_state(self) -> bool:
-        """Whether this strategy overrides `extra_state`."""
-        return type(self).extra_state is not Strategy.extra_state
 
     def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Restore the state that `extra_state` returned on this process, for the objects in the same order.

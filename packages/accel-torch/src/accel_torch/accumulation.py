@@ -72,10 +72,10 @@ class Accumulation:
         # The loader that gave the last micro-batch, and how many batches it had yielded, if several were open.
         self._followed = 0
         self._received: int | None = None
-        self.can_hold_back = type(strategy).no_sync is not Strategy.no_sync
+        self.can_hold_back = strategy.overrides("no_sync")
         self._counted_by_strategy = strategy.capabilities.own_accumulation
         scales = type(strategy.context.precision).backward_scale is not Precision.backward_scale
-        plain_backward = type(strategy).backward is Strategy.backward and not scales
+        plain_backward = not strategy.overrides("backward") and not scales
         self._plain_backward = plain_backward and not self._counted_by_strategy
         self.elastic = strategy.capabilities.elastic
         self.first = True

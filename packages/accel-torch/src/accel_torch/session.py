@@ -69,7 +69,7 @@ class Session:
         self.options, self.state, self.gradient, self.strategy = options, state, gradient, strategy
         self.backend: Manifest = manifest
         self.precision: Precision = strategy.context.precision
-        self.backward_reads_model = type(strategy).backward is not Strategy.backward
+        self.backward_reads_model = strategy.overrides("backward")
         self.hooks = Hooks()
         self.accumulation = Accumulation(gradient, strategy, self.hooks)
         self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)

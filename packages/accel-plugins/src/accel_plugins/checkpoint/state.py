@@ -88,9 +88,8 @@ class Saver(Protocol):
     def unwrap(self, model: Module) -> Module:
         """The user's model."""
 
-    @property
-    def keeps_extra_state(self) -> bool:
-        """Whether it has an extra state; without one, the processes need not agree."""
+    def overrides(self, method: str) -> bool:
+        """Whether it overrides a method; without an extra state, the processes need not agree."""
 
     def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """The strategy's extra state on this process."""
@@ -262,7 +261,7 @@ def _extra(contents: PreparedObjects, strategy: Saver, process: Process) -> dict
     Raises:
         CheckpointError: the processes return different names.
     """
-    if not strategy.keeps_extra_state:
+    if not strategy.overrides("extra_state"):
         return {}
     state = dict(strategy.extra_state(*_trained(contents)))
     asked = f"Cannot save the extra state of {type(strategy).__name__}."
@@ -438,7 +437,7 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missi
 def _load_extra_state(
     folder: Path, contents: PreparedObjects, strategy: Saver, process: Process, allow_missing: bool
 ) -> None:
-    if not strategy.keeps_extra_state:
+    if not strategy.overrides("extra_state"):
         return
     path = folder / extra_state_name(process.rank)
     if path.is_file():

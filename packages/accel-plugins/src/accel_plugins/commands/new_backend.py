@@ -210,15 +210,20 @@ def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
 '''
 
 _TESTS: Final = '''\
-"""The test kit, run on this backend."""
+"""The test kit, run on this backend: by a short loop, and by an Accelerator."""
 
 from __future__ import annotations
 
 from {module}.config import {title}Config
+from accel_testing.accelerator import AcceleratorSuite
 from accel_testing.backends import BackendSuite
 
 
 class Test{title}(BackendSuite):
+    target = "{module}.manifest:MANIFEST"
+
+
+class Test{title}ThroughTheAccelerator(AcceleratorSuite):
     target = "{module}.manifest:MANIFEST"
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from torch.optim import Optimizer
 
-from accel_plugins.layers import owner_of
+from accel_plugins.layers import model_of_optimizer
 from accel_plugins.precision.base import Closure, Precision
-from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.step_hooks import StepHooks
 from accel_state.errors import NotOffered
 from accel_state.watch.record import STATUS_RECORD, STEPS
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from accel_plugins.context import Context
     from accel_plugins.precision.scaling import SteppedOnDevice
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
@@ -32,6 +32,24 @@ if TYPE_CHECKING:
 __all__ = ("AcceleratedOptimizer", "EngineSteppedOptimizer", "inner_optimizer")
 
 Step = Callable[[Optimizer, "Closure | None"], bool]
+
+
+class _Steps(Protocol):
+    """What the optimizer calls of a strategy. A strategy is above this module, so this is not its class."""
+
+    context: Context
+
+    def overrides(self, method: str) -> bool:
+        """Whether a method does anything else than in one process."""
+
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        """Complete the gradients."""
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step; return False when the step was skipped."""
+
+    def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
+        """Do what follows a step."""
 
 
 class _Outcome(NamedTuple):
@@ -79,7 +97,7 @@ class AcceleratedOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         gradient: GradientState | None = None,
-        strategy: Strategy | None = None,
+        strategy: _Steps | None = None,
         precision: Precision | None = None,
         step_hooks: StepHooks | None = None,
     ) -> None:
@@ -216,7 +234,7 @@ class AcceleratedOptimizer(Optimizer):
     def _model_that_trains(self) -> Module | None:
         """The model of the optimizer's parameters, found at the first use: models may be prepared later."""
         model = None if self._model is None else self._model()
-        if model is None and (model := owner_of(self.optimizer)) is not None:
+        if model is None and (model := model_of_optimizer(self.optimizer)) is not None:
             self._model = weakref.ref(model)
         return model
 
@@ -340,13 +358,12 @@ def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) ->
     return True
 
 
-def _overridden(strategy: Strategy | None, name: str) -> Callable[..., Any] | None:
+def _overridden(strategy: _Steps | None, name: str) -> Callable[..., Any] | None:
     """A method of a strategy that its class overrides, or None."""
-    inherited = strategy is None or getattr(type(strategy), name) is getattr(Strategy, name)
-    return None if inherited else getattr(strategy, name)
+    return None if strategy is None or not strategy.overrides(name) else getattr(strategy, name)
 
 
-def _step_of(strategy: Strategy | None, precision: Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
+def _step_of(strategy: _Steps | None, precision: Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
     """The method that steps: of the strategy or the precision, else a plain step or one with a scaler."""
     if strategy is not None:
         # A call less for each step of a strategy that leaves it to the precision.
