@@ -129,6 +129,56 @@ def test_samples_that_are_not_batched_end_together(two: Processes) -> None:
     assert [sample for sample, _ in second] == [100, 101, 102]
 
 
+class Repeatable(IterableDataset[int]):
+    """A stream of the rank's own length that declares that an epoch is repeatable."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def repeated_steps() -> tuple[list[tuple[list[int], int | None]], list[list[int]], list[list[int]]]:
+    """The batches with their real samples; those after step 3; and those of a loader that resumes there."""
+    rank = PartialState(cpu=True).process_index
+
+    def make() -> Any:
+        stream = Repeatable((5, 11, 4)[rank])
+        return prepare_data_loader(DataLoader(stream, batch_size=2), sharding="already", restore_position=True)
+
+    loader, batches, rest, state = make(), [], [], {}
+    for number, batch in enumerate(loader, 1):
+        padding = loader.progress.padding
+        batches.append((batch.tolist(), None if padding is None else padding.of(rank)))
+        if number == 4:
+            state = loader.state_dict()
+        if number > 4:
+            rest.append(batch.tolist())
+    again = make()
+    again.load_state_dict(state)
+    return batches, rest, [batch.tolist() for batch in again]
+
+
+@pytest.mark.parametrize("world", ["two", "three"])
+def test_a_process_whose_stream_has_ended_repeats_its_last_step(world: str, request: pytest.FixtureRequest) -> None:
+    processes: Processes = request.getfixturevalue(world)
+    (first, *after), (second, *others), *further = processes.run(repeated_steps)
+    # A short last batch is completed from itself.
+    assert [batch for batch, _ in first] == [[0, 1], [2, 3], [4, 4], [4, 4], [4, 4], [4]]
+    assert [real for _, real in first[2:]] == [1, 0, 0, 0]
+    assert [batch for batch, _ in second][-1] == [10]
+    for third, *rest in further:
+        assert [batch for batch, _ in third] == [[0, 1], [2, 3]] + [[2, 3]] * 3 + [[2]]
+        assert [real for _, real in third[2:]] == [0] * 4
+        assert rest[0] == rest[1] == [[2, 3], [2]]
+    assert after[0] == after[1] == [[4, 4], [4]]
+    assert others[0] == others[1] == [[8, 9], [10]]
+
+
 def nothing() -> str:
     PartialState(cpu=True)
     plain = DataLoader(Files(range(0), range(5)), batch_size=2)

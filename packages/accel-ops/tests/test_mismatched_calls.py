@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 WORDS = {
-    "shape": ["['a']: (2, 3) torch.float32 on rank", "(3, 3) torch.float32 on rank", "pad_across_processes"],
+    "shape": ["['a']: (2, 3) torch.float32 on rank", "(3, 3) torch.float32 on rank", "gather_object"],
     "dtype": ["torch.float32 on rank", "torch.float64 on rank", "Convert"],
     "structure": ["['b']: absent on rank", "(1,) torch.float32 on rank", "same structure"],
     "operation": ["gather() at ", "reduce() at ", "on rank", "test_mismatched_calls.py:"],

@@ -132,7 +132,10 @@ class DispatchedSource(Source):
         self.drop_last = drop_last
         self.slice_fn = slice_fn
         self.mesh = mesh
-        self._processes = processes
+        self.processes = processes
+        self.step_size = None if local.step_size is None else local.step_size * self.batches_per_step
+        self.counts_steps = local.counts_steps
+        self.self_contained = local.self_contained and processes == 1
         self._described = False
 
     @property
@@ -141,21 +144,8 @@ class DispatchedSource(Source):
         return 1 if self.split else self.processes
 
     @property
-    def processes(self) -> int:
-        return self._processes
-
-    @property
     def reads_here(self) -> bool:
         return current.process_or_start().rank == _MAIN
-
-    @property
-    def step_size(self) -> int | None:
-        size = self.local.step_size
-        return None if size is None else size * self.batches_per_step
-
-    @property
-    def counts_steps(self) -> bool:
-        return self.local.counts_steps
 
     @property
     def drops_last(self) -> bool:
@@ -237,10 +227,6 @@ class DispatchedSource(Source):
 
     def _over(self, local: LocalSource) -> DispatchedSource:
         return DispatchedSource(local, self.processes, self.split, self.drop_last, self.slice_fn, self.mesh)
-
-    @property
-    def self_contained(self) -> bool:
-        return self.local.self_contained and self.processes == 1
 
     def obstacle_to_counting(self) -> str | None:
         if self.processes > 1:

@@ -339,9 +339,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
         try:
             first = self.next_batch(batches)
-        finally:
+        except Exception:
             # The other processes may have read theirs.
             self._check_draws()
+            raise
+        self._check_draws()
         if first is NO_BATCH and not (resumed or self.skips):
             if not self.source.may_be_empty:
                 raise self.error("cannot begin an epoch.", "It has no samples.", _TOO_FEW_SAMPLES_REMEDY)

@@ -58,22 +58,10 @@ class OwnShardSource(Source):
         self.drop_last = drop_last
         self.ranks = ranks
         self.real = real
-        self._processes = processes
+        self.processes, self.index = processes, local.index
+        self.step_size = None if local.step_size is None else local.step_size * processes
         # The reader of the last opened epoch.
         self._reader: _Reader | None = None
-
-    @property
-    def processes(self) -> int:
-        return self._processes
-
-    @property
-    def index(self) -> int:
-        return self.local.index
-
-    @property
-    def step_size(self) -> int | None:
-        size = self.local.step_size
-        return None if size is None else size * self.processes
 
     @property
     def may_be_empty(self) -> bool:

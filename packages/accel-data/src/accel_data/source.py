@@ -50,33 +50,23 @@ class Source:
 
     Attributes:
         local: what this process reads, with the facts about its order; itself for a `LocalSource`.
+        processes: number of processes that share the data.
+        index: index of this process among them.
+        step_size: samples of all processes in one step; None when it varies.
+        counts_steps: whether positions are counted in steps.
+        self_contained: whether torchdata's state describes a position completely.
     """
 
     local: LocalSource
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that share the data."""
-        return 1
-
-    @property
-    def index(self) -> int:
-        """Index of this process among them."""
-        return 0
+    processes: int = 1
+    index: int = 0
+    step_size: int | None = None
+    counts_steps: bool = True
+    self_contained: bool = False
 
     @property
     def reads_here(self) -> bool:
         """Whether this process reads the data, and not another one for it."""
-        return True
-
-    @property
-    def step_size(self) -> int | None:
-        """Samples of all processes in one step; None when it varies."""
-        return None
-
-    @property
-    def counts_steps(self) -> bool:
-        """Whether positions are counted in steps."""
         return True
 
     @property
@@ -154,11 +144,6 @@ class Source:
         """A source that yields sample ids in place of samples, and lists in place of batches."""
         raise NotImplementedError
 
-    @property
-    def self_contained(self) -> bool:
-        """Whether torchdata's state describes a position completely."""
-        return False
-
     def base_state(self) -> dict[str, Any] | None:
         """torchdata's state after the last yielded batch; None if the loader is not torchdata's."""
         return self.local.base_state()
@@ -174,20 +159,19 @@ class LocalSource(Source):
     Attributes:
         base: the loader that reads the batches.
         last_rng: the random state that determined the order of the epoch begun last.
+        sample_seed: the seed of the samples, if they are seeded.
+        continues_from_base: whether torchdata resumes an epoch by itself, because the data set has a `state_dict`.
     """
 
     base: DataLoader[Any]
     last_rng: LastRNG
+    sample_seed: SampleSeed | None = None
+    continues_from_base: bool = False
 
     @property
     def local(self) -> LocalSource:  # type: ignore[override]
         """Itself."""
         return self
-
-    @property
-    def sample_seed(self) -> SampleSeed | None:
-        """The seed of the samples, if they are seeded."""
-        return None
 
     def check_draws(self) -> None:
         """Compare what the processes have drawn, once, when the first batch of the first epoch was read.
@@ -222,11 +206,6 @@ class LocalSource(Source):
         """
         raise NotImplementedError
 
-    @property
-    def continues_from_base(self) -> bool:
-        """Whether torchdata resumes an epoch by itself, because the data set has a `state_dict`."""
-        return False
-
     def base_state(self) -> dict[str, Any] | None:
         return None
 
@@ -255,9 +234,12 @@ class MapSource(LocalSource):
         self.base = base
         self.shard = shard
         self.last_rng = shard.last_rng
-        self._sample_seed = sample_seed
+        self.processes, self.index = shard.num_processes, shard.process_index
+        self.counts_steps = shard.has_custom_batches
+        self.step_size = None if shard.has_custom_batches else shard.step_size
+        self.sample_seed = sample_seed
         self.shard.yields_single_samples = batching_of(base) is None
-        self._continues = has_state(base)
+        self.continues_from_base = has_state(base)
         self._is_stateful = is_stateful(base)
         self._keeps_iterator = keeps_iterator(base)
         self._epoch = 0
@@ -277,26 +259,6 @@ class MapSource(LocalSource):
             changes: other attributes of the loader.
         """
         return cls(loader_over(base, shard, sample_seed, **changes), shard, sample_seed)
-
-    @property
-    def sample_seed(self) -> SampleSeed | None:
-        return self._sample_seed
-
-    @property
-    def processes(self) -> int:
-        return self.shard.num_processes
-
-    @property
-    def index(self) -> int:
-        return self.shard.process_index
-
-    @property
-    def step_size(self) -> int | None:
-        return None if self.shard.has_custom_batches else self.shard.step_size
-
-    @property
-    def counts_steps(self) -> bool:
-        return self.shard.has_custom_batches
 
     @property
     def pads(self) -> bool:
@@ -345,7 +307,7 @@ class MapSource(LocalSource):
             before = at.steps - unseen
             position = before if shard.has_custom_batches else before * (shard.step_size or 1)
         shard = shard.starting(position, replay, unseen)
-        base = MapSource.reading(self.base, shard, self._sample_seed).base
+        base = MapSource.reading(self.base, shard, self.sample_seed).base
         if base_state is not None:
             base.load_state_dict(base_state)  # type: ignore[attr-defined]
         self._reading = base, shard
@@ -385,14 +347,14 @@ class MapSource(LocalSource):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        if self._sample_seed is not None:
-            self._sample_seed.epoch = epoch
+        if self.sample_seed is not None:
+            self.sample_seed.epoch = epoch
         for holder in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
 
     def skipping(self, steps: int) -> MapSource:
-        return self.reading(self.base, self.shard.skipping(steps), self._sample_seed)
+        return self.reading(self.base, self.shard.skipping(steps), self.sample_seed)
 
     def skipped(self) -> tuple[int, int | None]:
         steps, size = self.shard.skipped_steps, self.step_size
@@ -405,10 +367,6 @@ class MapSource(LocalSource):
     def with_sample_ids(self, own: bool = False) -> MapSource:
         shard = self.shard.skipping(0)
         return MapSource.reading(self.base, shard, dataset=IndexIds(self.base.dataset), **READS_SAMPLE_IDS)
-
-    @property
-    def continues_from_base(self) -> bool:
-        return self._continues
 
     def base_state(self) -> dict[str, Any] | None:
         base: Any = self._reading[0]
@@ -438,11 +396,8 @@ class SelfContainedSource(MapSource):
 
     def __init__(self, base: DataLoader[Any]) -> None:
         super().__init__(base, BatchSamplerShard(batching_of(base) or BatchSampler(base.sampler, 1, False)))
-
-    @property
-    def counts_steps(self) -> bool:
-        """True: torchdata counts batches."""
-        return True
+        # torchdata counts batches.
+        self.counts_steps = self.continues_from_base = self.self_contained = True
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         if at is not None and at.base is not None:
@@ -460,16 +415,6 @@ class SelfContainedSource(MapSource):
 
     def steps(self) -> int:
         return max(len(self.base) - self.shard.skipped_steps, 0)
-
-    @property
-    def continues_from_base(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def self_contained(self) -> bool:
-        """True."""
-        return True
 
     def obstacle_to_counting(self) -> str | None:
         """None: torchdata's state contains that of the samplers."""

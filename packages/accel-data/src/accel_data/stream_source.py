@@ -15,7 +15,7 @@ from accel_data.order import LastRNG, RNGState, has_own_state, restore_generator
 from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
 from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
-from accel_data.seeding import SampleSeed, SeededStream
+from accel_data.seeding import SeededStream
 from accel_data.source import READS_SAMPLE_IDS, LocalSource, length_of, opened, rebuilt, with_states
 from accel_data.stateful import has_state, is_finished, is_stateful
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
@@ -44,10 +44,14 @@ class StreamSource(LocalSource):
         self.base = base
         self.last_rng = LastRNG()
         self.skipped_steps = 0
-        self._processes = processes
-        self._step_size = step_size
-        self._self_contained = self_contained
-        self._continues = has_state(base)
+        self.processes, self.step_size, self.self_contained = processes, step_size, self_contained
+        self.counts_steps = base.num_workers > 0 or not step_size
+        self.continues_from_base = has_state(base)
+        dataset: Any = base.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            self.index, dataset = dataset.process_index, dataset.dataset
+        if isinstance(dataset, SeededStream):
+            self.sample_seed = dataset.sample_seed
         self._epoch = 0
         # The loader of the epoch that was opened last.
         self._reading = base
@@ -59,29 +63,6 @@ class StreamSource(LocalSource):
         while isinstance(dataset, (IterableDatasetShard, SeededStream)):
             dataset = dataset.dataset
         return dataset
-
-    @property
-    def sample_seed(self) -> SampleSeed | None:
-        dataset: Any = self.base.dataset
-        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
-        return dataset.sample_seed if isinstance(dataset, SeededStream) else None
-
-    @property
-    def processes(self) -> int:
-        return self._processes
-
-    @property
-    def index(self) -> int:
-        dataset = self.base.dataset
-        return dataset.process_index if isinstance(dataset, IterableDatasetShard) else 0
-
-    @property
-    def step_size(self) -> int | None:
-        return self._step_size
-
-    @property
-    def counts_steps(self) -> bool:
-        return self.base.num_workers > 0 or not self.step_size
 
     @property
     def pads(self) -> bool:
@@ -144,7 +125,7 @@ class StreamSource(LocalSource):
             rest = copy.copy(dataset)
             rest.skipped_samples = samples
             return rebuilt(self.base, dataset=rest)
-        kind = ResumableSkip if self._continues else SkippedStream
+        kind = ResumableSkip if self.continues_from_base else SkippedStream
         return rebuilt(self.base, dataset=kind(dataset, samples))  # type: ignore[arg-type]
 
     @property
@@ -172,7 +153,7 @@ class StreamSource(LocalSource):
     def with_sample_ids(self, own: bool = False) -> StreamSource:
         ids, dataset = (ContentHashIds if own else PositionIds), self.base.dataset
         other = copy.copy(self)
-        other._continues = False
+        other.continues_from_base = False
         if isinstance(dataset, IterableDatasetShard):
             shard = copy.copy(dataset)
             shard.dataset = ids(dataset.dataset)
@@ -181,14 +162,6 @@ class StreamSource(LocalSource):
         else:
             other.base = rebuilt(self.base, dataset=ids(dataset), **READS_SAMPLE_IDS)
         return other
-
-    @property
-    def continues_from_base(self) -> bool:
-        return self._continues
-
-    @property
-    def self_contained(self) -> bool:
-        return self._self_contained
 
     def base_state(self) -> dict[str, Any] | None:
         return self._reading.state_dict() if is_stateful(self._reading) else None  # type: ignore[attr-defined]

@@ -10,8 +10,6 @@ If the headers differ, all processes raise the same error. A process that fails 
 refusal instead, so that the others raise too and do not wait. A process that leaves a call after that remembers it, and
 refuses its next call: the others may have completed the interrupted one, and their results would be those of other
 calls. If they wait for data of the interrupted call, its process closes its connections.
-
-The steps of a message stream have no headers. Each process counts them, and every header contains the count.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.protocol.description import CallDescription, mismatch_error
-from accel_state.protocol.exchange import FLAG_BITS, NO_FINGERPRINT, REFUSES, HeaderExchange, is_common
+from accel_state.protocol.exchange import NO_FINGERPRINT, REFUSES, HeaderExchange, is_common
 from accel_state.protocol.header import EagerHeader, HeaderFields
 from accel_state.protocol.turn import InterruptedCall, InterruptedExchange
 from accel_state.transport.base import Transport, Work
@@ -297,8 +295,7 @@ class PendingCall(HeaderCall):
             # Calls that begin while this one is pending use the header of the state.
             self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
             self._header.write(data)
-            flags = state.log.messages << FLAG_BITS
-            fields = HeaderFields(self._marked(self._header_only()[0]), flags, len(data), state.log.number)
+            fields = HeaderFields(self._marked(self._header_only()[0]), 0, len(data), state.log.number)
             self._work = self._header.all_gather(transport, fields)
             self._owes = 0
             state.pending.append(self)

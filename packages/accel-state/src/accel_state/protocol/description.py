@@ -43,7 +43,6 @@ class CallDescription(NamedTuple):
         location: the line of the user's code.
         refusal: why the process could not take part, as the three parts of an error; None if it could.
         group: name of the group of the call in messages; empty for all processes of the run.
-        messages: steps of message streams that the process has completed.
         thread: the thread that called, see `accel_state.protocol.turn`.
         overlaps: whether threads with this name have called at the same time.
     """
@@ -54,7 +53,6 @@ class CallDescription(NamedTuple):
     location: str = ""
     refusal: tuple[str, str, str] | None = None
     group: str = ""
-    messages: int = 0
     thread: str = ""
     overlaps: bool = False
 
@@ -94,7 +92,6 @@ def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
         _refusal_error(descriptions, ranks)
         or _thread_error(descriptions, ranks)
         or _operation_error(descriptions, ranks)
-        or _step_error(descriptions, ranks)
         or _argument_error(descriptions, ranks)
         or _leaf_error(descriptions, ranks)
         or ShapeMismatch(
@@ -146,17 +143,6 @@ def _operation_error(descriptions: Sequence[CallDescription], ranks: Sequence[in
     called = _by_rank([_call_text(call) for call in descriptions], ranks)
     return ShapeMismatch(
         "The processes called different collectives at the same time.", f"{called}.", _SAME_CALL_REMEDY
-    )
-
-
-def _step_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
-    steps = [str(call.messages) for call in descriptions]
-    if len(set(steps)) == 1:
-        return None
-    return ShapeMismatch(
-        f"Cannot run {_call_text(descriptions[0])}: the processes are at different steps of a loader.",
-        f"The number of batches that each process has received is {_by_rank(steps, ranks)}.",
-        "Make every process take the same number of batches and leave the loop at the same step.",
     )
 
 

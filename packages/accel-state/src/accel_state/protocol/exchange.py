@@ -18,7 +18,7 @@ from accel_state.protocol.turn import is_raised_by_handler
 from accel_state.transport.base import Transport, Work
 from accel_state.watch.calls import Location, call_text
 
-__all__ = ("FLAG_BITS", "NO_FINGERPRINT", "REFUSES", "HeaderExchange", "is_common")
+__all__ = ("NO_FINGERPRINT", "REFUSES", "HeaderExchange", "is_common")
 
 _WAIT_SLICE: Final = timedelta(seconds=1)
 """How long a wait blocks before Python regains control and can handle a signal such as Ctrl-C."""
@@ -34,9 +34,6 @@ REFUSES: Final = 1
 
 _DESCRIBES: Final = 2
 """Flag of a header: its process sends its description."""
-
-FLAG_BITS: Final = 8
-"""Above these bits, a header without flags contains the number of stream steps that its process has completed."""
 
 _MAX_CACHED_DESCRIPTIONS: Final = 1024
 
@@ -154,7 +151,7 @@ class HeaderExchange:
                 # If it differs, all processes raise its error here, and do not wait for the header of this call.
                 self._owes -= oldest.differs
         log.fingerprint = fingerprint
-        fields = HeaderFields(self._marked(fingerprint), flags or log.messages << FLAG_BITS, length, log.number)
+        fields = HeaderFields(self._marked(fingerprint), flags, length, log.number)
         self._under_way = header.all_gather(self._transport, fields)
         self._owes += more - 1
         self._wait_in_slices(self._under_way)
@@ -182,12 +179,9 @@ class HeaderExchange:
         described = description._replace(
             location=str(self._location_of_call() or ""),
             group=self._transport.group,
-            messages=self._state.log.messages,
             thread=self._thread or "",
             overlaps=self._is_of_overlapping_calls(),
         )
-        # All processes have reached this point, and start their counts again.
-        self._state.log.messages = 0
         rows = self._exchange_bytes(NO_FINGERPRINT, described, described.to_json(), _DESCRIBES, more=False)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
 

@@ -89,11 +89,10 @@ class CallLog:
 
     Attributes:
         number: number of calls so far.
-        messages: completed steps of message streams; equal on processes that are at the same step.
         exchanges: number of header exchanges for which this process has begun to wait.
     """
 
-    __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "messages", "number")
+    __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "number")
 
     def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
@@ -103,7 +102,6 @@ class CallLog:
         self._group = group
         self.number = 0
         self.fingerprint = 0
-        self.messages = 0
         self.exchanges = 0
 
     def enter(self, operation: str) -> tuple[CodeType, int]:
