@@ -16,6 +16,9 @@ CANDIDATES = ("3", "true", "false", "text")
 # What the first text that a setting takes would not do.
 TEXTS = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu", "attention_backend": "flash"}
 
+# A setting that runs without the engine have too, and read from a file only with the engine.
+IN_USE = {"gradient_accumulation_steps": ["--use_deepspeed"]}
+
 # Settings that say nothing, or are refused, without another one.
 WITH = {"zero3_init_flag": {"zero_stage": "3"}, "sequence_parallelism": {"tp_degree": "2"}}
 
@@ -96,6 +99,7 @@ def test_a_setting_arrives(cls, name, tmp_path, monkeypatch):
     if settings[name].key:
         path = tmp_path / "run.yaml"
         path.write_text("\n".join(lines(settings, texts)))
-        assert arrived(cls, ["--config_file", str(path)], tmp_path, monkeypatch) == called
+        words = ["--config_file", str(path), *IN_USE.get(name, [])]
+        assert arrived(cls, words, tmp_path, monkeypatch) == called
     if settings[name].flag:
         assert arrived(cls, list(flags(settings, texts)), tmp_path, monkeypatch) == called

@@ -194,6 +194,19 @@ def test_other_libraries_find_the_defaults_of_a_sharded_run(launch):
     assert process["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
+def test_the_defaults_of_a_sharded_run_cause_no_warning(accel, script):
+    job = script(
+        """
+        from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+        from accel_state.settings.environ import from_environment
+        print(from_environment(FullyShardedDataParallelPlugin).fsdp_version)
+        """
+    )
+    finished = accel("launch", "--cpu", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "1", job)
+    assert (finished.returncode, finished.stdout) == (0, "2\n"), finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+
+
 def test_other_libraries_find_the_precision_of_every_run(launch):
     (process,), _ = launch("distributed_type: 'NO'\n")
     assert process["ACCELERATE_MIXED_PRECISION"] == "no"

@@ -15,7 +15,15 @@ from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError
 from accel_state.plugins import plugins_of
 
-__all__ = ("best_devices", "count_device_files", "count_devices", "describe_devices", "usual_variables", "visible")
+__all__ = (
+    "ask_probe",
+    "best_devices",
+    "count_device_files",
+    "count_devices",
+    "describe_devices",
+    "usual_variables",
+    "visible",
+)
 
 _DEVICE_FOLDER: Final = "/dev"
 _GPU_FILES: Final = "nvidia[0-9]*"
@@ -101,29 +109,44 @@ def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
     Raises:
         LaunchError: torch could not be imported or did not answer.
     """
+    answer, obstacle = ask_probe("descriptions" if describe else "devices", os.environ)
+    if obstacle:
+        remedy = "Set --num_processes, or repair the installation of torch (test: python -c 'import torch')."
+        raise LaunchError(asked, f"The query of torch failed: {obstacle}", remedy)
+    return answer
+
+
+def ask_probe(what: str, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Ask torch or the backends in a separate process.
+
+    Args:
+        what: argument of `probe.py`.
+        environ: variables of the process.
+
+    Returns:
+        The answer, and the reason if there is none, else "".
+    """
     import json
     import subprocess
 
-    remedy = "Set --num_processes, or repair the installation of torch (test: python -c 'import torch')."
     try:
-        answer = subprocess.run(
-            [sys.executable, _PROBE, "descriptions" if describe else "devices"],
+        done = subprocess.run(
+            [sys.executable, _PROBE, what],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            env={**environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(asked, f"The query of torch took longer than {_TIMEOUT:.0f} s.", remedy) from None
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-        raise LaunchError(asked, f"The query of torch failed: {last}", remedy)
+        return {}, f"It took longer than {_TIMEOUT:.0f} s."
+    if done.returncode:
+        return {}, (done.stderr.strip().splitlines() or [f"Exit code {done.returncode}."])[-1]
     try:
-        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        raise LaunchError(asked, f"The query of torch printed {answer.stdout[-200:]!r}.", remedy) from None
-    return found
+        return {}, f"It printed {done.stdout[-200:]!r}."
+    return answer, ""
 
 
 def count_device_files(environ: Mapping[str, str], device_ids: str = "all") -> int | None:

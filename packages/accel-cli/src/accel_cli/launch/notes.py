@@ -104,9 +104,12 @@ def _notes_on_file(config: ConfigFile, request: Request) -> Iterator[str]:
 
 def _notes_on_devices(request: Request) -> Iterator[str]:
     """Notes on devices that the launch names and the machine lacks."""
-    settings, count = request.settings, _device_count(request)
+    settings = request.settings
     processes, machines = settings["num_processes"], settings["num_machines"].value
-    if settings["cpu"].value or request.launcher.manifest.elsewhere or count is None:
+    if settings["cpu"].value or request.launcher.manifest.elsewhere:
+        return
+    count = _device_count(request)
+    if count is None:
         return
     for name in ("multi_gpu", "gpu_ids") if count == 0 else ():
         if settings[name].value not in (None, False, "all"):

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from accel_cli import launch
 from accel_cli.launch.backends import backends
+from accel_cli.launch.devices import ask_probe
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_plugins.manifest import Manifest
 from accel_state.plugins import LoadedPlugin
 
 __all__ = ("Row", "ask", "rows")
-
-_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "probe.py")
-_TIMEOUT: Final = 120.0
-_BUSY: Final = "The probe did not answer within {:.0f} s."
 
 
 class Row(NamedTuple):
@@ -67,27 +59,7 @@ def _row(backend: LoadedPlugin[Manifest], answer: Mapping[str, Any]) -> Row:
 
 def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """Ask the backends in a separate process; return their answers, and the reason if that failed, else ""."""
-    alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
-    command = [sys.executable, _PROBE, "backends"]
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            env={**alone, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        )
-    except subprocess.TimeoutExpired:
-        return {}, _BUSY.format(_TIMEOUT)
-    if answer.returncode:
-        return {}, _last_line(answer.stderr) or f"Exit code {answer.returncode}."
-    try:
-        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {}, f"The probe printed {answer.stdout[-200:]!r}."
-    return found, ""
+    return ask_probe("backends", {name: value for name, value in environ.items() if name not in PLACE_VARIABLES})
 
 
 def _last_line(text: str) -> str:

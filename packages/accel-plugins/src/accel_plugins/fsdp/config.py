@@ -424,18 +424,15 @@ class FullyShardedDataParallelPlugin:
     use_orig_params: bool | None = _fsdp(
         type=BOOLEAN,
         help="Keep the original parameters visible in FSDP version 1.",
-        launched="true",
     )
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = _fsdp(
         type=BOOLEAN,
         help="Broadcast the weights of the first process (FSDP version 1).",
-        launched="true",
     )
     forward_prefetch: bool | None = _fsdp(
         type=BOOLEAN,
         help="Gather the next parameters during forward (FSDP version 1).",
-        launched="false",
     )
     activation_checkpointing: bool | None = _fsdp(
         type=BOOLEAN,

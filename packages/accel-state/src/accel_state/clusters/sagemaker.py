@@ -15,10 +15,12 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     def machines(self) -> Machines | None:
         """The containers of the job."""
+        if "SM_HOSTS" not in self.environ:
+            return None
         import json
 
         try:
-            hosts = sorted(json.loads(self.environ.get("SM_HOSTS", "")))
+            hosts = sorted(json.loads(self.environ["SM_HOSTS"]))
             rank = hosts.index(self.environ.get("SM_CURRENT_HOST", ""))
         except (ValueError, TypeError):
             return None
