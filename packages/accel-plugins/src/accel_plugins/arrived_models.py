@@ -26,7 +26,7 @@ from accel_plugins.unreduced import UnreducedGradients
 from accel_state.current import Process
 from accel_state.errors import Conflict
 
-__all__ = ("ArrivedGradients", "ArrivedLayout", "arrives_distributed", "layout_of", "parameter_groups")
+__all__ = ("ArrivedGradients", "ArrivedLayout", "arrived_layout", "arrives_distributed", "parameter_groups")
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ class ArrivedLayout(NamedTuple):
     """How the processes share a model that arrived distributed.
 
     Args:
-        shards: the shard of each batch that this process reads.
+        batch_shard: the shard of each batch that this process reads.
         averaged_over: for each parameter, in the order of the model, the processes over which its gradient is still to
             be averaged; empty if there are none.
         groups: all such groups of processes of the run, in an order that is equal on all processes.
     """
 
-    shards: Shards
+    batch_shard: Shards
     averaged_over: tuple[Ranks, ...]
     groups: tuple[Ranks, ...]
 
@@ -82,7 +82,7 @@ def arrives_distributed(model: Module) -> bool:
     )
 
 
-def layout_of(model: Module, process: Process) -> ArrivedLayout:
+def arrived_layout(model: Module, process: Process) -> ArrivedLayout:
     """Find how the processes share a model that arrived distributed; called on every process.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from accel_ops.dtensors import full_tensor, with_shard
 from accel_state.errors import NotOffered
 
-__all__ = ("OwnedMatrix", "from_owners", "is_sharded_matrix", "local_shard", "rounds_of", "to_owners")
+__all__ = ("OwnedMatrix", "from_owners", "is_sharded_matrix", "own_part", "rounds_of", "to_owners")
 
 Box = tuple[int, int, int, int]
 """The part of a matrix that a process has: first row, end of the rows, first column, end of the columns."""
@@ -69,7 +69,7 @@ def is_sharded_matrix(parameter: Any) -> bool:
     return any(not placement.is_replicate() for placement in parameter.placements)
 
 
-def local_shard(tensor: Any) -> Tensor:
+def own_part(tensor: Any) -> Tensor:
     """This process's part of a DTensor; writing into it changes the tensor."""
     shard: Tensor = tensor.detach().to_local()
     return shard
@@ -116,7 +116,7 @@ def _rounds_on(mesh: Any, parameters: Sequence[tuple[int, Any]]) -> list[list[Ow
 
 def _own_box(parameter: Any) -> Box:
     """The part of a matrix that this process has, as torch itself joins the parts; a collective."""
-    mark, shard = dist.get_rank() + 1, local_shard(parameter)
+    mark, shard = dist.get_rank() + 1, own_part(parameter)
     marked = full_tensor(with_shard(parameter, torch.full_like(shard, mark, dtype=torch.int32))) == mark
     if not shard.numel():
         return _NOTHING
@@ -179,7 +179,7 @@ def from_owners(matrices: Sequence[OwnedMatrix], whole: Tensor | None) -> list[T
     if mine is not None and whole is not None:
         sends = {receiver: _part(whole, box) for receiver, box in enumerate(mine.boxes) if box != _NOTHING}
     receives = {matrix.owner: _size(matrix.own_box) for matrix in matrices if matrix.own_box != _NOTHING}
-    shards = [local_shard(matrix.parameter) for matrix in matrices]
+    shards = [own_part(matrix.parameter) for matrix in matrices]
     like = shards[0].to(matrices[0].parameter.device_mesh.device_type)
     parts = _exchange(matrices[0].group, like, sends, receives)
     return [

@@ -25,7 +25,7 @@ from accel_plugins.parameters import parameter_names
 from accel_plugins.prepared import add_hook
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError, Conflict, NotOffered
-from accel_torch.matrix_owners import OwnedMatrix, from_owners, is_sharded_matrix, local_shard, rounds_of, to_owners
+from accel_torch.matrix_owners import OwnedMatrix, from_owners, is_sharded_matrix, own_part, rounds_of, to_owners
 from accel_torch.start_run import open_sessions
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class WholeMatrices:
     def _step(self, optimizer: Optimizer, matrices: list[OwnedMatrix]) -> None:
         """Step the matrices of a round, and hide their gradients from the optimizer's own step."""
         gradient = to_owners(matrices, [self._input(optimizer, matrix) for matrix in matrices])
-        weight = None if self._is_muon else to_owners(matrices, [local_shard(one.parameter) for one in matrices])
+        weight = None if self._is_muon else to_owners(matrices, [own_part(one.parameter) for one in matrices])
         mine = next((matrix for matrix in matrices if matrix.is_mine), None)
         if mine is not None and gradient is not None:
             mine.whole.data = torch.zeros_like(gradient) if weight is None else weight
@@ -122,7 +122,7 @@ class WholeMatrices:
         if mine is not None:
             mine.whole.data, mine.whole.grad = torch.empty(0), None
         for matrix, result in zip(matrices, results, strict=True):
-            shard, options = local_shard(matrix.parameter), optimizer.param_groups[matrix.index]
+            shard, options = own_part(matrix.parameter), optimizer.param_groups[matrix.index]
             if self._is_muon:
                 shard.mul_(1 - options["lr"] * options["weight_decay"]).add_(result.to(shard.device))
             else:
@@ -136,13 +136,13 @@ class WholeMatrices:
         gradient = parameter.grad
         if gradient.placements != parameter.placements:
             gradient = gradient.redistribute(placements=parameter.placements)
-        shard = local_shard(gradient)
+        shard = own_part(gradient)
         if not self._is_muon:
             return shard
         options, state = optimizer.param_groups[matrix.index], optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = local_shard(state["momentum_buffer"]).lerp_(shard, 1 - options["momentum"])
+        buffer = own_part(state["momentum_buffer"]).lerp_(shard, 1 - options["momentum"])
         return shard.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     def _plan(self, optimizer: Optimizer) -> list[list[OwnedMatrix]]:

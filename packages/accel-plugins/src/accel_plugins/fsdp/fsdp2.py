@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from accel_plugins.arrived_models import ArrivedGradients, ArrivedLayout, layout_of, parameter_groups
+from accel_plugins.arrived_models import ArrivedGradients, ArrivedLayout, arrived_layout, parameter_groups
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
@@ -100,19 +100,19 @@ class FSDP2Strategy(ShardedStrategy):
         for model in bundle.models:
             if not self.arrives_sharded(model) or model in self._arrived:
                 continue
-            layout = layout_of(model, process)
-            if any(layout.shards != other.layout.shards for other in self._arrived.values()):
+            layout = arrived_layout(model, process)
+            if any(layout.batch_shard != other.layout.batch_shard for other in self._arrived.values()):
                 raise Conflict(
                     f"Cannot prepare {type(model).__name__}.",
-                    f"By its meshes this process reads shard {layout.shards.index} of {layout.shards.count} of each "
-                    f"batch, and by those of another model {self.shards().index} of {self.shards().count}.",
+                    f"By its meshes the data has {layout.batch_shard.count} shards, of which this process reads number "
+                    f"{layout.batch_shard.index}; another model has {self.shards()}.",
                     "Shard all models of a run over the same axes.",
                 )
             self._arrived[model] = _Arrived(layout)
 
     def shards(self) -> Shards:
         for arrived in self._arrived.values():
-            return arrived.layout.shards
+            return arrived.layout.batch_shard
         return super().shards()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
