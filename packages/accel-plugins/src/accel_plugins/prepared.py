@@ -61,6 +61,7 @@ class PreparedObjects(ObjectsByKind):
         self.custom = list(custom)
         self.engine: Any = None
         self.steps_in_backward = False
+        self._evaluated: list[tuple[int, Any]] = []
         # RemovableHandle needs a weak reference, which a plain dict does not support.
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -72,7 +73,31 @@ class PreparedObjects(ObjectsByKind):
                 if hasattr(item, "__dict__"):
                     setattr(item, PREPARED, True)
                 self.of_kind(kind).append(item)
+        trained = {id(parameter) for model in bundle.models for parameter in model.parameters()}
+        self._evaluated = [
+            (place, model)
+            for place, model in self._evaluated
+            if not any(id(parameter) in trained for parameter in model.parameters())
+        ]
         self.steps_in_backward = any(getattr(one, "steps_in_backward", False) for one in self.optimizers)
+
+    def remember_evaluated(self, model: Any) -> None:
+        """Add a model that is only evaluated; one with parameters of a known model is the same one."""
+        known = {id(parameter) for one in self.all_models for parameter in one.parameters()}
+        if not any(id(parameter) in known for parameter in model.parameters()):
+            self._evaluated.append((len(self.models), model))
+
+    @property
+    def all_models(self) -> list[Any]:
+        """The models of a checkpoint: trained ones and those that are only evaluated, in the order of preparation."""
+        merged = list(self.models)
+        for added, (place, model) in enumerate(self._evaluated):
+            merged.insert(place + added, model)
+        return merged
+
+    def is_evaluated(self, model: Any) -> bool:
+        """Whether a model is only evaluated, so that the strategy does not know it."""
+        return any(one is model for _, one in self._evaluated)
 
     def for_strategy(self, kind: ObjectKind) -> list[Any]:
         """The objects of one kind as a strategy's methods receive them: those that its `setup` returned."""
@@ -115,6 +140,7 @@ class PreparedObjects(ObjectsByKind):
         """Remove all objects, so that their memory can be freed."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
             kept.clear()
+        self._evaluated.clear()
         self.engine, self.steps_in_backward = None, False
 
 

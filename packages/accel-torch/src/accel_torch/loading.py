@@ -65,16 +65,17 @@ def load_state(
                     manifest = read_manifest(found.folder)
                     facts = {} if manifest is None else manifest.facts
                     _demand_same_window(session, found.folder, facts)
-                    _load(session, found, dict(options))
+                    _load(session, found, facts, dict(options))
                     _follow(session, found.place, facts)
                     _demand_undisturbed(found)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
 
-def _load(session: Session, found: _Chosen, options: dict[str, Any]) -> None:
+def _load(session: Session, found: _Chosen, facts: Mapping[str, Any], options: dict[str, Any]) -> None:
     map_location = _place(session, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
+    allow_unread = options.pop("allow_unread", ())
     trusted = not options.pop("weights_only", True)
     session.accumulation.step = load_folder(
         found.folder,
@@ -85,8 +86,10 @@ def _load(session: Session, found: _Chosen, options: dict[str, Any]) -> None:
         model_options=options,
         trusted=trusted,
         allow_missing=allow_missing,
+        allow_unread=allow_unread,
         hooks=list(session.prepared.load_hooks.values()),
         shown=found.shown,
+        facts=facts,
     )
     load_gradients(
         session.prepared.unwrapped_models(session.strategy.unwrap),
@@ -108,7 +111,7 @@ def _demand_prepared(session: Session, folder: Path) -> None:
     """
     prepared = session.prepared
     # A hook may load the weights itself.
-    if prepared.models or prepared.load_hooks:
+    if prepared.all_models or prepared.load_hooks:
         return
     others = prepared.optimizers or prepared.schedulers or prepared.loaders or prepared.custom
     searched = _WEIGHTS if others else _STATES

@@ -79,7 +79,11 @@ def prepare(
 def prepare_for_evaluation(session: Session, model: Module, device_placement: bool) -> Module:
     """Prepare a model that is not trained: moved, transformed and autocast, but not wrapped."""
     bundle = Bundle.of([model])
+    if not bundle.models:
+        # It was prepared for training.
+        return model
     changed: Module = _run_steps(session, bundle, {id(model): device_placement}, trains=False).models[0]
+    session.prepared.remember_evaluated(changed)
     return changed
 
 

@@ -14,8 +14,10 @@ from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.background import BackgroundSaver, copy_state
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.finalize import CheckpointFinalizer
+from accel_plugins.checkpoint.models import identity_of
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
+from accel_plugins.layers import strategy_model
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.folders import next_folder
@@ -93,6 +95,7 @@ def _staging(
 def _facts(session: Session) -> dict[str, Any]:
     """The facts about the run that the manifest records besides its files."""
     mesh = session.strategy.context.mesh
+    models = [session.strategy.unwrap(strategy_model(model)) for model in session.prepared.all_models]
     positions = [loader.progress for loader in session.prepared.loaders if hasattr(loader, "progress")]
     return {
         "backend": session.backend.name,
@@ -100,6 +103,8 @@ def _facts(session: Session) -> dict[str, Any]:
         "gradient_accumulation_steps": session.gradient.num_steps,
         "run_step": STATUS_RECORD.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
+        # A hook may write other models.
+        "models": None if session.prepared.save_hooks else [identity_of(model) for model in models],
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
         "seed": torch.initial_seed(),
     }

@@ -109,6 +109,7 @@ def copy_state(state: CheckpointState, buffers: Buffers) -> CheckpointState:
             copying.tree(state.files, ("files",)),
             copying.tree(state.gradients, ("gradients",)),
             state.rank,
+            copying.tree(state.evaluated, ("evaluated",)),
         )
         copying.finish()
     except BaseException:

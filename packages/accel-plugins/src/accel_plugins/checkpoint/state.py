@@ -19,11 +19,13 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_ops import rng
 from accel_ops.agreement import all_agree
+from accel_ops.dtensors import full_tensor
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     MANIFEST_NAME,
@@ -39,6 +41,8 @@ from accel_plugins.checkpoint.files import (
     shards_of,
     weights_name,
 )
+from accel_plugins.checkpoint.models import identity_of, matched_models, saved_models
+from accel_plugins.checkpoint.parts import plain_state_dict, read_part
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import SAVED_KINDS, Capabilities, ObjectKind
 from accel_plugins.prepared import PreparedObjects, Stateful
@@ -90,6 +94,9 @@ class Saver(Protocol):
 
     def overrides(self, method: str) -> bool:
         """Whether it overrides a method; without an extra state, the processes need not agree."""
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load full weights."""
 
     def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """The strategy's extra state on this process."""
@@ -151,12 +158,15 @@ class CheckpointState:
         files: all other data, by file name.
         gradients: the gradients of an unfinished accumulation window, by file name.
         rank: rank of the process.
+        evaluated: weights of models that are only evaluated, by file name, where the strategy writes the others by
+            collectives; the indices of `objects` have a gap for each.
     """
 
     objects: dict[ObjectKind, list[Any]] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     rank: int = 0
+    evaluated: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def write(
         self,
@@ -189,13 +199,15 @@ class CheckpointState:
         for kind, states in sorted(self.objects.items(), key=lambda item: item[0] is not first):
             options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
             for index, state in enumerate(states):
+                if state is None:
+                    continue
                 strategy.save(kind, state, folder, index, safe_serialization=safe_serialization, **options)
                 if not collective:
                     before = _tell_new(folder, before, written)
                 # Other files, of other processes, may be incomplete.
                 for shard in shards_of(folder, self.rank) if collective else ():
                     written(shard)
-        for name, tensors in self.gradients.items():
+        for name, tensors in (*self.gradients.items(), *self.evaluated.items()):
             save_weights_file(tensors, folder / name)
             written(folder / name)
         for name, state in self.files.items():
@@ -234,11 +246,18 @@ def capture(
         in_window: inside an accumulation window; its gradients are part of the checkpoint.
     """
     writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
+    collective = strategy.capabilities.collective_save
     collected = {kind: [strategy.collect(kind, item) for item in contents.for_strategy(kind)] for kind in SAVED_KINDS}
-    shown: list[Any] = [] if strategy.capabilities.collective_save else collected.get(ObjectKind.MODEL, [])
+    evaluated = dict[str, dict[str, Tensor]]()
+    for index, model in enumerate(contents.all_models):
+        if contents.is_evaluated(model):
+            weights = _whole_weights(strategy, model)
+            collected[ObjectKind.MODEL].insert(index, None if collective else weights)
+            evaluated.update({weights_name(True, index): weights} if writes and collective else {})
+    shown: list[Any] = [] if collective else collected.get(ObjectKind.MODEL, [])
     for hook in hooks:
-        hook(contents.models, shown, str(folder))
-    taken = CheckpointState(collected if writes or strategy.capabilities.collective_save else {}, rank=process.rank)
+        hook(contents.all_models, shown, str(folder))
+    taken = CheckpointState(collected if writes or collective else {}, rank=process.rank, evaluated=evaluated)
     if in_window:
         models = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
@@ -246,6 +265,12 @@ def capture(
     taken.files.update(_extra(contents, strategy, process))
     taken.files.update(_own(contents, process.rank, step))
     return taken
+
+
+def _whole_weights(strategy: Saver, model: Module) -> dict[str, Tensor]:
+    """The weights of a model that is only evaluated; a collective if parts of them are on other processes."""
+    weights = plain_state_dict(strategy.unwrap(strategy_model(model)))
+    return {name: full_tensor(value) if isinstance(value, DTensor) else value for name, value in weights.items()}
 
 
 def _equal(contents: PreparedObjects) -> dict[str, Any]:
@@ -316,8 +341,10 @@ def load_folder(
     model_options: dict[str, Any] | None = None,
     trusted: bool = False,
     allow_missing: Collection[str] = (),
+    allow_unread: Collection[str] = (),
     hooks: Sequence[LoadHook] = (),
     shown: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> int:
     """Load everything; called on every process. Random-number generators are last, so that loading does not advance
     them.
@@ -331,8 +358,10 @@ def load_folder(
         model_options: options of `Module.load_state_dict`.
         trusted: read registered objects from any pickle, which may run code from the file.
         allow_missing: data that may be missing: "random_states", "scaler", "loaders", "custom", "extra_state".
+        allow_unread: data that may remain unread: "models".
         hooks: called with (models, folder) before anything is read; models that they remove are not read.
         shown: the path of the folder for hooks and warnings, if `folder` is not the one that people know.
+        facts: those of the manifest.
 
     Returns:
         The step that was passed to `save_folder`.
@@ -341,15 +370,27 @@ def load_folder(
         CheckpointError: a file is missing or damaged, or belongs to other objects.
     """
     source = Path(folder)
-    models = list(contents.models)
+    models = list(contents.all_models)
     for hook in hooks:
         hook(models, str(shown or source))
+    # The place of a model among those that a hook leaves is up to the hook.
+    places = (
+        list(range(len(models))) if hooks else _places(source, facts or {}, models, strategy, "models" in allow_unread)
+    )
     for kind in SAVED_KINDS:
         options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
         if kind is ObjectKind.OPTIMIZER:
             options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
-        items = map(strategy_model, models) if kind is ObjectKind.MODEL else contents.for_strategy(kind)
-        for index, item in enumerate(items):
+        if kind is ObjectKind.MODEL:
+            for index, model in zip(places, models, strict=True):
+                with _fitting(source, model):
+                    inner = strategy_model(model)
+                    if contents.is_evaluated(model):
+                        _load_evaluated(strategy, inner, source, index, map_location, options)
+                    else:
+                        strategy.load(kind, inner, source, index, map_location=map_location, **options)
+            continue
+        for index, item in enumerate(contents.for_strategy(kind)):
             with _fitting(source, item):
                 strategy.load(kind, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in allow_missing, shown or source)
@@ -362,15 +403,41 @@ def load_folder(
         return _load_random_states(source, process, "random_states" in allow_missing)
 
 
+def _places(
+    folder: Path, facts: Mapping[str, Any], models: Sequence[Module], strategy: Saver, allow_unread: bool
+) -> list[int]:
+    """The index of the saved model for each prepared one."""
+    saved = saved_models(folder, facts)
+    own = [strategy.unwrap(strategy_model(model)) for model in models]
+    described = [(type(model).__name__, identity_of(model)) for model in own]
+    return matched_models(folder, saved, described, allow_unread=allow_unread)
+
+
+def _load_evaluated(
+    strategy: Saver, model: Module, folder: Path, index: int, map_location: Any, options: Mapping[str, Any]
+) -> None:
+    """Load a model that is only evaluated, from a file with all of its weights."""
+    own = strategy.unwrap(model)
+    if any(isinstance(value, DTensor) for value in own.state_dict().values()):
+        path = next(path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file())
+        strategy.load_weights(model, load_weights_file(path), options.get("strict", True))
+    else:
+        read_part(ObjectKind.MODEL, own, folder, index, map_location=map_location, **options)
+
+
 def _warn_of_unread(folder: Path, contents: PreparedObjects, shown: Path) -> None:
     """Warn about states without a prepared object: the script may have forgotten its scheduler."""
-    following = (
-        *(weights_name(safe, len(contents.models)) for safe in (True, False)),
-        optimizer_name(len(contents.optimizers)),
-        scheduler_name(len(contents.schedulers)),
-        loader_name(len(contents.loaders)),
-    )
-    if unread := [name for name in following if (folder / name).is_file()]:
+    unread = []
+    for name_of, known in (
+        (optimizer_name, contents.optimizers),
+        (scheduler_name, contents.schedulers),
+        (loader_name, contents.loaders),
+    ):
+        index = len(known)
+        while (folder / name_of(index)).is_file():
+            unread.append(name_of(index))
+            index += 1
+    if unread:
         logger.warning("%s of %s: not loaded, because fewer objects are prepared.", ", ".join(unread), shown)
 
 

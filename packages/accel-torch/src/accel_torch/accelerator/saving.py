@@ -100,8 +100,8 @@ class SavingMixin(Facade):
                 automatic checkpoints continue its numbers.
             load_kwargs: options for loading, as a dict. `strict=False` accepts models with other weights.
                 `allow_missing` is a tuple of contents that may be missing: "random_states", "scaler", "loaders",
-                "custom" and "extra_state". `weights_only=False` reads registered objects from any pickle, which can run
-                code.
+                "custom" and "extra_state". `allow_unread=("models",)` loads the first models of a checkpoint that has
+                more. `weights_only=False` reads registered objects from any pickle, which can run code.
             missing_ok: return None if there is no checkpoint yet, so that one line serves the first start and a resume.
             load_model_func_kwargs: the same options as keywords, and `map_location`.
 
