@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +57,31 @@ def test_a_listed_module_publishes_the_listed_names(module: str) -> None:
     published = importlib.import_module(module)
     assert set(published.__all__) >= STABLE[module], "griffe compares what a module publishes"
     assert all(hasattr(published, name) for name in STABLE[module])
+
+
+def documented(body: list[ast.stmt]) -> dict[str, bool]:
+    """Whether a text follows each name that is assigned in a module or a class."""
+    found = {}
+    for statement, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        found.update({one.id: text for one in targets if isinstance(one, ast.Name)})
+    return found
+
+
+@pytest.mark.parametrize("module", STABLE)
+def test_members_of_enumerations_and_constants_are_documented(module: str) -> None:
+    """The site shows a text below a member or a constant."""
+    for name in STABLE[module]:
+        item = getattr(importlib.import_module(module), name)
+        if isinstance(item, type) and issubclass(item, enum.Enum):
+            (declared,) = ast.parse(textwrap.dedent(inspect.getsource(item))).body
+            assert isinstance(declared, ast.ClassDef)
+            assert [member for member, text in documented(declared.body).items() if not text] == []
+    if module == "accel_state.settings.schema":
+        source = ast.parse(inspect.getsource(importlib.import_module(module)))
+        texts = documented(source.body)
+        assert [name for name in STABLE[module] if not texts.get(name, True)] == []
 
 
 @pytest.mark.parametrize("package", EXAMPLES)

@@ -77,7 +77,8 @@ CATALOGUE: Final[dict[str, BrokenBackend]] = {}
 CONTROLS: Final[dict[str, BrokenBackend]] = {}
 """By name, the two backends without a fault from which the others are made."""
 
-_WITHOUT_JOIN: Final = Capabilities(join=False)
+# Each gradient is averaged as soon as it is there, so all processes must have it.
+_WITHOUT_JOIN: Final = Capabilities(join=False, unused_parameters=False)
 _LOCAL: Final = Capabilities(join=False, average_parameters=False, equal_replicas=False)
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
@@ -596,7 +597,7 @@ class LocalSteps(Strategy):
             return
         state = torch.load(self._own_file(kind, folder, index), weights_only=True)
         if kind is ObjectKind.MODEL:
-            item.load_state_dict(state)
+            item.load_state_dict(state, strict=options.get("strict", True))
             return
         item.load_state_dict(state["inner"])
         outer = self.outer_of(item)

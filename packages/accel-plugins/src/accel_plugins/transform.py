@@ -25,9 +25,13 @@ class Stage(IntEnum):
     """The order of transforms: those that split weights are first, those that compile are last."""
 
     SPLIT_WEIGHTS = 10
+    """Replaces parameters by shards, as tensor parallelism does."""
     SPLIT_INPUTS = 20
+    """Divides inputs over processes, as sharding of the sequence does."""
     RECOMPUTE = 30
+    """Computes activations again in backward."""
     COMPILE = 40
+    """Compiles the model or its blocks."""
 
 
 class Transform(ABC):

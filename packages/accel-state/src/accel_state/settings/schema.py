@@ -107,8 +107,11 @@ def _format_json(value: Any) -> str:
 
 
 TEXT: Final = ValueType("a text", str)
+"""A str, taken as it is."""
 INTEGER: Final = ValueType("an integer", int, metavar="N")
+"""An int of any size and sign; `int_at_least` has a bound."""
 FLOAT: Final = ValueType("a number", float, metavar="N")
+"""A float."""
 
 
 def _format_boolean(value: bool) -> str:
@@ -116,9 +119,11 @@ def _format_boolean(value: bool) -> str:
 
 
 BOOLEAN: Final = ValueType("true or false", _parse_boolean, _format_boolean)
+"""A bool, as one of 1, y, yes, t, true, on or 0, n, no, f, false, off in any case."""
 SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
 """A bool with a flag that takes no value, even if its default is None."""
 JSON: Final = ValueType("a JSON value", _parse_json, _format_json)
+"""A dict, list, number, text, bool or None, as JSON."""
 
 
 def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int = 0) -> ValueType:
