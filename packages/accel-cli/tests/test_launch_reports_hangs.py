@@ -10,7 +10,7 @@ import pytest
 
 from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
-from accel_state.watch.record import STATUS_FOLDER, StatusRecord
+from accel_state.watch.record import StatusRecord
 from accel_state.watch.status import RankStatus
 
 WAITS = """
@@ -163,12 +163,12 @@ def watched(tmp_path):
 
     def make(report_after=10.0, timeout=None, codes=dict):
         watch = HangWatch(str(tmp_path), report_after, timeout, 2, codes)
-        folder, records = watch.variables[STATUS_FOLDER], {}
+        records = {}
 
         def write(rank, seen):
             if rank not in records:
                 records[rank] = StatusRecord()
-                records[rank].open(folder, rank)
+                records[rank].open(watch.folder, rank)
             records[rank].publish(seen.to_json())
 
         return watch, write

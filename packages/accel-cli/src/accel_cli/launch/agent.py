@@ -111,6 +111,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
 
 def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
     from accel_cli.launch.hangs import HangWatch
+    from accel_cli.launch.run_script import STATUS_FOLDER_VARIABLE
     from accel_cli.launch.settings import SupervisionSettings
     from accel_state.settings.environ import from_environment
 
@@ -119,7 +120,7 @@ def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
     alone = given.get("nnodes") == "1" and given.get("nproc-per-node", "").isdecimal()
     size = int(given["nproc-per-node"]) if alone else None
     hangs = HangWatch(folder, settings.hang_report_after, settings.hang_timeout, size)
-    os.environ.update(hangs.variables)
+    os.environ[STATUS_FOLDER_VARIABLE] = hangs.folder
     return hangs
 
 

@@ -18,7 +18,6 @@ from typing import Final
 
 from accel_cli.launch.report import ending
 from accel_state.proc import process_info, seconds_of_descendants, state_of
-from accel_state.watch.record import STATUS_FOLDER
 from accel_state.watch.report import describe_ranks
 from accel_state.watch.runs import announce_run
 from accel_state.watch.status import RankStatus, read_statuses, request_stacks
@@ -46,6 +45,9 @@ class HangWatch:
         world_size: number of all processes; None to report only the processes that have written, as with several
             machines.
         codes: returns the exit codes of the processes that have ended, by rank.
+
+    Attributes:
+        folder: the folder in which the processes write their position.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class HangWatch:
         world_size: int | None = None,
         codes: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        self._folder = announce_run(folder)
+        self.folder = announce_run(folder)
         self._world_size = world_size
         self._first_report = report_after
         self._next_report = report_after
@@ -73,11 +75,6 @@ class HangWatch:
         """Whether the run has waited longer than the timeout."""
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Variables for the processes."""
-        return {STATUS_FOLDER: self._folder}
-
-    @property
     def ended(self) -> str:
         """The message for a run that was ended because it waited for too long."""
         return f"accel launch: The run was ended after {self._timeout:g} s in one collective (hang_timeout)."
@@ -88,14 +85,9 @@ class HangWatch:
         waiting = {rank for rank, _ in self._waiting}
         return [rank for rank in range(self._world_size or 0) if waiting and rank not in waiting]
 
-    @property
-    def folder(self) -> str:
-        """The folder in which the processes write their position."""
-        return self._folder
-
     def look(self) -> bool:
         """Read the positions, print a report if it is due, and return whether the timeout is exceeded."""
-        self._seen, now = read_statuses(self._folder), time.monotonic()
+        self._seen, now = read_statuses(self.folder), time.monotonic()
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
         if self._world_size != 1:
             waiting |= self._waiting_in_torch(now)
@@ -107,7 +99,7 @@ class HangWatch:
         if self.waited < _STUCK:
             return False
         self._text = self._described()
-        request_stacks(self._folder)
+        request_stacks(self.folder)
         self.over = self._timeout is not None and self.waited >= self._timeout
         if self.over or (self._next_report and self.waited >= self._next_report):
             self.tell()
@@ -125,7 +117,7 @@ class HangWatch:
                 continue
             since = idle.since(seen, now)
             if since is not None and now - since >= _STUCK:
-                request_stacks(self._folder)
+                request_stacks(self.folder)
                 if idle.waits_for_others:
                     waiting[rank, seen.number] = since
         return waiting

@@ -199,12 +199,11 @@ def _everyone(
             " The process that hosts the store cannot be reached, so this shows the other ranks as they were "
             f"{world.time - world.read:.0f} s ago."
         )
-    asked = set(members or range(world_size))
-    missed = [other for other in range(world_size) if other in asked and _is_lost(world, other)]
+    asked = members or range(world_size)
+    missed = [other for other in asked if _is_lost(world, other)]
     if not missed:
         mine = _collective_of(world.statuses[rank])
-        missed = [other for other in world.statuses if _collective_of(world.statuses[other]) != mine]
-        missed = [other for other in missed if other in asked]
+        missed = [other for other in asked if _collective_of(world.statuses[other]) != mine]
     return f"{where[:1].upper()}{where[1:]}.{note}", missed
 
 
