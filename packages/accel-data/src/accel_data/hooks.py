@@ -7,12 +7,10 @@ from contextlib import closing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from accel_data.padding import PaddedBatch
-
 if TYPE_CHECKING:
     from accel_state.watch.seconds import TimeAccount
 
-__all__ = ("BatchPauses", "DeviceTransfer", "LoaderHook", "accompanied", "transferred", "with_hook")
+__all__ = ("BatchPauses", "DeviceTransfer", "LoaderHook", "accompanied", "with_hook")
 
 
 class DeviceTransfer(Protocol):
@@ -70,19 +68,6 @@ class BatchPauses:
 
     def __init__(self) -> None:
         self.used = False
-
-
-def transferred(items: Iterator[Any], transfer: DeviceTransfer, ahead: bool) -> Iterator[Any]:
-    """Items with their batches copied to the device.
-
-    Args:
-        items: batches, or `PaddedBatch` where there is more than the batch.
-        transfer: copies batches to the device.
-        ahead: whether another thread may read the items.
-    """
-    pairs = ((item.batch, item) if type(item) is PaddedBatch else (item, None) for item in items)
-    for batch, item in transfer(pairs, ahead):
-        yield batch if item is None else PaddedBatch(batch, item.padding, item.base)
 
 
 def accompanied(

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
-from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, transferred, with_hook
+from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, with_hook
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
@@ -334,7 +334,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return batches
         # Prefetching in another thread must not draw from this process's generators, nor call collectives.
         ahead = source.local is source and self.base_dataloader.num_workers > 0
-        return transferred(batches, transfer, ahead)
+        return _transferred(batches, transfer, ahead)
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
         try:
@@ -744,3 +744,16 @@ class SkipDataLoader(DataLoaderShard):
 def _on(device: torch.device) -> Callable[[Any], bool]:
     """Returns a check whether a tensor is on a device; tensors have a faster one for the CPU."""
     return attrgetter("is_cpu") if device.type == "cpu" else lambda tensor: tensor.device == device
+
+
+def _transferred(items: Iterator[Any], transfer: DeviceTransfer, ahead: bool) -> Iterator[Any]:
+    """Items with their batches copied to the device.
+
+    Args:
+        items: batches, or `PaddedBatch` where there is more than the batch.
+        transfer: copies batches to the device.
+        ahead: whether another thread may read the items.
+    """
+    pairs = ((item.batch, item) if type(item) is PaddedBatch else (item, None) for item in items)
+    for batch, item in transfer(pairs, ahead):
+        yield batch if item is None else PaddedBatch(batch, item.padding, item.base)
