@@ -197,6 +197,15 @@ def test_nothing_stays_on_the_device_without_reading_ahead() -> None:
     assert used(FIRST) == 0
 
 
+@pytest.mark.parametrize("preload", [[], ["Block"]])
+def test_nothing_stays_on_the_device_after_a_pass(preload: list[str]) -> None:
+    model, expected = made(blocks=30)
+    cpu_offload(model, 0, True, preload_module_classes=preload)
+    for _ in range(3):
+        assert torch.allclose(model(IDS), expected, atol=1e-5)
+        assert used(FIRST) == 0
+
+
 def test_a_pass_that_fails_leaves_weights_away_and_the_next_is_right() -> None:
     model, expected = made()
     cpu_offload(model, FIRST)

@@ -353,6 +353,7 @@ class OutermostHook(AlignDevicesHook):
 
     Args:
         execution_device: where the model's first part computes.
+        reader: reads weights ahead for the modules of the model.
         skip_keys: keyword arguments with values that are not moved.
         tied_params_map: copies of tied weights by device.
     """
@@ -360,11 +361,17 @@ class OutermostHook(AlignDevicesHook):
     def __init__(
         self,
         execution_device: Device | None,
+        reader: BlockReader,
         skip_keys: str | list[str] | None = None,
         tied_params_map: TiedParameters | None = None,
     ) -> None:
         super().__init__(
-            execution_device, io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map, names=()
+            execution_device,
+            io_same_device=True,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+            reader=reader,
+            names=(),
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -375,6 +382,14 @@ class OutermostHook(AlignDevicesHook):
         if self.execution_device is None or self.execution_device.type != "meta":
             refuse_weights_without_data(module, _loaded_by_hook)
         return super().pre_forward(module, *args, **kwargs)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.reader.end_pass()
+        return super().post_forward(module, output)
+
+    def forward_failed(self, module: nn.Module) -> None:
+        self.reader.end_pass()
+        super().forward_failed(module)
 
 
 def _loaded_by_hook(module: nn.Module) -> list[Tensor]:
@@ -599,7 +614,7 @@ def attach_align_device_hook_on_blocks(
         options={"skip_keys": skip_keys, "tied_params_map": tied_params_map},
         entries={id(modules[name]) for name in devices if name in modules},
     )
-    outermost = OutermostHook(next(iter(devices.values()), None), **blocks.options)
+    outermost = OutermostHook(next(iter(devices.values()), None), blocks.reader, **blocks.options)
     add_hook_to_module(module, outermost, append=True)
     for name, device in devices.items():
         offloaded = offloads.get(name, False)

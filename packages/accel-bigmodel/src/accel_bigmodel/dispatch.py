@@ -294,8 +294,9 @@ def _offload(
     max_prefetch_bytes: int | None,
 ) -> M:
     execution_device = resolve_device(device if device is not None else _device_of(model))
+    reader = BlockReader(max_prefetch_bytes)
     with preserved_ties(model):
-        add_hook_to_module(model, OutermostHook(execution_device), append=True)
+        add_hook_to_module(model, OutermostHook(execution_device, reader), append=True)
         attach_align_device_hook(
             model,
             execution_device=execution_device,
@@ -303,7 +304,7 @@ def _offload(
             weights_map=weights,
             offload_buffers=offload_buffers,
             preload_module_classes=preload_module_classes,
-            reader=BlockReader(max_prefetch_bytes),
+            reader=reader,
         )
     refuse_to_move(model)
     return model

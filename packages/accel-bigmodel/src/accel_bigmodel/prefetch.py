@@ -53,6 +53,7 @@ class _Shared:
     changed: threading.Condition = field(default_factory=threading.Condition)
     queue: deque[Block] = field(default_factory=deque)
     loading: Block | None = None
+    unwanted: Block | None = None
     ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
     spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
     streams: dict[torch.device, Any] = field(default_factory=dict)
@@ -142,6 +143,18 @@ class BlockReader:
         _used_here(weights, block.device)
         return weights
 
+    def end_pass(self) -> None:
+        """Forget what the calling thread was expected to need next: nothing stays on the device between passes."""
+        shared = self._shared
+        with shared.changed:
+            self._last.pop(threading.get_ident(), None)
+            others = {later for last in self._last.values() for later in self._chain(last)}
+            shared.queue = deque(queued for queued in shared.queue if queued in others)
+            if shared.loading not in others:
+                shared.unwanted = shared.loading
+            for stale in [ready for ready in shared.ready if ready not in others]:
+                del shared.ready[stale]
+
     def _load_now(self, block: Block) -> dict[str, Tensor]:
         """Read a block; if the device is full, discard the blocks read ahead, and stop prefetching."""
         try:
@@ -212,7 +225,7 @@ def _read_ahead(shared: _Shared) -> None:
     """The loop of the thread, until the reader is deleted."""
     while True:
         with shared.changed:
-            shared.loading = None
+            shared.loading = shared.unwanted = None
             shared.changed.notify_all()
             while not shared.queue and not shared.closed:
                 shared.changed.wait()
@@ -231,7 +244,10 @@ def _read_ahead(shared: _Shared) -> None:
             # The thread that needs the block reads it again, and raises the error where it can be handled.
             continue
         with shared.changed:
-            shared.ready[block] = weights
+            if block is not shared.unwanted:
+                shared.ready[block] = weights
+        # The thread must not keep the weights while it waits for work.
+        del weights
 
 
 def _load(block: Block, shared: _Shared, beside: bool = False) -> dict[str, Tensor]:
