@@ -86,7 +86,8 @@ class ShardedStrategy(AveragingStrategy):
                 weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
             model = owner(optimizer, [*bundle.models, *self._sharded])
-            if optimizer.state and not self.arrives_sharded(model):
+            arrives = self.arrives_sharded(model) and model not in self._sharded
+            if optimizer.state and not arrives:
                 raise Conflict(
                     f"Cannot prepare {type(optimizer).__name__}.",
                     "The optimizer has already stepped, and its state belongs to unsharded parameters.",
