@@ -98,7 +98,7 @@ class FSDP2Strategy(ShardedStrategy):
         super().check(bundle)
         process = self.context.process
         for model in bundle.models:
-            if not self.arrives_sharded(model) or model in self._arrived:
+            if not self.arrives_sharded(model) or model in self._sharded:
                 continue
             layout = arrived_layout(model, process)
             if any(layout.batch_shard != other.layout.batch_shard for other in self._arrived.values()):

@@ -87,7 +87,7 @@ class ShardedStrategy(AveragingStrategy):
                 weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
             model = owner(optimizer, [*bundle.models, *self._sharded])
-            if not self.arrives_sharded(model):
+            if not self.arrives_sharded(model) or model in self._sharded:
                 check_shardable(optimizer, whole=self.version > 1)
 
     def transforms(self) -> Iterable[Transform]:
