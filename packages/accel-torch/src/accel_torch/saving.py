@@ -96,6 +96,7 @@ def _facts(session: Session) -> dict[str, Any]:
     """The facts about the run that the manifest records besides its files."""
     mesh = session.strategy.context.mesh
     models = [session.strategy.unwrap(strategy_model(model)) for model in session.prepared.all_models]
+    shapes = not session.strategy.capabilities.collective_save
     positions = [loader.progress for loader in session.prepared.loaders if hasattr(loader, "progress")]
     return {
         "backend": session.backend.name,
@@ -104,7 +105,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "run_step": STATUS_RECORD.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         # A hook may write other models.
-        "models": None if session.prepared.save_hooks else [identity_of(model) for model in models],
+        "models": None if session.prepared.save_hooks else [identity_of(model, shapes=shapes) for model in models],
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
         "seed": torch.initial_seed(),
     }

@@ -1,4 +1,4 @@
-"""Which saved model is loaded into which prepared one: by names and shapes of the weights, and by position."""
+"""Which saved model is loaded into which prepared one: by names and shapes of the parameters, and by position."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import xxhash
 from torch.nn import Module
 
-from accel_bigmodel.weight_files.metadata import read_header
 from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, shards_name, weights_name
-from accel_plugins.checkpoint.parts import plain_state_dict
+from accel_plugins.parameters import canonical_name
 from accel_state.errors import CheckpointError
 
 __all__ = ("identity_of", "matched_models", "saved_models")
@@ -21,22 +20,20 @@ __all__ = ("identity_of", "matched_models", "saved_models")
 logger = logging.getLogger(__name__)
 
 
-def identity_of(model: Module) -> str:
-    """A digest of the names and shapes of a model's weights; equal for models of one configuration.
+def identity_of(model: Module, *, shapes: bool) -> str:
+    """A digest of the names and shapes of a model's parameters; equal for models of one configuration.
 
     Args:
         model: the user's model.
+        shapes: False: names only, for models whose parameters have another shape on each process.
 
     Example:
         >>> import torch
-        >>> identity_of(torch.nn.Linear(2, 3)) == identity_of(torch.nn.Linear(2, 3))
+        >>> identity_of(torch.nn.Linear(2, 3), shapes=True) == identity_of(torch.nn.Linear(2, 3), shapes=True)
         True
     """
-    return _digest({name: tuple(value.shape) for name, value in plain_state_dict(model).items()})
-
-
-def _digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    described = sorted(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+    named = model.named_parameters(remove_duplicate=False)
+    described = sorted(f"{canonical_name(name)} {tuple(value.shape) if shapes else ''}" for name, value in named)
     return xxhash.xxh3_64_hexdigest("\n".join(described).encode())
 
 
@@ -50,22 +47,16 @@ def saved_models(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     recorded = facts.get("models")
     if isinstance(recorded, list) and all(isinstance(one, str) for one in recorded):
         return recorded
-    found: list[str] = []
-    while (identity := _identity_in(folder, len(found))) is not None:
-        found.append(identity)
-    return found
+    count = 0
+    while any((folder / name).exists() for name in _names(count)):
+        count += 1
+    return [""] * count
 
 
-def _identity_in(folder: Path, index: int) -> str | None:
-    """The identity of a saved model, empty if it is not known; None if there is none."""
-    safe = folder / weights_name(True, index)
-    if safe.is_file():
-        try:
-            return _digest({name: entry.shape for name, entry in read_header(safe).entries.items()})
-        except CheckpointError:
-            return ""
-    others = (weights_name(False, index), sharded_model_name(index), shards_name(FSDP_MODEL_NAME, index))
-    return "" if any((folder / name).exists() for name in others) else None
+def _names(index: int) -> tuple[str, ...]:
+    """The names that the weights of a model may have."""
+    safe, plain = weights_name(True, index), weights_name(False, index)
+    return safe, plain, sharded_model_name(index), shards_name(FSDP_MODEL_NAME, index)
 
 
 def matched_models(
@@ -94,7 +85,7 @@ def matched_models(
     raise CheckpointError(
         f"Cannot load the models of {folder}.",
         f"It has {len(saved)} ({_listed(range(len(saved)))}), and {len(prepared)} are prepared "
-        f"({', '.join(name for name, _ in prepared) or 'none'}); names and shapes of their weights do not say which "
+        f"({', '.join(name for name, _ in prepared) or 'none'}); names and shapes do not say which "
         "ones are meant.",
         "Prepare the same models in the same order as when the checkpoint was saved, also those for evaluation. To "
         "load the first ones and ignore the rest, pass allow_unread=('models',).",

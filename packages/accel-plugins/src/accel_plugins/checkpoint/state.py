@@ -409,7 +409,8 @@ def _places(
     """The index of the saved model for each prepared one."""
     saved = saved_models(folder, facts)
     own = [strategy.unwrap(strategy_model(model)) for model in models]
-    described = [(type(model).__name__, identity_of(model)) for model in own]
+    shapes = not strategy.capabilities.collective_save
+    described = [(type(model).__name__, identity_of(model, shapes=shapes)) for model in own]
     return matched_models(folder, saved, described, allow_unread=allow_unread)
 
 

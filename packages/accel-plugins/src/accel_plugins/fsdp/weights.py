@@ -376,6 +376,7 @@ def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int
         state = state if names_parameters(state) else by_name(state, optimizer, [model])
     elif any(name.startswith(f"{ObjectKind.OPTIMIZER.value}.state.") for name in names_in(sharded)):
         state = dict(get_optimizer_state_dict(model, optimizer))
+        _leave_out_unsaved(state, names_in(sharded))
         read_into({ObjectKind.OPTIMIZER.value: state}, sharded)
     else:
         state = {"state": {}, **read_whole(sharded)[ObjectKind.OPTIMIZER.value]}
@@ -389,8 +390,23 @@ def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *,
         return
     if full and len({parameter.device.type for parameter in model.parameters()}) > 1:
         state, full = {**state, "state": _divided(model, state["state"])}, False
-    options = StateDictOptions(full_state_dict=full)
+    # A parameter that had no gradient before the save has no state, and starts afresh.
+    options = StateDictOptions(full_state_dict=full, strict=False)
     set_optimizer_state_dict(model, optimizer, state, options=options)
+    # Of the others torch may have made states, as after a step.
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    unsaved = [parameter for name, parameter in named.items() if name not in state["state"]]
+    for parameter in unsaved if len(unsaved) < len(named) else ():
+        optimizer.state.pop(parameter, None)
+
+
+def _leave_out_unsaved(state: dict[str, Any], saved: Sequence[str]) -> None:
+    """Remove the states of parameters that have none in a checkpoint, because they had no gradient before the save."""
+    prefix = f"{ObjectKind.OPTIMIZER.value}.state."
+    with_state = {name.removeprefix(prefix).rpartition(".")[0] for name in saved if name.startswith(prefix)}
+    for name in list(state["state"]):
+        if name not in with_state:
+            del state["state"][name]
 
 
 def _divided(model: Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
