@@ -154,9 +154,9 @@ class HangMonitor:
             now, folder = time.monotonic(), STATUS_RECORD.status_folder
             asked = bool(folder) and world_requested(folder, self._rank)
             if asked:
-                requests = requests or now >= self._stacks_until
-                self._stacks_until = max(self._stacks_until, now + _STACKS_FOR)
                 self._reads_until = now + _STACKS_FOR
+                if now >= self._stacks_until:
+                    requests, self._stacks_until = True, now + _STACKS_FOR
             stack = now < self._stacks_until
             if folder:
                 STATUS_RECORD.publish(self._capture(stack or stack_requested(folder)).to_json())
