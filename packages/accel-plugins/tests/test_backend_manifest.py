@@ -45,3 +45,9 @@ def test_a_backend_whose_steps_need_all_processes_joins_nothing(manifest: Manife
 def test_a_manifest_travels_to_other_processes(name: str) -> None:
     (found,) = [found for found in plugins_of("accel.backends") if found.name == name]
     assert pickle.loads(pickle.dumps(found.load())) == found.load()
+
+
+def test_a_backend_that_computes_gradients_in_forward_divides_them_itself() -> None:
+    with pytest.raises(PluginError, match="own_accumulation"):
+        dataclasses.replace(GOOD, capabilities=Capabilities(loss_in_forward=True))
+    dataclasses.replace(GOOD, capabilities=Capabilities(loss_in_forward=True, own_accumulation=True))

@@ -96,3 +96,17 @@ def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one()
 def test_the_table_loads_without_torch() -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; import accel_plugins.mesh; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=250, check=False).returncode == 0
+
+
+def test_a_backend_combines_its_own_axes_with_those_that_can_be_combined() -> None:
+    pipeline = Manifest("pipeline", "a.b:C", axes=frozenset({"pp", Axis.REPLICATE, Axis.TENSOR}))
+    config = ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})
+    mesh.check_mesh(pipeline, config)
+    assert mesh.takes(pipeline, mesh.active_axes(config))
+    assert mesh.named(mesh.active_axes(config)) == "pp x dp_replicate"
+    with pytest.raises(Conflict, match=r"pp x dp_replicate with the backend 'ddp'(?s:.)*not pp"):
+        mesh.check_mesh(DDP, config)
+    foreign: Any = AxesOnly(frozenset({Axis.REPLICATE, Axis.TENSOR}))
+    foreign.active_mesh_dims.append("pp")
+    with pytest.raises(Conflict, match="does not accept sharded tensors"):
+        mesh.check_mesh(pipeline, foreign)

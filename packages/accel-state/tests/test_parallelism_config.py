@@ -259,3 +259,23 @@ def test_a_mesh_larger_than_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) 
         AcceleratorState(cpu=True)
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
     assert AcceleratorState(cpu=True).device_mesh is None
+
+
+def test_axes_of_a_backend_are_outside_of_all_others_and_divide_no_samples() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, axes={"pp": 2, "ep": 3, "none": 1})
+    assert config.active_mesh_dims == ["pp", "ep", "dp_replicate"]
+    assert (config.size("pp"), config.data_parallel_size, config.total_size) == (2, 2, 12)
+    assert config.to_json()["axes"] == {"pp": 2, "ep": 3, "none": 1}
+    with pytest.raises(Conflict, match=r"pp=2 x ep=3 x dp_replicate=2: it requires 12 processes"):
+        config.check_world(4)
+
+
+def test_axes_of_a_backend_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_AXES", "pp=2, ep=3")
+    assert ParallelismConfig().axes == {"pp": 2, "ep": 3}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"pp": 0}, {"pp": "two"}, {"no name": 2}, ["pp"]])
+def test_axes_without_a_name_or_a_size_of_their_own_are_refused(axes: Any) -> None:
+    with pytest.raises(SettingError, match="axes"):
+        ParallelismConfig(axes=axes)
