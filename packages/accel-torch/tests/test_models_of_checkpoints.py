@@ -175,3 +175,39 @@ def test_a_teacher_beside_a_sharded_student(two: Processes, tmp_path: Path, back
     first, second = two.run(teacher_on_two, str(tmp_path / "a"), backend, behind)
     assert first == [7.0, 1.0]
     assert second[0] == 7.0
+
+
+class Picky:
+    """Takes no state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not this one")
+
+
+@pytest.mark.parametrize("missing", ["random_states_0.pkl", "custom_checkpoint_0.pkl"])
+def test_what_is_missing_is_an_error_before_anything_changes(tmp_path: Path, missing: str) -> None:
+    with fresh():
+        run = accelerator()
+        model, _ = run.prepare(nn.Linear(2, 2), torch.utils.data.DataLoader(list(range(4))))
+        run.register_for_checkpointing(torch.optim.SGD(model.parameters(), 0.1))
+        fill(model, 1.0)
+        run.save_state(str(tmp_path / "a"))
+        (tmp_path / "a" / missing).unlink()
+        (tmp_path / "a" / "checkpoint_manifest.json").unlink()
+        fill(model, 2.0)
+        with pytest.raises(CheckpointError):
+            run.load_state(str(tmp_path / "a"))
+        assert values(model) == [2.0]
+
+
+def test_an_object_that_takes_no_state_says_what_is_restored_already(tmp_path: Path) -> None:
+    with fresh():
+        run = accelerator()
+        run.prepare(nn.Linear(2, 2))
+        run.register_for_checkpointing(Picky())
+        run.save_state(str(tmp_path / "a"))
+        with pytest.raises(CheckpointError, match=r"(?s)not this one\. Models, optimizers and sch"):
+            run.load_state(str(tmp_path / "a"))

@@ -18,7 +18,15 @@ from accel_state.devices.select import best_family, families
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.labels import RNGType
 
-__all__ = ("restore", "seed_again", "set_seed", "snapshot", "synchronize_rng_state", "synchronize_rng_states")
+__all__ = (
+    "missing_in",
+    "restore",
+    "seed_again",
+    "set_seed",
+    "snapshot",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,12 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
                 f"Its state cannot be used: {error}",
                 "Restore from a checkpoint that was saved with the same kind of device.",
             ) from error
-    return tuple(key for key in sources if key not in states)
+    return missing_in(states)
+
+
+def missing_in(states: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of `snapshot` on this process that some states do not have."""
+    return tuple(key for key in _by_key(current.process_or_start().family) if key not in states)
 
 
 def _by_key(family: DeviceFamily) -> dict[str, _Source]:

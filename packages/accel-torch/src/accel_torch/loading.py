@@ -65,14 +65,16 @@ def load_state(
                     manifest = read_manifest(found.folder)
                     facts = {} if manifest is None else manifest.facts
                     _demand_same_window(session, found.folder, facts)
-                    _load(session, found, facts, dict(options))
+                    _load(session, found, facts, dict(options), barrier)
                     _follow(session, found.place, facts)
                     _demand_undisturbed(found)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
 
-def _load(session: Session, found: _Chosen, facts: Mapping[str, Any], options: dict[str, Any]) -> None:
+def _load(
+    session: Session, found: _Chosen, facts: Mapping[str, Any], options: dict[str, Any], barrier: StoreBarrier
+) -> None:
     map_location = _place(session, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
     allow_unread = options.pop("allow_unread", ())
@@ -90,6 +92,8 @@ def _load(session: Session, found: _Chosen, facts: Mapping[str, Any], options: d
         hooks=list(session.prepared.load_hooks.values()),
         shown=found.shown,
         facts=facts,
+        # What follows may be collective, so nobody begins it unless all can.
+        checked=lambda: barrier.wait("checked"),
     )
     load_gradients(
         session.prepared.unwrapped_models(session.strategy.unwrap),

@@ -345,6 +345,7 @@ def load_folder(
     hooks: Sequence[LoadHook] = (),
     shown: Path | None = None,
     facts: Mapping[str, Any] | None = None,
+    checked: Callable[[], object] = lambda: None,
 ) -> int:
     """Load everything; called on every process. Random-number generators are last, so that loading does not advance
     them.
@@ -362,6 +363,7 @@ def load_folder(
         hooks: called with (models, folder) before anything is read; models that they remove are not read.
         shown: the path of the folder for hooks and warnings, if `folder` is not the one that people know.
         facts: those of the manifest.
+        checked: called once everything besides models, optimizers and schedulers is read, before anything is changed.
 
     Returns:
         The step that was passed to `save_folder`.
@@ -377,30 +379,33 @@ def load_folder(
     places = (
         list(range(len(models))) if hooks else _places(source, facts or {}, models, strategy, "models" in allow_unread)
     )
-    for kind in SAVED_KINDS:
-        options = dict(model_options or {}) if kind is ObjectKind.MODEL else {}
-        if kind is ObjectKind.OPTIMIZER:
-            options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
-        if kind is ObjectKind.MODEL:
-            for index, model in zip(places, models, strict=True):
-                with _fitting(source, model):
-                    inner = strategy_model(model)
-                    if contents.is_evaluated(model):
-                        _load_evaluated(strategy, inner, source, index, map_location, options)
-                    else:
-                        strategy.load(kind, inner, source, index, map_location=map_location, **options)
-            continue
-        for index, item in enumerate(contents.for_strategy(kind)):
-            with _fitting(source, item):
-                strategy.load(kind, item, source, index, map_location=map_location, **options)
-    _load_loaders(source, contents.loaders, process, "loaders" in allow_missing, shown or source)
-    _load_scaler(source, contents.scaler, "scaler" in allow_missing)
-    _load_custom(source, contents.custom, trusted, "custom" in allow_missing)
-    _load_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
+    rest = [
+        *_loader_states(source, contents.loaders, process, "loaders" in allow_missing, shown or source),
+        *_scaler_state(source, contents.scaler, "scaler" in allow_missing),
+        *_custom_states(source, contents.custom, trusted, "custom" in allow_missing),
+    ]
+    extra = _read_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
+    step, generators = _random_states(source, process, "random_states" in allow_missing)
+    checked()
+    for index, model in zip(places, models, strict=True):
+        with _fitting(source, model):
+            inner, options = strategy_model(model), dict(model_options or {})
+            if contents.is_evaluated(model):
+                _load_evaluated(strategy, inner, source, index, map_location, options)
+            else:
+                strategy.load(ObjectKind.MODEL, inner, source, index, map_location=map_location, **options)
+    _load_steppers(source, contents, strategy, map_location)
+    for item, state in rest:
+        with _fitting(source, item, " Models, optimizers and schedulers were restored before it."):
+            item.load_state_dict(state)
+    if extra is not None:
+        with _fitting(source, strategy, " The objects were restored before it."):
+            strategy.load_extra_state(extra, *_trained(contents))
     if process.rank == 0:
         _warn_of_unread(source, contents, shown or source)
-    with _fitting(source, "the random-number generators"):
-        return _load_random_states(source, process, "random_states" in allow_missing)
+    with _fitting(source, "the random-number generators", " Everything else was restored before them."):
+        rng.restore(generators)
+    return step
 
 
 def _places(
@@ -412,6 +417,16 @@ def _places(
     shapes = not strategy.capabilities.collective_save
     described = [(type(model).__name__, identity_of(model, shapes=shapes)) for model in own]
     return matched_models(folder, saved, described, allow_unread=allow_unread)
+
+
+def _load_steppers(folder: Path, contents: PreparedObjects, strategy: Saver, map_location: Any) -> None:
+    """Load optimizers and schedulers."""
+    own = [strategy.unwrap(model) for model in contents.for_strategy(ObjectKind.MODEL)]
+    for kind in SAVED_KINDS:
+        options = {"models": own} if kind is ObjectKind.OPTIMIZER else {}
+        for index, item in enumerate([] if kind is ObjectKind.MODEL else contents.for_strategy(kind)):
+            with _fitting(folder, item):
+                strategy.load(kind, item, folder, index, map_location=map_location, **options)
 
 
 def _load_evaluated(
@@ -443,8 +458,14 @@ def _warn_of_unread(folder: Path, contents: PreparedObjects, shown: Path) -> Non
 
 
 @contextmanager
-def _fitting(folder: Path, item: object) -> Iterator[None]:
-    """A context that reports which object could not be restored, when its state does not fit."""
+def _fitting(folder: Path, item: object, changed: str = "") -> Iterator[None]:
+    """A context that reports which object could not be restored, when its state does not fit.
+
+    Args:
+        folder: the checkpoint.
+        item: the object, or its name.
+        changed: a sentence on what is changed already.
+    """
     try:
         yield
     except (AccelError, MemoryError, torch.OutOfMemoryError):
@@ -453,21 +474,25 @@ def _fitting(folder: Path, item: object) -> Iterator[None]:
         what = item if isinstance(item, str) else f"the state of {type(item).__name__}"
         raise CheckpointError(
             f"Cannot restore {what} from {folder}.",
-            f"The saved state does not fit: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            f"The saved state does not fit: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}.{changed}",
             "Load an older checkpoint, or create the objects with the same settings as when it was saved.",
         ) from error
 
 
-def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, allow_missing: bool, shown: Path) -> None:
+Restored = tuple[Any, Any]
+"""An object, and the state that it gets."""
+
+
+def _loader_states(
+    folder: Path, loaders: Sequence[Any], process: Process, allow_missing: bool, shown: Path
+) -> Iterator[Restored]:
     for index, loader in enumerate(loaders):
         path = folder / loader_name(index)
         if not path.is_file() and (allow_missing or _never_saved(folder, loader, shown)):
             continue
         ranks_saved = 1 + len(list(folder.glob(loader_name(index, 1).replace("_rank1", "_rank*"))))
         same_world = ranks_saved == process.world_size
-        own = folder / loader_name(index, process.rank if same_world else 0)
-        with _fitting(folder, loader):
-            loader.load_state_dict(pickled.read(own))
+        yield loader, pickled.read(folder / loader_name(index, process.rank if same_world else 0))
 
 
 def _never_saved(folder: Path, loader: Any, shown: Path) -> bool:
@@ -479,16 +504,13 @@ def _never_saved(folder: Path, loader: Any, shown: Path) -> bool:
     return True
 
 
-def _load_scaler(folder: Path, scaler: Stateful | None, allow_missing: bool) -> None:
-    if scaler is None or not scaler.state_dict():
-        return
+def _scaler_state(folder: Path, scaler: Stateful | None, allow_missing: bool) -> Iterator[Restored]:
     path = folder / SCALER_NAME
-    if not (allow_missing and not path.is_file()):
-        with _fitting(folder, scaler):
-            scaler.load_state_dict(pickled.read(path))
+    if scaler is not None and scaler.state_dict() and not (allow_missing and not path.is_file()):
+        yield scaler, pickled.read(path)
 
 
-def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missing: bool) -> None:
+def _custom_states(folder: Path, custom: Sequence[Any], trusted: bool, allow_missing: bool) -> Iterator[Restored]:
     saved = len(list(folder.glob(custom_name(0).replace("_0", "_[0-9]*"))))
     if saved != len(custom) and not allow_missing:
         raise CheckpointError(
@@ -498,28 +520,29 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missi
             "allow_missing=('custom',).",
         )
     for index, item in enumerate(custom[:saved]):
-        with _fitting(folder, item):
-            item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
+        yield item, pickled.read(folder / custom_name(index), trusted=trusted)
 
 
-def _load_extra_state(
+def _read_extra_state(
     folder: Path, contents: PreparedObjects, strategy: Saver, process: Process, allow_missing: bool
-) -> None:
+) -> Any:
+    """The extra state of the strategy; None if it has none."""
     if not strategy.overrides("extra_state"):
-        return
+        return None
     path = folder / extra_state_name(process.rank)
     if path.is_file():
-        with _fitting(folder, strategy):
-            strategy.load_extra_state(pickled.read(path), *_trained(contents))
-    elif strategy.extra_state(*_trained(contents)) and not allow_missing:
+        return pickled.read(path)
+    if strategy.extra_state(*_trained(contents)) and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the extra state of {type(strategy).__name__} on process {process.rank} from {folder}.",
             f"There is no {path.name}: it was saved by fewer processes or with another backend.",
             "Resume with the same backend and number of processes, or pass allow_missing=('extra_state',).",
         )
+    return None
 
 
-def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> int:
+def _random_states(folder: Path, process: Process, allow_missing: bool) -> tuple[int, dict[str, Any]]:
+    """The step of the checkpoint, and the states of this process's generators."""
     path = folder / random_states_name(process.rank)
     ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
     if not allow_missing and (process.rank not in ranks or ranks[-1] >= process.world_size):
@@ -531,15 +554,15 @@ def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> 
             "Resume with the same number of processes, or pass allow_missing=('random_states',) to use new random "
             "states.",
         )
-    if process.rank not in ranks:
-        return int(pickled.read(folder / random_states_name(ranks[0]))["step"]) if ranks else 0
-    states = dict(pickled.read(path))
-    step = int(states.pop("step", 0))
-    missing = rng.restore(states)
-    if missing and not allow_missing:
+    with _fitting(folder, "the random-number generators"):
+        if process.rank not in ranks:
+            return int(pickled.read(folder / random_states_name(ranks[0]))["step"]) if ranks else 0, {}
+        states = dict(pickled.read(path))
+        step = int(states.pop("step", 0))
+    if (missing := rng.missing_in(states)) and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the random-number generators of process {process.rank} from {path}.",
             f"The checkpoint has no state of {', '.join(missing)}.",
             "Resume on the same kind of device, or pass allow_missing=('random_states',).",
         )
-    return step
+    return step, states
