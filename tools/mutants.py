@@ -68,6 +68,7 @@ AREAS: Final[Mapping[str, Sequence[str]]] = {
     "commit": _sources(
         "accel_plugins",
         *("checkpoint/background", "checkpoint/boundaries", "checkpoint/commit", "checkpoint/manifest"),
+        *("checkpoint/finalize", "checkpoint/foreign_files", "checkpoint/locks", "checkpoint/models"),
         *("checkpoint/recovery", "checkpoint/retention", "checkpoint/state"),
     ),
 }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -47,10 +48,26 @@ def test_a_file_a_folder_and_an_index_are_found(tmp_path: Path) -> None:
     assert load_weights(single).keys() == {"a"}
 
 
-def test_a_folder_with_both_formats_gives_the_torch_file(tmp_path: Path) -> None:
-    save_weights({"new": torch.zeros(1)}, tmp_path)
-    save_weights({"old": torch.zeros(1)}, tmp_path, safe_serialization=False)
-    assert load_weights(tmp_path).keys() == {"old"}
+@pytest.mark.parametrize("limits", [("10GB", "10GB"), ("10GB", 20), (20, "10GB"), (20, 20)])
+@pytest.mark.parametrize("safe", [True, False])
+def test_of_both_formats_in_a_folder_the_last_saved_is_read(
+    tmp_path: Path, safe: bool, limits: tuple[int | str, int | str]
+) -> None:
+    for value, limit, is_safe in zip((1.0, 7.0), limits, (safe, not safe), strict=True):
+        weights = {"a": torch.full((4,), value), "b": torch.full((4,), value)}
+        save_weights(weights, tmp_path, limit, is_safe)
+        for path in tmp_path.iterdir():
+            # The clock of a file system may be too coarse for two saves of a test.
+            os.utime(path, ns=(0, path.stat().st_mtime_ns if value == 7.0 and path.stat().st_mtime_ns > 1 else 1))
+    assert {value.unique().item() for value in load_weights(tmp_path).values()} == {7.0}
+
+
+def test_of_equal_times_the_torch_file_is_read(tmp_path: Path) -> None:
+    for safe in (True, False):
+        save_weights({"a": torch.full((4,), float(safe))}, tmp_path, safe_serialization=safe)
+    for path in tmp_path.iterdir():
+        os.utime(path, ns=(1, 1))
+    assert load_weights(tmp_path)["a"].tolist() == [0.0] * 4
 
 
 def test_a_folder_without_weights_or_with_two_indexes_is_refused(tmp_path: Path) -> None:

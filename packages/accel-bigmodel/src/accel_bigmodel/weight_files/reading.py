@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_bigmodel.weight_files.metadata import TensorInfo, read_header, read_index
-from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
+from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, index_name, is_safetensors
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.torch_files import load_torch_file
 from accel_state.errors import CheckpointError, CheckpointNameError
@@ -48,8 +48,8 @@ class WeightSource:
 def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
     """Find the files of the checkpoint at `path`.
 
-    `path` may be a weight file, an index (`.json`), or a folder: there `pytorch_model.bin` is looked for first, then
-    `model.safetensors`, then a single `*.index.json`.
+    `path` may be a weight file, an index (`.json`), or a folder: there it is the last written one of
+    `pytorch_model.bin`, `model.safetensors` and their indexes, or else a single `*.index.json`.
 
     Raises:
         CheckpointError: there is no such file or folder, or the index is damaged.
@@ -103,9 +103,11 @@ def load_weights_file(
 
 
 def _in_folder(folder: Path) -> Path:
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-        if (folder / name).is_file():
-            return folder / name
+    names = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+    usual = [folder / name for name in (*names, *map(index_name, names))]
+    if there := [path for path in usual if path.is_file()]:
+        # A folder may hold what an earlier save wrote in the other format; of equal times, the first one counts.
+        return max(there, key=lambda path: path.stat().st_mtime_ns)
     indexes = sorted(folder.glob("*.index.json"))
     if len(indexes) == 1:
         return indexes[0]
