@@ -251,7 +251,8 @@ def train_compiled(case: Case) -> dict[str, Any]:
     """Losses and weights of a compiled model, and the type of the unwrapped model."""
     training: Any = case.open()
     losses, _ = training.train()
-    bare = training.accelerator.unwrap_model(training.model, keep_torch_compile=False)
+    whole = training.manifest.capabilities.whole_model
+    bare = training.accelerator.unwrap_model(training.model, keep_torch_compile=False) if whole else training.user_model
     return {
         "compiled": any(hasattr(module, "_orig_mod") for module in training.model.modules()),
         "is_users_class": isinstance(bare, type(training.user_model)),

@@ -65,6 +65,8 @@ class Pipeline(nn.Module):
         self.whole[0].train(mode)
         return super().train(mode)
 
+    # Schedules send and receive, which torch.compile cannot trace.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch that every stage has, whose gradients are then there; or outputs."""
         trains = targets is not None and torch.is_grad_enabled()
