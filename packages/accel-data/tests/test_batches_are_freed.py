@@ -6,6 +6,7 @@ The memory of a GPU would be missed, and a forked DataLoader worker that collect
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from itertools import product
@@ -93,6 +94,44 @@ def alive_after_an_error(dispatch: bool) -> tuple[int, int]:
 @pytest.mark.usefixtures("fresh_state")
 def test_the_loop_gets_the_batches_before_an_error_and_none_is_left(dispatch: bool) -> None:
     assert alive_after_an_error(dispatch) == (SAMPLES // 2, 0)
+
+
+class KnownIterator(DataLoader[Any]):
+    """Keeps a weak reference to torch's iterator."""
+
+    iterator: Any = None
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        KnownIterator.iterator = weakref.ref(batches)
+        return batches
+
+
+def read_without_worker(loader: Any) -> None:
+    """Read a loader whose only worker is killed after the first batch."""
+    for _ in loader:
+        (worker,) = KnownIterator.iterator()._workers
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+
+def alive_after_a_worker_died() -> bool:
+    """Whether torch's iterator is left when the error of a worker was handled that died between two reads."""
+    loader: Any = prepare_data_loader(KnownIterator(Rows(), batch_size=2, num_workers=1), put_on_device=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(DataError, match="A DataLoader worker died"):
+            read_without_worker(loader)
+        return KnownIterator.iterator() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_the_iterator_of_a_worker_that_died_is_not_left() -> None:
+    # A forked worker that collects an iterator of its parent prints an error of torch.
+    assert not alive_after_a_worker_died()
 
 
 def test_a_batch_is_free_before_the_next_is_read() -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -96,14 +96,22 @@ class _DeferringHandler:
                 raise
             self._error = error
 
+    def _raise_deferred(self) -> NoReturn:
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            # The error would keep this frame alive, and the frame the error.
+            del error
+
     def read(self, batches: Iterator[Any]) -> Any:
         """The next batch; raises StopIteration at the end."""
         counts = _is_main_thread()
         self._reads += counts
         try:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            if self._error is not None:
+                self._raise_deferred()
             return next(batches)
         except RuntimeError:
             # Outside the main thread torch reports dead workers itself.
