@@ -75,7 +75,9 @@ def test_row_67_configured_once_and_launched_without_options(elsewhere: bool, tm
     written = tmp_path / "elsewhere.yaml" if elsewhere else file
     text = written.read_text(encoding="utf-8")
     assert file.exists() is not elsewhere
-    written.write_text(re.sub("num_processes: .*", "num_processes: 2", re.sub("use_cpu: .*", "use_cpu: true", text)))
+    for key, value in (("num_processes", "2"), ("use_cpu", "true"), ("distributed_type", "MULTI_CPU")):
+        text = re.sub(f"{key}: .*", f"{key}: {value}", text)
+    written.write_text(text)
     done = run_command([*command, "launch", *place, str(script), "--epochs", "3"], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("2 ")[1:] == ["['--epochs', '3'] "] * 2

@@ -37,7 +37,7 @@ def unknown_arguments(item: type | Callable[..., Any]) -> list[str]:
     """Names that a docstring describes as arguments, and that the object does not take."""
     bases = inspect.getmro(item) if isinstance(item, type) else ()
     takers = [base.__dict__[name] for base in bases for name in ("__init__", "__new__") if name in vars(base)] or [item]
-    functions = filter(inspect.isfunction, map(inspect.unwrap, takers))
+    functions = (one for one in map(inspect.unwrap, takers) if inspect.isfunction(one) or inspect.ismethod(one))
     taken = {name for function in functions for name in inspect.signature(function).parameters}
     taken |= {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
     return [name for name in argument_meanings(item) if name not in taken]

@@ -63,7 +63,7 @@ def test_a_variable_of_the_wrong_kind_is_named():
 
 def text_for(known):
     """A text that is not the default and that the setting takes."""
-    candidates = (*reversed(known.type.choices), "3", "true", "false", "true,false,true", "text")
+    candidates = (*reversed(known.type.choices), "3", "true", "false", "true,false,true", "pp=2", "text")
     for text in candidates:
         try:
             if known.type.parse(text) != known.default:

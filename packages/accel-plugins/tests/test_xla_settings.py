@@ -53,4 +53,4 @@ def test_without_torch_xla_it_says_what_to_install() -> None:
 
 def test_it_declares_what_it_lacks() -> None:
     assert MANIFEST.tier == 3
-    assert MANIFEST.capabilities == Capabilities(fp16=False, join=False, local_passes=False)
+    assert MANIFEST.capabilities == Capabilities(fp16=False, join=False, local_passes=False, unused_parameters=False)

@@ -572,6 +572,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ForgetsToDivide, {}, "test_losses_equal_those_of_one_process", (False,)),
     (NeverSynchronises, {}, "test_weights_are_the_same_on_all_processes", ()),
     (NeverSynchronises, {}, "test_weights_equal_those_of_one_process", (False,)),
+    (NeverSynchronises, {}, "test_an_optimizer_of_whole_matrices_trains_as_in_one_process_or_is_refused", ()),
     (SynchronisesWhenToldNotTo, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
     (StaysUnsynchronised, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
     (StaysUnsynchronised, {}, "test_accumulation_equals_the_big_batch", (2,)),

@@ -51,7 +51,7 @@ def spoil(wrong: str, accelerator: Accelerator, model: Any, optimizer: Any, load
     if wrong == "generator":
         torch.rand(1)
     if wrong == "loader":
-        loader.progress.steps += 1
+        loader.progress.iteration.steps += 1
     if wrong == "group":
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     if wrong == "step":

@@ -27,16 +27,17 @@ class StragglerReport:
         self._account = account
         self._before = self._seconds()
 
-    def tell(self, log: Callable[[dict[str, float]], None], prints: bool) -> None:
+    def tell(self, log: Callable[[dict[str, float]], None] | None, prints: bool) -> None:
         """Log the shares of all processes and print them as a table; called on every process.
 
         Args:
-            log: the function that logs values by name.
+            log: the function that logs values by name; None: no tracker runs.
             prints: whether this process prints the table.
         """
         mine = [now - before for now, before in zip(self._seconds(), self._before, strict=True)]
         everyones: list[list[float]] = gather_object([mine])
-        log(shares(everyones))
+        if log is not None:
+            log(shares(everyones))
         if prints:
             print(table(everyones))  # noqa: T201 - this is what it is for
 

@@ -198,7 +198,7 @@ class WholeMatrices:
         states.clear()
         own = {name: one for name, one in self._named(models).items() if one.is_mine}
         for file in files:
-            for name, state in pickled.read(file, mmap=True).items():
+            for name, state in pickled.read(file).items():
                 if name in own:
                     device = own[name].parameter.device_mesh.device_type
                     states[own[name].whole] = _on(device, state)

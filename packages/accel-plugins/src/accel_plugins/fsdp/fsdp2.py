@@ -274,14 +274,16 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    if any(gradient.device.type != gradient.device_mesh.device_type for gradient in sharded):
-        return _norm_of_offloaded(sharded, norm_type)
+    on_host = any(gradient.device.type != gradient.device_mesh.device_type for gradient in sharded)
+    # torch has no maximum of an empty tensor, and the shard of a small parameter may be empty.
+    if sharded and (on_host or norm_type == float("inf")):
+        return _norm_of_shards(sharded, norm_type)
     norm = get_total_norm(gradients, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _norm_of_offloaded(gradients: list[DTensor], norm_type: float) -> Tensor:
-    """The norm of shards in host memory; the groups of their mesh may support only tensors on the device."""
+def _norm_of_shards(gradients: list[DTensor], norm_type: float) -> Tensor:
+    """The norm of shards, some of which may be empty or in host memory; groups of a mesh may support only devices."""
     mesh = gradients[0].device_mesh
     norms: dict[tuple[Placement, ...], list[Tensor]] = {}
     for gradient in gradients:

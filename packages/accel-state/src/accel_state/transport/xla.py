@@ -33,7 +33,7 @@ class XLATransport(TorchDistTransport):
             return super().all_gather(output, tensor, header=header)
         if _spmd():
             gathered = torch.empty(output.shape, dtype=output.dtype)
-            super().all_gather(gathered, tensor.cpu()).wait()
+            super().all_gather(gathered.view(-1), tensor.cpu().view(-1)).wait()
         else:
             gathered = _alone(lambda model: model.all_gather(tensor.reshape(-1), dim=0))
         output.view(-1).copy_(gathered.view(-1))

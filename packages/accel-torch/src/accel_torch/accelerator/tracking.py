@@ -170,7 +170,8 @@ class TrackingMixin(Facade):
             >>> accelerator.end_training()
         """
         if self.session.report is not None:
-            self.session.report.tell(self.log, self.state.is_main_process)
+            log = None if self.session.tracking is None else self.log
+            self.session.report.tell(log, self.state.is_main_process)
         self._log_sample_counts(None)
         if self.session.tracking is not None:
             self.session.tracking.finish()
