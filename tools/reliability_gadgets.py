@@ -12,6 +12,7 @@ refused with a CheckpointError, also for want of memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickletools
 import random
@@ -427,6 +428,8 @@ def _child(reader: str, first: int, step: int) -> None:
     hook = AuditHook()
     sys.addaudithook(hook)
     warnings.simplefilter("ignore")
+    # torch imports it when something first asks for a nested tensor.
+    importlib.import_module("torch.nested._internal.ops")
     with tempfile.TemporaryDirectory() as place:
         for gadget in every[: len(form.real())]:  # also imports what is imported when it is first used
             (Path(place) / form.name).write_bytes(gadget)

@@ -93,27 +93,31 @@ class Accumulation:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
         gradient = self.gradient
         plugin, loaders = gradient.plugin, gradient.loaders
-        if loaders and plugin.sync_with_dataloader and self._window_ends(loaders):
+        ends = False
+        if loaders and plugin.sync_with_dataloader:
+            # A step feels a call more, and most loops read one loader.
+            loader = loaders[0] if len(loaders) == 1 else self._loader_of_batch(loaders)
+            self._followed = id(loader)
+            ends = loader.end_of_dataloader
+        if ends:
             self.step = 0
             gradient.sync_gradients = True
         else:
             self.step = step = self.step + 1
             gradient.sync_gradients = step % (plugin.num_steps or 1) == 0
 
-    def _window_ends(self, loaders: list[Iterating]) -> bool:
-        """Whether the loader that gives the micro-batches has yielded its last one.
+    def _loader_of_batch(self, loaders: list[Iterating]) -> Iterating:
+        """The loader, of several that are read, that gives this micro-batch.
 
         It is the loader that gave the last micro-batch, if it has yielded since: an iterator that the script advances
         by hand may have yielded after it. Else it is the one that yielded last.
         """
         loader = loaders[-1]
-        if len(loaders) > 1:
-            for other in loaders:
-                if id(other) == self._followed and _received(other) != self._received:
-                    loader = other
-            self._received = _received(loader)
-        self._followed = id(loader)
-        return loader.end_of_dataloader
+        for other in loaders:
+            if id(other) == self._followed and _received(other) != self._received:
+                loader = other
+        self._received = _received(loader)
+        return loader
 
     # Nothing is left to do. A C function that takes any arguments and returns a false value is the fastest.
     __exit__: ClassVar[Any] = "".format
