@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 from typing import Any, Final
 
 import numpy
 
 __all__ = ("NAMES", "as_numpy")
 
-_KINDS: Final = "biufc"
+_NAME: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
+"""The names of types of numbers; numpy would also evaluate shapes and fields in a text, and reserve their memory."""
 
 
 class _Type:
     """In the place of `numpy.dtype`: a type of numbers."""
 
     def __init__(self, text: str, align: bool = False, copy: bool = True) -> None:
-        self.dtype = numpy.dtype(str(text))
-        if self.dtype.kind not in _KINDS or self.dtype.hasobject:
+        if not isinstance(text, str) or _NAME.fullmatch(text) is None:
             raise ValueError(f"an array of {text!s:.20} is not one of numbers")
+        self.dtype = numpy.dtype(text)
 
     def __setstate__(self, state: Any) -> None:
         if tuple(state) not in [(3, order, None, None, None, -1, -1, 0) for order in "<>|="]:
