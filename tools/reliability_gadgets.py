@@ -428,8 +428,9 @@ def _child(reader: str, first: int, step: int) -> None:
     hook = AuditHook()
     sys.addaudithook(hook)
     warnings.simplefilter("ignore")
-    # torch imports it when something first asks for a nested tensor.
-    importlib.import_module("torch.nested._internal.ops")
+    # torch imports them late, when something first asks for a tensor of some other kind.
+    for module in ("torch.nested._internal.ops", "torch._subclasses.schema_check_mode"):
+        importlib.import_module(module)
     with tempfile.TemporaryDirectory() as place:
         for gadget in every[: len(form.real())]:  # also imports what is imported when it is first used
             (Path(place) / form.name).write_bytes(gadget)
