@@ -17,54 +17,50 @@ from accelerate.legacy.fsdp2_configs import to_fsdp2_command
 from accelerate.legacy.parsing import OldParser, add_launch_arguments, own_arguments
 
 
-class OldCommand:
-    """A command of `accelerate`.
-
-    Args:
-        name: its word on the command line.
-        run: runs parsed arguments; by default the command of the same name does.
-        add_arguments: declares the arguments; by default those of the command of the same name.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        run: Callable[[Namespace], None] | None = None,
-        add_arguments: Callable[[ArgumentParser], None] | None = None,
-    ) -> None:
-        self._name, self._run, self._add_arguments = name, run or self.run, add_arguments
-
-    def parser(self, subparsers: Any = None) -> ArgumentParser:
-        """The parser of the command.
-
-        Args:
-            subparsers: what `ArgumentParser.add_subparsers` returned, for a parser inside another one.
-        """
-        command = find_command(self._name)
-        if subparsers is None:
-            epilog = "Options may be written with dashes as well, such as --num-processes."
-            parser: ArgumentParser = OldParser(
-                f"accelerate {self._name}", description=command.help, epilog=epilog, allow_abbrev=False
-            )
-        else:
-            parser = subparsers.add_parser(self._name, help=command.help)
-            parser.set_defaults(func=self._run)
-        (self._add_arguments or command.add_arguments)(parser)
-        return parser
-
-    def run(self, args: Namespace) -> None:
+def _runner(name: str) -> Callable[[Namespace], None]:
+    def run(args: Namespace) -> None:
         """Run the command.
 
         Raises:
             SystemExit: it failed; the error has the exit code.
         """
-        code = find_command(self._name).run(args)
+        code = find_command(name).run(args)
         if code != 0:
             sys.exit(code)
 
-    def main(self) -> int:
+    return run
+
+
+def _parser_of(
+    name: str, run: Callable[[Namespace], None], add_arguments: Callable[[ArgumentParser], None] | None = None
+) -> Callable[..., ArgumentParser]:
+    def parser(subparsers: Any = None) -> ArgumentParser:
+        """The parser of the command.
+
+        Args:
+            subparsers: what `ArgumentParser.add_subparsers` returned, for a parser inside another one.
+        """
+        command = find_command(name)
+        if subparsers is None:
+            epilog = "Options may be written with dashes as well, such as --num-processes."
+            own_parser: ArgumentParser = OldParser(
+                f"accelerate {name}", description=command.help, epilog=epilog, allow_abbrev=False
+            )
+        else:
+            own_parser = subparsers.add_parser(name, help=command.help)
+            own_parser.set_defaults(func=run)
+        (add_arguments or command.add_arguments)(own_parser)
+        return own_parser
+
+    return parser
+
+
+def _main_of(name: str) -> Callable[[], int]:
+    def main() -> int:
         """What the console script and `python -m` run; returns the exit code."""
-        return command_line.main([self._name, *sys.argv[1:]], prog="accelerate")
+        return command_line.main([name, *sys.argv[1:]], prog="accelerate")
+
+    return main
 
 
 def main() -> int:
@@ -78,7 +74,7 @@ def launch_command(args: Namespace) -> None:
     Raises:
         SystemExit: the run failed; the error has the exit code.
     """
-    _launch.run(own_arguments(args))
+    _runner("launch")(own_arguments(args))
 
 
 def estimate_command(args: Namespace) -> None:
@@ -92,7 +88,7 @@ def estimate_command(args: Namespace) -> None:
     from accelerate.legacy.estimating import is_on_hub, model_of
 
     if not is_on_hub(args.model_name):
-        _estimate.run(args)
+        _runner("estimate-memory")(args)
         return
     sys.stdout.write(table_of(estimate_memory(model_of(args), args.dtypes)) + "\n")
 
@@ -106,17 +102,17 @@ def tpu_command_launcher(args: Namespace) -> None:
         sys.exit(code)
 
 
-_launch = OldCommand("launch", launch_command, add_launch_arguments)
-_estimate = OldCommand("estimate-memory", estimate_command)
-_config, _env, _merge, _test = map(OldCommand, ("config", "env", "merge-weights", "test"))
-_to_fsdp2 = OldCommand("to-fsdp2", to_fsdp2_command)
-_tpu = OldCommand("tpu-config", tpu_command_launcher)
+config_command, env_command, merge_command, self_test_command = map(_runner, ("config", "env", "merge-weights", "test"))
 
-launch_command_parser, launch_main = _launch.parser, _launch.main
-estimate_command_parser, estimate_main = _estimate.parser, _estimate.main
-config_command_parser, config_command, config_main = _config.parser, _config.run, _config.main
-env_command_parser, env_command, env_main = _env.parser, _env.run, _env.main
-merge_command_parser, merge_command, merge_main = _merge.parser, _merge.run, _merge.main
-self_test_command_parser, self_test_command, self_test_main = _test.parser, _test.run, _test.main
-to_fsdp2_command_parser = _to_fsdp2.parser
-tpu_command_parser, tpu_main = _tpu.parser, _tpu.main
+launch_command_parser = _parser_of("launch", launch_command, add_launch_arguments)
+estimate_command_parser = _parser_of("estimate-memory", estimate_command)
+config_command_parser = _parser_of("config", config_command)
+env_command_parser = _parser_of("env", env_command)
+merge_command_parser = _parser_of("merge-weights", merge_command)
+self_test_command_parser = _parser_of("test", self_test_command)
+to_fsdp2_command_parser = _parser_of("to-fsdp2", to_fsdp2_command)
+tpu_command_parser = _parser_of("tpu-config", tpu_command_launcher)
+
+launch_main, estimate_main, config_main = map(_main_of, ("launch", "estimate-memory", "config"))
+env_main, merge_main, self_test_main = map(_main_of, ("env", "merge-weights", "test"))
+tpu_main = _main_of("tpu-config")
