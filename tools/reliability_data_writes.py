@@ -121,6 +121,8 @@ def _writing(place: int, do: Callable[[], object]) -> Iterator[list[Path]]:
 
 def _saved(project: Path, write: Write, place: int) -> tuple[list[Tensor], int]:
     """The moment of the call of a save that is hit, and the number of its files."""
+    called: list[Tensor] = []
+    files: list[Path] = []
     with fresh():
         run = Training(project)
         for number, (batch,) in enumerate(run.loader):

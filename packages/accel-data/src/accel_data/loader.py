@@ -216,7 +216,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return LoaderOptions(**own | changes)
 
     # Gradient accumulation reads it at each micro-batch, and a C function is faster.
-    end_of_dataloader = property(
+    end_of_dataloader = property(  # pyright: ignore[reportAssignmentType]
         attrgetter("progress.iteration.end_of_dataloader"),
         doc="Whether the last yielded batch is the last one of the epoch.",
     )

@@ -146,7 +146,7 @@ def scatter_object(
         return _one_for_each(operation, objects, 1)[0]
     with CheckedCall(transport, operation, src=src) as call:
         origin = index_of(operation, "src", src, transport)
-        messages = []
+        messages, own = [], None
         if transport.rank == origin:
             others = list(_one_for_each(operation, objects, transport.world_size))
             own, others[origin] = others[origin], None

@@ -216,9 +216,9 @@ def unwrapped_model(case: Case) -> str:
 
 def save_the_second_of_two(case: Case, folder: str) -> None:
     """Train with one Accelerator, then with another one, which saves."""
-    for _ in range(2):
-        training = case.open()
-        training.train()
+    case.open().train()
+    training = case.open()
+    training.train()
     training.save(Path(folder))
 
 

@@ -219,7 +219,7 @@ class ModelAverage:
             else:
                 average.lerp_(value.to(average.device), 1 - self.decay)
         if alike[0]:
-            torch._foreach_lerp_(*alike, 1 - self.decay)
+            torch._foreach_lerp_(*alike, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
         self._buffers = {name: value.to(self._device, copy=True) for name, value in buffers.items()}
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -126,7 +126,8 @@ def fetch(
     token = barrier.wait(f"{phase} token", secrets.token_hex(8))
     folder = Path(tempfile.gettempdir()) / f"accel-{token}-{process.topology.node_rank}"
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    problem = ""
+    # A process that does not download has nothing to say against it.
+    problem, is_there = "", True
     with barrier.reporting():
         if process.topology.is_local_main:
             # Nobody else may read it or put anything there.
@@ -140,7 +141,7 @@ def fetch(
                     problem = error.obstacle
             else:
                 problem = damaged.get(name, "" if missing_ok else f"{store} has no complete checkpoint of that name.")
-    is_there = not problem and bool(committed) if process.topology.is_local_main else True
+            is_there = not problem and bool(committed)
     told = barrier.wait(f"{phase} done", json.dumps([problem, is_there]), _in_one)
     problem, is_there = json.loads(told)
     if problem:

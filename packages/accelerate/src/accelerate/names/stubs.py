@@ -24,10 +24,9 @@ def stub(address: str) -> str:
 
 def _lines(address: str) -> Iterator[str]:
     names = owners(address)
-    by_place = sorted(names.items(), key=lambda item: (item[1].module, item[0]))
-    if address not in PACKAGES:
-        # Here checkers know only the names that most modules lend.
-        yield from (f"from {lender} import *" for lender in _LENDERS if lender != address)
+    # Type checkers know only the names that most plain modules lend.
+    lent = {} if address in PACKAGES else {name: owner for one in _LENDERS for name, owner in owners(one).items()}
+    by_place = sorted({**lent, **names}.items(), key=lambda item: (item[1].module, item[0]))
     yield from (f"from {owner.module} import {owner.name} as {name}" for name, owner in by_place)
     below = sorted(other.rpartition(".")[2] for other in NAMES if other.rpartition(".")[0] == address)
     # A function takes precedence over a submodule of the same name.
