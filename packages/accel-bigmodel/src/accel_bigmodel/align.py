@@ -73,7 +73,7 @@ class _OffloadedTensor:
 
 
 def _move_gradient(placeholder: Placeholder, weight: Tensor) -> None:
-    """Give the placeholder a gradient without data, in place of the weight's, for which there is no optimizer.
+    """Replace the gradient of the weight, which no optimizer steps, by one of the placeholder without data.
 
     An optimizer of the placeholders then raises an error. Without a gradient it would skip them without a word.
     """
