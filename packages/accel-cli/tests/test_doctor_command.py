@@ -23,7 +23,7 @@ import pytest
 from accel_cli.commands.doctor import Doctor
 from accel_cli.doctor.examine import ERROR, EXAMINATIONS, OK, WARNING, lines_of
 from accel_cli.doctor.nodes import Meeting, Member, compare, connect, listen, meet, receive
-from accel_cli.launch.rendezvous import is_own_address
+from accel_cli.launch.addresses import is_own_address
 from accel_state.errors import LaunchError, SettingError
 from accel_state.untrusted import anything
 from accel_testing.processes import ReservedPort

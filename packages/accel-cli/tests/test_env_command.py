@@ -13,7 +13,7 @@ import pytest
 
 from accel_cli.commands.env import describe
 from accel_cli.distributions import requirements, versions
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.settings import launch_classes
 from accel_state.settings.schema import settings_of
 from accel_testing.simulated_device import POSSIBLE
 

@@ -8,19 +8,18 @@ import types
 
 import pytest
 
-from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.config.resolved import label
 from accel_cli.launch import tpu_runner
-from accel_cli.launch.interface import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.interface import RUNNER, Script
 from accel_cli.launch.local import environment_lines
 from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
-from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
+from accel_cli.launch.settings import launch_classes
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.network import SECRET_VARIABLE
-from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
-from accel_testing.launchers import make_plan
+from accel_testing.launchers import make_plan, make_request
 
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 JOB = Script("script", "job.py", ("--lr", "1"))
@@ -28,16 +27,14 @@ PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
 
 
 def settings(**flags):
-    return resolve_settings(
-        launch_classes(), {name: Given(value, KNOWN[name].flag or "f:1") for name, value in flags.items()}, {}, {}
-    )
+    return make_request(flags).settings
 
 
 def plan(script=JOB, mpi="Open MPI", **flags):
     flags = {
         next(name for name in KNOWN if name in (short, f"{_table(short)}.{short}")): v for short, v in flags.items()
     }
-    request = LaunchRequest(settings(**flags), script, Machine("python", 8, lambda: 1, {}), carried_classes())
+    request = make_request(flags, script)
     return Mpi(lambda: mpi).plan(request) if "mpirun_config.mpirun_hostfile" in flags else make_plan(request)
 
 

@@ -8,9 +8,11 @@ import signal
 import pytest
 
 from accel_cli.launch import slurm
-from accel_cli.launch.launchers import SLURM, choose_launcher
-from accel_cli.launch.request import request_of
+from accel_cli.launch.launchers import SLURM
+from accel_cli.launch.options import add_launch_arguments
+from accel_cli.launch.request import read_request, request_of
 from accel_cli.launch.torchrun import AGENT
+from accel_cli.parser import Parser
 from accel_state.errors import Conflict, SettingError
 from accel_testing.launchers import prepare_launch
 
@@ -151,9 +153,11 @@ def test_an_allocation_is_recognised_where_the_user_describes_no_machines(tmp_pa
 
 
 def test_the_drop_in_does_in_an_allocation_what_the_original_does(tmp_path):
-    settings = request_of(["job.py"], {"HF_HOME": str(tmp_path)}).settings
-    assert choose_launcher(settings, {}).manifest.name == "local"
-    assert choose_launcher(settings, BATCH).manifest is SLURM
+    parser = Parser("accel launch")
+    add_launch_arguments(parser)
+    parsed, environ = parser.parse_args(["job.py"]), {"HF_HOME": str(tmp_path), **BATCH}
+    assert read_request(parsed, environ).launcher is SLURM
+    assert read_request(parsed, environ, allocations=False).launcher.name == "local"
 
 
 def test_slurm_that_is_absent_is_a_typed_error(accel, script, tmp_path):

@@ -1,4 +1,4 @@
-"""Texts for a terminal: tables, and help texts that are rendered from data, which is faster than building a parser.
+"""Tables and colours for a terminal.
 
 In a terminal, tables are drawn with rich if it is installed, otherwise as plain columns. `NO_COLOR` and terminals
 without colours are respected.
@@ -8,63 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-__all__ = ("coloured", "columns", "in_colour", "render", "width")
-
-_LEFT: Final = 30
-_NARROWEST: Final = 50
-_WIDEST: Final = 120
-
-
-def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str = "") -> str:
-    """Render a help text.
-
-    Args:
-        usage: the command line.
-        about: one sentence on what it does.
-        sections: rows (name, meaning), by heading.
-        end: a closing sentence.
-    """
-    from textwrap import wrap
-
-    from accel_state.untrusted import printable
-
-    columns = width()
-    lines = [*wrap(f"usage: {usage}", columns, subsequent_indent="       "), "", *wrap(about, columns)]
-    for heading, rows in sections.items():
-        lines += ["", f"{heading}:"]
-        for name, meaning in rows:
-            # Plugins have both.
-            lines += _row(printable(name), printable(meaning, keep="\n\t"), columns)
-    return "\n".join((*lines, *(("", *wrap(end, columns)) if end else ()), ""))
-
-
-def _row(name: str, meaning: str, columns: int) -> list[str]:
-    from textwrap import wrap
-
-    text = wrap(meaning, columns - _LEFT) or [""]
-    if len(name) + 4 > _LEFT:
-        return [f"  {name}", *(" " * _LEFT + line for line in text)]
-    return [f"  {name:<{_LEFT - 2}}{text[0]}".rstrip(), *(" " * _LEFT + line for line in text[1:])]
-
-
-def width() -> int:
-    """Number of columns for a help text in this terminal."""
-    try:
-        columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
-    except (OSError, ValueError):
-        columns = _terminal()
-    return min(max(columns - 2, _NARROWEST), _WIDEST)
-
-
-def _terminal() -> int:
-    try:
-        return os.get_terminal_size().columns
-    except OSError:
-        return 80
-
+__all__ = ("coloured", "columns", "in_colour")
 
 _GAP: Final = "  "
 

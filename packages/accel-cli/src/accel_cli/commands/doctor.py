@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from accel_cli.doctor.examine import Finding
-    from accel_cli.launch.request import Request
+    from accel_cli.launch.request import LaunchRequest
 
 __all__ = ("COMMAND", "Doctor")
 
@@ -68,13 +68,13 @@ class Doctor:
         return int(any(finding.verdict == ERROR for finding in findings))
 
 
-def _here(request: Request) -> Sequence[Finding]:
+def _here(request: LaunchRequest) -> Sequence[Finding]:
     from accel_cli.doctor.examine import examine
 
     return list(examine(request))
 
 
-def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
+def _nodes(request: LaunchRequest, arguments: Namespace) -> Sequence[Finding]:
     from accel_cli.doctor.examine import ERROR, examine_launch
     from accel_cli.doctor.nodes import meet_machines
 

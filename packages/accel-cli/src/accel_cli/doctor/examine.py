@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import describe_devices
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
-from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.request import Request
-from accel_cli.launch.script import script_of
+from accel_cli.launch.port import Port
+from accel_cli.launch.request import LaunchRequest
+from accel_cli.launch.script import check_script
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
 from accel_state.plugins import LoadedPlugin, PluginGroup, contained
@@ -68,19 +67,19 @@ _TEST_TORCH: Final = "Test torch: python -c 'import torch'."
 _OWN_BACKENDS: Final = "accel-plugins"
 
 
-def examine(request: Request) -> Iterator[Finding]:
+def examine(request: LaunchRequest) -> Iterator[Finding]:
     """Run every check of this machine, one after the other."""
     for examination in EXAMINATIONS:
         yield from examination(request)
 
 
-def _python(request: Request) -> Iterator[Finding]:
+def _python(request: LaunchRequest) -> Iterator[Finding]:
     old = sys.version_info[:2] < _OLDEST_PYTHON
     told = f"{sys.version.split()[0]} at {sys.executable}"
     yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", ERROR)
 
 
-def _torch_and_devices(request: Request) -> Iterator[Finding]:
+def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
     try:
         answer = describe_devices("Cannot check torch.")
     except AccelError as error:
@@ -102,7 +101,7 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
         yield Finding("devices", WARNING, reason, "Repair, update or remove that package.")
 
 
-def _backends(request: Request) -> Iterator[Finding]:
+def _backends(request: LaunchRequest) -> Iterator[Finding]:
     from accel_cli.launch.probed_backends import ask, rows
 
     answers, unanswered = ask(os.environ)
@@ -132,13 +131,13 @@ _PLUGINS: Final = (
 )
 """Groups of entry points that no other check loads."""
 
-_EXAMINATIONS: Final[PluginGroup[Callable[[Request], Iterable[Finding]]]] = PluginGroup(
+_EXAMINATIONS: Final[PluginGroup[Callable[[LaunchRequest], Iterable[Finding]]]] = PluginGroup(
     "accel.examinations", "examination"
 )
 """The checks that other installed packages provide."""
 
 
-def _plugins(request: Request) -> Iterator[Finding]:
+def _plugins(request: LaunchRequest) -> Iterator[Finding]:
     """The plugins of other packages that cannot be loaded."""
     for name in _PLUGINS:
         group: PluginGroup[Any] = PluginGroup(name, "plugin")
@@ -152,7 +151,7 @@ def _broken(subject: str, plugin: LoadedPlugin[Any]) -> Iterator[Finding]:
         yield Finding(subject, WARNING, plugin.fault, plugin.remedy)
 
 
-def _added(request: Request) -> Iterator[Finding]:
+def _added(request: LaunchRequest) -> Iterator[Finding]:
     """The checks that other installed packages provide."""
     for examination in _EXAMINATIONS.loaded():
         yield from _broken(examination.name, examination)
@@ -168,25 +167,22 @@ def _added(request: Request) -> Iterator[Finding]:
             )
 
 
-def examine_launch(request: Request) -> Iterator[Finding]:
-    """Check what the launch needs on this machine: its script, and the requirements of the selected backend."""
-    if getattr(request.arguments, "script", None):
+def examine_launch(request: LaunchRequest) -> Iterator[Finding]:
+    """Check what the launch needs on this machine: its script, settings without contradictions, and the backend."""
+    checks = {"launch": request.check, "backend": request.check_backend}
+    if request.script.target:
+        checks = {"script": lambda: check_script(request.script), **checks}
+    for subject, check in checks.items():
         try:
-            script = script_of(request.arguments)
-            yield Finding("script", OK, script.target)
+            check()
         except AccelError as error:
-            yield Finding("script", ERROR, _told(error), error.remedy)
-    try:
-        check_here(request.settings, python=not getattr(request.arguments, "no_python", False))
-    except AccelError as error:
-        yield Finding("backend", ERROR, _told(error), error.remedy)
+            yield Finding(subject, ERROR, f"{error.failure} {error.obstacle}", error.remedy)
+        else:
+            if subject == "script":
+                yield Finding(subject, OK, request.script.target)
 
 
-def _told(error: AccelError) -> str:
-    return f"{error.failure} {error.obstacle}"
-
-
-def _config(request: Request) -> Iterator[Finding]:
+def _config(request: LaunchRequest) -> Iterator[Finding]:
     if request.config is None:
         yield Finding("config file", OK, "none in use")
         return
@@ -198,7 +194,7 @@ def _config(request: Request) -> Iterator[Finding]:
         yield Finding("config file", OK, request.config.path)
 
 
-def _port(request: Request) -> Iterator[Finding]:
+def _port(request: LaunchRequest) -> Iterator[Finding]:
     wanted = request.settings["main_process_port"]
     if request.settings["machine_rank"].value != 0:
         return
@@ -209,7 +205,7 @@ def _port(request: Request) -> Iterator[Finding]:
         yield Finding("port", ERROR, error.obstacle, error.remedy)
 
 
-def _variables(request: Request) -> Iterator[Finding]:
+def _variables(request: LaunchRequest) -> Iterator[Finding]:
     """Variables with which a launcher describes a process: outside of a launch, they are left over from another one."""
     names = [name for name in (*PLACE_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if os.environ.get(name)]
     if not names:
@@ -223,7 +219,7 @@ def _variables(request: Request) -> Iterator[Finding]:
     yield Finding("variables", WARNING, f"A launch has set {told}.", remedy)
 
 
-def _name(request: Request) -> Iterator[Finding]:
+def _name(request: LaunchRequest) -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
@@ -234,7 +230,7 @@ def _name(request: Request) -> Iterator[Finding]:
     yield Finding("host name", OK, f"{name} resolves to {address}")
 
 
-def _shared_memory(request: Request) -> Iterator[Finding]:
+def _shared_memory(request: LaunchRequest) -> Iterator[Finding]:
     if os.path.isdir(_SHARED_MEMORY):
         free = shutil.disk_usage(_SHARED_MEMORY).free
         remedy = (
@@ -243,7 +239,7 @@ def _shared_memory(request: Request) -> Iterator[Finding]:
         yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
 
 
-def _open_files(request: Request) -> Iterator[Finding]:
+def _open_files(request: LaunchRequest) -> Iterator[Finding]:
     try:
         import resource
     except ImportError:
@@ -254,7 +250,7 @@ def _open_files(request: Request) -> Iterator[Finding]:
     yield _judged("open files", told, 0 <= limit < _LEAST_OPEN_FILES, remedy)
 
 
-def _disk(request: Request) -> Iterator[Finding]:
+def _disk(request: LaunchRequest) -> Iterator[Finding]:
     free = shutil.disk_usage(os.getcwd()).free
     remedy = "Free disk space, or start from another folder: checkpoints are written here by default."
     yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
@@ -268,7 +264,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
+EXAMINATIONS: Final[tuple[Callable[[LaunchRequest], Iterator[Finding]], ...]] = (
     _python,
     _torch_and_devices,
     _backends,

@@ -23,9 +23,8 @@ from typing import Any, Final, NamedTuple
 
 from accel_cli.distributions import versions
 from accel_cli.doctor.examine import ERROR, OK, WARNING, Finding, lines_of
-from accel_cli.launch.check import check_launch, check_own_launcher
-from accel_cli.launch.rendezvous import is_own_address
-from accel_cli.launch.request import Request
+from accel_cli.launch.addresses import is_own_address
+from accel_cli.launch.request import LaunchRequest
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import LaunchError, SettingError
 from accel_state.network import DEFAULT_PORT
@@ -331,15 +330,14 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         time.sleep(_RETRY_PAUSE_S)
 
 
-def meet_machines(request: Request, timeout: float) -> Sequence[Finding]:
+def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
     """Connect to the other machines of a launch, and return the problems between them.
 
     Raises:
         SettingError: the launch uses only one machine.
         LaunchError: the main machine cannot be reached, or its port is in use.
     """
-    check_launch(request.settings)
-    check_own_launcher(request.settings)
+    request.check()
     machines = request.settings.instance(MachineSettings)
     if machines.num_machines < 2 or machines.main_process_ip is None:
         raise SettingError(
@@ -358,7 +356,7 @@ def meet_machines(request: Request, timeout: float) -> Sequence[Finding]:
     return meet(meeting, Member(machines.machine_rank, socket.gethostname(), versions(_COMPARED), settings))
 
 
-def clear_for_launch(request: Request) -> None:
+def clear_for_launch(request: LaunchRequest) -> None:
     """Connect the machines if there are several and `--preflight` is set.
 
     Raises:

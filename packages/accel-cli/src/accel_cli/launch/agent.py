@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.rendezvous import Port
+    from accel_cli.launch.port import Port
     from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
@@ -94,7 +94,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
     _choose_interface(given)
     if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
         return own, None
-    from accel_cli.launch.rendezvous import seat_at
+    from accel_cli.launch.addresses import seat_at
 
     host, _, port = given["rdzv-endpoint"].rpartition(":")
     seat = seat_at(host.strip("[]"), int(port))
@@ -131,7 +131,7 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
     torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the report shows the
     processes before torch ends them.
     """
-    from accel_cli.launch.local import ENDING
+    from accel_cli.launch.signals import ENDING
 
     reader, writer = socketpair()
     writer.setblocking(False)
@@ -182,7 +182,7 @@ def _choose_interface(given: Mapping[str, str]) -> None:
     host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
     if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
         return
-    from accel_cli.launch.rendezvous import interface_towards
+    from accel_cli.launch.addresses import interface_towards
 
     name = interface_towards(host)
     if name is not None:

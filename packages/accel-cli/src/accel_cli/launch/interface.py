@@ -1,4 +1,4 @@
-"""The interface of launchers, which start the processes of a run: the request, the plan, and the launcher's methods.
+"""The interface of launchers, which start the processes of a run: the manifest, the plan, and the launcher's methods.
 
 The entry points of the group `accel.launchers` are `LauncherManifest` objects. A manifest is data that is read without
 torch and without the launcher's code; its class is imported when `accel launch` uses the launcher.
@@ -9,47 +9,43 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.backends import launched_classes, selection_of, selection_origins, selection_variables
-from accel_cli.launch.devices import usual_variables, visible
-from accel_cli.launch.outer_launch import PLACE_VARIABLES, WRITTEN, written
-from accel_cli.launch.settings import MachineSettings
-from accel_state.devices.specs import SPECS
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_state.errors import NotFound, PluginError
-from accel_state.plugins import check_targets
-from accel_state.settings.environ import ORIGINS, origins_text
+from accel_state.plugins import Interface, LoadedPlugin, PluginGroup, check_targets
 from accel_state.settings.installed import Requirement
 
+if TYPE_CHECKING:
+    from accel_cli.launch.request import LaunchRequest
+
 __all__ = (
+    "AUTO",
+    "LAUNCHERS",
     "RUNNER",
     "CalledFor",
     "LaunchPlan",
-    "LaunchRequest",
     "Launcher",
     "LauncherManifest",
     "Machine",
     "Program",
+    "ProgramLauncher",
     "Script",
-    "common_environment",
-    "one_process",
+    "find_launcher",
+    "launchers",
+    "load_launcher",
 )
+
+AUTO: Final = "auto"
+"""The value of `--launcher` with which the other settings select the launcher."""
 
 RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
 """The module that starts in every process and runs the script."""
 
-# torch's C++ code prints every frame of a store error; the Python traceback has the same message in one line.
-_USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-
-_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-
-_MODULE_PATH: Final = "PYTHONPATH"
-
-CalledFor = Callable[[ResolvedSettings, Mapping[str, str]], "str | None"]
-"""Reads the settings and the variables of a launch, and returns the reason to use a launcher, such as "num_machines=2
-(--num_machines)", or None."""
+CalledFor = Callable[["LaunchRequest"], "str | None"]
+"""Returns the reason to use a launcher for a request, such as "num_machines=2 (--num_machines)", or None."""
 
 
 class Program(NamedTuple):
@@ -73,8 +69,8 @@ class LauncherManifest:
         launcher: "module:class" of the `Launcher`; its constructor takes no arguments.
         help: one line that describes the launcher.
         settings: "module:class" of its settings class, which must not import torch; empty without one.
-        called_for: returns the reason, from the settings or the environment, to use this launcher if `--launcher` is
-            not set; None if only `--launcher` selects it.
+        called_for: returns the reason to use this launcher if `--launcher` is not set; None if only `--launcher`
+            selects it.
         priority: if several launchers have a reason, the one with the highest priority is selected.
         requires: packages that must be installed.
         programs: programs that must be on the path.
@@ -100,7 +96,7 @@ class LauncherManifest:
     elastic: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.replace("-", "_").isidentifier() or self.name == "auto":
+        if not self.name.replace("-", "_").isidentifier() or self.name == AUTO:
             raise PluginError(
                 f"Cannot use a launcher with the name {self.name!r}.",
                 'A name consists of letters, digits, "-" and "_", starts with a letter, and is not "auto".',
@@ -115,14 +111,14 @@ class LauncherManifest:
             Missing: a package is not installed, or has another version.
             NotFound: a program is not on the path.
         """
-        asked = f"Cannot start processes with the launcher {self.name!r}."
+        failed = f"Cannot start processes with the launcher {self.name!r}."
         for requirement in self.requires:
-            requirement.demand(asked)
+            requirement.demand(failed)
         for program in self.programs:
             from shutil import which
 
             if which(program.name) is None:
-                raise NotFound(asked, f"`{program.name}` is not on the path.", program.remedy)
+                raise NotFound(failed, f"`{program.name}` is not on the path.", program.remedy)
 
 
 class Script(NamedTuple):
@@ -130,7 +126,7 @@ class Script(NamedTuple):
 
     Args:
         how: "script" for a path, "module" for the name of a module, "program" for an executable that is not Python.
-        target: the path or name.
+        target: the path or name; empty if the command line has none.
         arguments: its arguments, which are passed on unchanged.
     """
 
@@ -153,89 +149,6 @@ class Machine(NamedTuple):
     processors: int
     devices: Callable[[], int]
     environ: Mapping[str, str]
-
-
-class LaunchRequest(NamedTuple):
-    """The input of a launcher's plan.
-
-    Args:
-        settings: every setting of the launch, by name, with its origin.
-        script: what to run.
-        machine: the machine of `accel launch`.
-        carried: settings classes that the processes read from their environment.
-        backend: the backend that the kind of run implies, or None.
-        options: options of `accel launch` that repeat this launch elsewhere, without the script.
-        quiet: print only the traceback of the process that failed first.
-        additional: the entries of the config file below `additional_args`.
-    """
-
-    settings: ResolvedSettings
-    script: Script
-    machine: Machine
-    carried: tuple[type, ...]
-    backend: str | None = None
-    options: tuple[str, ...] = ()
-    quiet: bool = False
-    additional: Mapping[str, Any] = _NONE
-
-    @property
-    def program(self) -> tuple[str, ...]:
-        """The command line of each process, after its interpreter."""
-        return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
-
-    def environment(self, processes: int, **more: str) -> dict[str, str]:
-        """Variables of the processes, with `processes` of them on each machine, and the variables `more`."""
-        environment = common_environment(self.settings, self.carried)
-        if self.backend is not None and not self.settings["backend"].given:
-            environment[str(self.settings["backend"].setting.variable)] = self.backend
-        environment.update(self._of_machine(environment, processes))
-        selection = selection_of(self.settings)
-        if selection is not None and any(manifest.imports_from_folder for manifest in selection.manifests):
-            paths = self.machine.environ.get(_MODULE_PATH, "")
-            environment[_MODULE_PATH] = os.pathsep.join(filter(None, (paths, os.getcwd())))
-        environment.update(more)
-        origins = self._origins(environment)
-        if origins:
-            environment[ORIGINS] = origins_text(origins)
-        environment[WRITTEN] = written(environment, self.machine.environ)
-        return environment
-
-    def _origins(self, environment: Mapping[str, str]) -> dict[tuple[str, str], str]:
-        """The settings that the user gave, by the variable derived from each and its text."""
-        origins = selection_origins(self.settings)
-        for settings_class in self.carried:
-            origins.update(self.settings.origins(settings_class))
-        return {
-            (name, environment[name]): origin
-            for name, origin in origins.items()
-            if name in environment and origin != f"${name}"
-        }
-
-    def _of_machine(self, environment: Mapping[str, str], processes: int) -> dict[str, str]:
-        """Variables with which several processes share a machine."""
-        machines = self.settings.instance(MachineSettings)
-        own: dict[str, str] = {}
-        if machines.gpu_ids is not None:
-            own.update(visible(machines.gpu_ids))
-        if machines.num_cpu_threads_per_process is not None:
-            own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
-        elif processes > 1:
-            own["OMP_NUM_THREADS"] = str(max(self.machine.processors // processes, 1))
-        shared = SPECS["cpu"].sharing if self.settings["cpu"].value and processes > 1 else {}
-        usual = {**_USUAL, **usual_variables(), **shared}
-        environ = self.machine.environ
-        free = {name: environ.get(name, value) for name, value in usual.items() if name not in environment}
-        return {**free, **own}
-
-
-def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) -> dict[str, str]:
-    """Variables that pass the settings to the processes, on any machine."""
-    environment: dict[str, str] = {}
-    for settings_class in carried:
-        if settings_class in launched_classes(settings):
-            environment.update(settings.launched(settings_class))
-        environment.update(settings.variables(settings_class))
-    return {**environment, **selection_variables(settings)}
 
 
 class LaunchPlan(NamedTuple):
@@ -277,7 +190,7 @@ class LaunchPlan(NamedTuple):
     port: int | None = None
     port_origin: str = ""
     removed: tuple[str, ...] = PLACE_VARIABLES
-    inherited: Mapping[str, str] = _NONE
+    inherited: Mapping[str, str] = MappingProxyType({})
     grace_period: float = 30.0
     prefix_output: bool = False
     environment_file: str = ""
@@ -288,18 +201,6 @@ class LaunchPlan(NamedTuple):
     max_restarts: int = 0
     project_dir: str = ""
     details: Any = None
-
-
-def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, processes: int) -> LaunchPlan:
-    """The plan for a program that starts the processes itself, `processes` of them on each machine."""
-    return LaunchPlan(
-        request.environment(processes),
-        argv,
-        launcher,
-        inherited=request.machine.environ,
-        grace_period=request.settings["grace_period"].value,
-        quiet=request.quiet,
-    )
 
 
 class Launcher(Protocol):
@@ -328,3 +229,67 @@ class Launcher(Protocol):
 
     def stop(self) -> None:
         """End the run as SIGTERM does; another thread may call this, even before `run`."""
+
+
+class ProgramLauncher:
+    """The base class of launchers that start one program on this machine: a subclass plans it, in `plan`.
+
+    The code that executes the plan is imported only by `run`, so that planning is fast.
+    """
+
+    def __init__(self) -> None:
+        from accel_cli.launch.local import Supervisor
+
+        self._supervisor = Supervisor()
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Execute the plan, and return the exit code of the run."""
+        return self._supervisor.run(plan)
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does."""
+        self._supervisor.stop()
+
+
+LAUNCHERS: Final[PluginGroup[LauncherManifest]] = PluginGroup(
+    "accel.launchers", "launcher", interface=Interface(instance_of=LauncherManifest, named=True), own="first"
+)
+"""The installed launchers; no package replaces those of this project."""
+
+
+@lru_cache(maxsize=1)
+def launchers() -> tuple[LoadedPlugin[LauncherManifest], ...]:
+    """Every installed launcher with its settings class, sorted by name."""
+    return tuple(map(_with_settings, LAUNCHERS.loaded()))
+
+
+def _with_settings(launcher: LoadedPlugin[LauncherManifest]) -> LoadedPlugin[LauncherManifest]:
+    return launcher.with_settings(launcher.value.settings) if launcher.value else launcher
+
+
+def find_launcher(name: str, origin: str) -> LauncherManifest:
+    """Find the manifest of a launcher.
+
+    Args:
+        name: its name.
+        origin: source of the name, for messages.
+
+    Raises:
+        SettingError: there is no launcher with that name.
+        PluginError: several packages provide it, or it could not be loaded.
+    """
+    failed = f"Cannot use the launcher {name!r} ({origin})."
+    return _with_settings(LAUNCHERS.find(name, failed, others=(AUTO,))).get(failed)
+
+
+def load_launcher(manifest: LauncherManifest) -> Launcher:
+    """Create an object of the launcher's class.
+
+    Raises:
+        PluginError: the class could not be loaded.
+    """
+    interface = Interface(members=("plan", "run", "stop"), called=True)
+    launcher: Launcher = LAUNCHERS.part(manifest.name, manifest.launcher, interface).get(
+        f"Cannot use the launcher {manifest.name!r}."
+    )
+    return launcher

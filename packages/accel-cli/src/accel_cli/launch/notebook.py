@@ -213,7 +213,7 @@ def _check_untouched() -> None:
 @contextmanager
 def _free_port(wanted: str) -> Iterator[int]:
     """The given port, or another one if it is in use."""
-    from accel_cli.launch.rendezvous import Port
+    from accel_cli.launch.port import Port
 
     if not str(wanted).isdecimal():
         raise SettingError(
@@ -245,7 +245,7 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from accel_cli.launch.rendezvous import Seat, seat_at
+    from accel_cli.launch.addresses import Seat, seat_at
 
     seat = Seat(None, None)
     if options["rdzv_backend"] == "c10d":

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest, common_environment
+from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.settings import SageMakerSettings
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import LaunchError, NotOffered, SettingError
 from accel_state.settings.installed import Requirement
+
+if TYPE_CHECKING:
+    from accel_cli.launch.request import LaunchRequest
 
 __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in")
 
@@ -45,9 +48,10 @@ class SageMaker:
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Describe the job, in the plan's `details`."""
-        environment = common_environment(request.settings, request.carried)
-        script = request.script
-        job = describe_job(request.settings, script.target, script.arguments, environment, request.additional)
+        environment = request.variables()
+        _, target, arguments = request.script
+        additional = request.config.additional if request.config is not None else {}
+        job = describe_job(request.settings, target, arguments, environment, additional)
         return LaunchPlan(environment, (), "sagemaker", details=job)
 
     def run(self, plan: LaunchPlan) -> int:

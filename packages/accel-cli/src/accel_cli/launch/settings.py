@@ -12,7 +12,8 @@ from functools import partial
 from typing import Final
 
 from accel_cli.config.resolved import REPEATED
-from accel_cli.launch.backends import SwitchSettings
+from accel_cli.launch.backends import SwitchSettings, backend_settings
+from accel_cli.launch.interface import launchers
 from accel_plugins.precision.config import FP8Settings
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
@@ -37,6 +38,7 @@ __all__ = (
     "CARRIED",
     "LAUNCH_CLASSES",
     "MACHINES",
+    "WITHOUT_EFFECT",
     "MPISettings",
     "MachineSettings",
     "PlaceSettings",
@@ -44,7 +46,10 @@ __all__ = (
     "SlurmSettings",
     "SupervisionSettings",
     "TorchrunSettings",
+    "carried_classes",
     "fewest_machines",
+    "launch_classes",
+    "launcher_settings",
 )
 
 
@@ -259,11 +264,6 @@ class MachineSettings:
         question="Which port should the processes use to connect? (0 selects a free one on a single machine)",
         help="Port on which the processes meet; on one machine a free one is chosen when it is 0 or not given.",
     )
-    same_network: bool = _machine(
-        False,
-        type=BOOLEAN,
-        help="The machines share one network. Has no effect.",
-    )
     gpu_ids: str | None = _machine(
         None,
         question="Which devices of this machine do you want to use? (numbers separated by commas, or all)",
@@ -357,6 +357,9 @@ class TorchrunSettings:
     )
 
 
+WITHOUT_EFFECT: Final = ("--same_network",)
+"""Switches of the original that change nothing here; command lines and files may contain them."""
+
 CARRIED: Final = (
     ProcessSettings,
     RunSettings,
@@ -384,3 +387,18 @@ LAUNCH_CLASSES: Final = (
 
 ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
 """Settings classes with questions that the wizard always asks; a backend's questions follow when it is selected."""
+
+
+def launch_classes() -> tuple[type, ...]:
+    """Settings classes of `accel launch`, of the installed launchers and of the installed backends."""
+    return tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings(), *backend_settings())))
+
+
+def carried_classes() -> tuple[type, ...]:
+    """The settings classes that the started processes read from their environment."""
+    return tuple(dict.fromkeys((*CARRIED, *launcher_settings(), *backend_settings())))
+
+
+def launcher_settings() -> tuple[type, ...]:
+    """Settings classes of the launchers, each once."""
+    return tuple(dict.fromkeys(launcher.settings for launcher in launchers() if launcher.settings is not None))

@@ -18,20 +18,23 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.check import shown
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest
-from accel_cli.launch.local import ENDING, Inbox, Local
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.local import Local
 from accel_cli.launch.report import shell_code
 from accel_cli.launch.settings import SlurmSettings
+from accel_cli.launch.signals import ENDING, Inbox
 from accel_cli.launch.torchrun import Torchrun
 from accel_state.clusters.slurm import in_batch_script
 from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, new_secret
 from accel_state.untrusted import printable
+
+if TYPE_CHECKING:
+    from accel_cli.launch.request import LaunchRequest
 
 __all__ = ("TASK", "Slurm", "SlurmStep", "Submission", "batch_script", "step_argv")
 
@@ -183,7 +186,7 @@ def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -
     by_node = settings["slurm_tasks"].value == "node"
     if not by_node and each is None:
         raise SettingError(
-            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
+            f"Cannot start one task for each process ({settings['slurm_tasks'].text}).",
             "Neither the launch nor the allocation defines the number of processes on each node.",
             "Set --num_processes to the total number over all nodes.",
         )
@@ -216,7 +219,7 @@ def batch_script(request: LaunchRequest) -> str:
     each = _processes(settings, nodes, {})
     if own.slurm_tasks == "process" and each is None:
         raise SettingError(
-            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
+            f"Cannot start one task for each process ({settings['slurm_tasks'].text}).",
             "The launch does not define the number of processes.",
             "Set --num_processes to the total number over all nodes.",
         )
@@ -259,7 +262,7 @@ def _nodes(settings: ResolvedSettings, environ: Mapping[str, str]) -> int:
         return there
     if machines.value > there:
         raise Conflict(
-            f"Cannot combine {shown(machines)} and the allocation of job {environ['SLURM_JOB_ID']}.",
+            f"Cannot combine {machines.text} and the allocation of job {environ['SLURM_JOB_ID']}.",
             f"The allocation has {there} node(s).",
             f"Request an allocation of {machines.value} nodes, or correct --num_machines.",
         )
@@ -274,7 +277,7 @@ def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str
         return int(tasks) if settings["slurm_tasks"].value == "process" and tasks.isdecimal() else None
     if total.value % nodes:
         raise Conflict(
-            f"Cannot start {shown(total)} on {nodes} nodes.",
+            f"Cannot start {total.text} on {nodes} nodes.",
             f"Every node starts the same number of processes, and the total is not a multiple of {nodes}.",
             f"Set --num_processes to a multiple of {nodes}.",
         )
