@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from accel_cli.config.file import read_config
-from accel_cli.config.wizard import AUTOMATIC, Lines, questions, reviewed
+from accel_cli.config.wizard import AUTOMATIC, Lines, questions
 from accel_cli.config.write import config_text, differing, meanings, modernised, nested, usual_config, write_config
 from accel_cli.launch.settings import ASKED, launch_classes
 from accel_state.errors import SettingError
@@ -71,36 +71,6 @@ def test_questions_follow_from_answers():
     questions(on_cpu, ASKED, {})
     assert not any("Which devices" in question for question in on_cpu.asked)
     assert not any("rank of this machine" in question for question in on_cpu.asked)
-
-
-class Changing(Answers):
-    """A prompter that changes one answer at the end, and then writes."""
-
-    def __init__(self, **known):
-        super().__init__(**known)
-        self.reviews = []
-
-    def choose(self, question, options, default):
-        if "want to change" not in question:
-            return super().choose(question, options, default)
-        self.reviews.append(list(options))
-        if len(self.reviews) > 1:
-            return default
-        self.known["machines_do"] = "2"
-        return next(option for option in options if "machines do you want" in option)
-
-
-def test_an_answer_can_be_changed_at_the_end():
-    asked = Changing(in_total="4", address="10.0.0.1")
-    answers = reviewed(asked, ASKED, {})
-    assert (answers["num_processes"], answers["num_machines"]) == (4, 2)
-    assert answers["main_process_ip"] == "10.0.0.1"
-    first, second = asked.reviews
-    assert "How many machines do you want to use? 1" in first
-    assert "How many machines do you want to use? 2" in second
-    # What follows from the changed answer is asked, and nothing else again.
-    assert asked.asked.count("How many processes in total do you want to use?") == 1
-    assert sum("address of the main machine" in question for question in asked.asked) == 1
 
 
 def test_a_file_is_shown_with_what_reads_each_entry(accel, tmp_path):

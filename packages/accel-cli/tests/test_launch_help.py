@@ -36,13 +36,13 @@ def test_the_short_text_shows_what_most_runs_need_and_names_the_whole_one(accel)
     assert {*ESSENTIAL, *(f"--{name}" for name in switches())} <= set(flags[0]) < set(flags[1])
     assert "`accel launch --help-all` shows every option" in short
     assert accel("launch", "--num_processes", "2", "--help").stdout == short
-    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])
+    assert {"--slurm_option", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])
 
 
 def test_the_drop_in_shows_every_option():
     parser = Parser("accelerate launch")
     Launch().add_arguments(parser)
-    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(parser.format_help().split())
+    assert {"--slurm_option", "--fsdp_version", "--rdzv_conf"} <= set(parser.format_help().split())
 
 
 def test_options_without_effect_are_taken_and_not_shown(accel, script):

@@ -61,14 +61,14 @@ class Config:
 
 
 def _ask(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.wizard import prompter, reviewed
+    from accel_cli.config.wizard import prompter, questions
     from accel_cli.config.write import differing, meanings, write_config
     from accel_cli.launch.backends import backends
     from accel_cli.launch.settings import ASKED, launch_classes
 
     del arguments
     offered = {backend.name: backend.settings for backend in backends() if backend.value is not None}
-    answers = reviewed(prompter(), ASKED, offered)
+    answers = questions(prompter(), ASKED, offered)
     classes = launch_classes()
     write_config(path, differing(answers, classes), meanings(classes))
     return f"Config file written to {path}."

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from accel_cli.launch.port import CAN_BE_KEPT, Port
 from accel_state.errors import SettingError
 
-__all__ = ("Seat", "interface_towards", "is_own_address", "seat_at")
+__all__ = ("Seat", "address_towards", "interface_towards", "is_own_address", "seat_at")
 
 _GET_ADDRESS = 0x8915
 
@@ -43,7 +43,7 @@ def seat_at(host: str, port: int) -> Seat:
         False
     """
     if not is_own_address(host):
-        return Seat(False, _address_towards(host))
+        return Seat(False, address_towards(host))
     if not port:
         # A free port is selected, which no other process can have.
         return Seat(True, host)
@@ -63,7 +63,7 @@ def interface_towards(host: str) -> str | None:
     """
     if not all(_is_loopback(found[4][0]) for found in _resolved(socket.gethostname())):
         return None
-    address = _address_towards(host)
+    address = address_towards(host)
     if address is None or _is_loopback(address):
         return None
     try:
@@ -98,7 +98,7 @@ def is_own_address(host: str) -> bool:
     return False
 
 
-def _address_towards(host: str) -> str | None:
+def address_towards(host: str) -> str | None:
     """The address of this machine on the route to a host, or None where there is no route."""
     for family, _, _, _, address in _resolved(host):
         try:

@@ -91,11 +91,11 @@ def add_launch_arguments(parser: ArgumentParser, everything: bool = False) -> No
         (("-m", "--module"), "Run a Python module instead of a script, as python -m does."),
         (spelled("--no_python"), "Run an executable program instead of a Python script."),
         (("-q", "--quiet"), "Print nothing but the traceback of a failure."),
-        (spelled("--help_all"), "Show every option."),
+        (("--help-all",), "Show every option."),
     ):
         parser.add_argument(*names, action="store_true", help=text)
-    for flag in WITHOUT_EFFECT:
-        parser.add_argument(*spelled(flag), action="store_true", help=SUPPRESS)
+    for hidden in ("--help_all", *(name for flag in WITHOUT_EFFECT for name in spelled(flag))):
+        parser.add_argument(hidden, action="store_true", help=SUPPRESS)
     add_settings(parser, launch_classes(), None if everything else {*ESSENTIAL, *switches})
     parser.add_argument("script", nargs="...", help=SUPPRESS)
 

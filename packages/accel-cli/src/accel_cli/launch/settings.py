@@ -6,7 +6,6 @@ configuration classes of the backends; `launch_classes` names them all.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -94,15 +93,6 @@ class SageMakerSettings:
     aws_secret_access_key: str | None = _aws(help="Secret of the access key.")
 
 
-def _parse_time(text: str) -> str:
-    if re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", text) is None:
-        raise ValueError(text)
-    return text
-
-
-_TIME: Final = ValueType("a time in Slurm's format, such as 90 (minutes), 1:30:00 or 2-12", _parse_time)
-
-
 _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
 
 
@@ -110,26 +100,11 @@ _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
 class SlurmSettings:
     """A run in an allocation of Slurm, or a job that is submitted from outside."""
 
-    slurm_time: str | None = _slurm(type=_TIME, help="Time limit of the job, such as 1:30:00.")
-    slurm_partition: str | None = _slurm(help="Partition of the job.")
-    slurm_account: str | None = _slurm(help="Account that pays for the job.")
-    slurm_qos: str | None = _slurm(help="Quality of service (QOS) of the job.")
-    slurm_gpus_per_node: str | None = _slurm(help="GPUs on each node, such as 8 or h100:8.")
-    slurm_cpus_per_task: int | None = _slurm(
-        type=int_at_least(1), help="CPU cores of each task of the job; see --slurm_tasks."
-    )
-    slurm_name: str | None = _slurm(help="Name of the job; by default the name of the script.")
-    slurm_output: str = _slurm("slurm-%j.out", help="File for the output of a submitted job; %j is the job number.")
     slurm_options: tuple[str, ...] = _slurm(
         (),
         type=REPEATED,
         flag="--slurm_option",
-        help="Additional option of sbatch, such as --slurm_option=--constraint=a100; may be repeated.",
-    )
-    slurm_tasks: str = _slurm(
-        "node",
-        type=choice("node", "process"),
-        help="Kind of Slurm task: a node, on which a launcher starts the processes, or a process.",
+        help="Option of sbatch, such as --slurm_option=--time=1:30:00; may be repeated.",
     )
     slurm_signal: int = _slurm(
         120,
