@@ -48,7 +48,9 @@ def meet(host: str, port: int, machines: int, timeout: float, serves: bool, memb
     patience = CONNECTION_TIMEOUT_S * (2 * machines + 2)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen())
-        store = dist.TCPStore(host, port, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
         own = {**member, "address": address_towards(host) or host, "port": listener.getsockname()[1]}
         # The store counts from 1; two machines may have the same rank, but not the same number.
         number = store.add("arrived", 1) - 1
