@@ -13,8 +13,8 @@ __all__ = ("Parser",)
 _OF_TORCHRUN: Final = ("__nproc_per_node",)
 """Options of torchrun that count the processes of one machine, with underscores."""
 
-_NARROWEST: Final = 50
-_WIDEST: Final = 120
+_MIN_COLUMNS: Final = 50
+_MAX_COLUMNS: Final = 120
 
 
 class Parser(ArgumentParser):
@@ -90,7 +90,7 @@ def _columns() -> int:
             columns = os.get_terminal_size().columns
         except OSError:
             columns = 80
-    return min(max(columns - 2, _NARROWEST), _WIDEST)
+    return min(max(columns - 2, _MIN_COLUMNS), _MAX_COLUMNS)
 
 
 def _sentence(message: str) -> str:

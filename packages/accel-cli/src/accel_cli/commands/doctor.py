@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "Doctor")
 
-_LONGEST_WAIT: Final = 1_000_000
+_MAX_TIMEOUT_S: Final = 1_000_000
 
 
 class Doctor:
@@ -46,11 +46,11 @@ class Doctor:
         """Print the findings; the exit code is 1 if a run would not work."""
         from accel_cli.launch.request import request_of
 
-        if not 0 <= arguments.timeout <= _LONGEST_WAIT:
+        if not 0 <= arguments.timeout <= _MAX_TIMEOUT_S:
             raise SettingError(
                 f"Cannot wait {arguments.timeout} seconds for the other machines.",
-                f"The value must be from 0 to {_LONGEST_WAIT}.",
-                f"Set --timeout to a number from 0 to {_LONGEST_WAIT}.",
+                f"The value must be from 0 to {_MAX_TIMEOUT_S}.",
+                f"Set --timeout to a number from 0 to {_MAX_TIMEOUT_S}.",
             )
         request = request_of(arguments.launch[arguments.launch[:1] == ["--"] :], os.environ)
         findings = _nodes(request, arguments) if arguments.nodes else _here(request)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "Env")
 
-_OURS: Final = "accel"
+_OWN_PREFIX: Final = "accel"
 """Prefixes of the names of this project's distributions and of its plugins."""
 
-_CLIENTS: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
-_VARIABLES: Final = (
+_CLIENT_PACKAGES: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
+_VARIABLE_PREFIXES: Final = (
     "ACCEL",
     "CUDA_",
     "DS_",
@@ -43,7 +43,7 @@ _VARIABLES: Final = (
     "SLURM_",
     "TORCH",
 )
-_EXACT: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
+_VARIABLE_NAMES: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
 
 
 class Env:
@@ -96,11 +96,11 @@ def _packages() -> dict[str, str]:
     from importlib import metadata
 
     installed = {_normal(one.metadata["Name"]): one for one in metadata.distributions()}
-    own = sorted(name for name in installed if name.startswith(_OURS))
+    own = sorted(name for name in installed if name.startswith(_OWN_PREFIX))
     needed = (
         re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for one in own for line in installed[one].requires or ()
     )
-    names = dict.fromkeys((*own, *sorted(map(_normal, needed)), *_CLIENTS))
+    names = dict.fromkeys((*own, *sorted(map(_normal, needed)), *_CLIENT_PACKAGES))
     return {installed[name].metadata["Name"]: installed[name].version for name in names if name in installed}
 
 
@@ -154,7 +154,7 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _concerns_us(name: str) -> bool:
-    return name.startswith((*_VARIABLES, *_of_plugins())) or name in _EXACT
+    return name.startswith((*_VARIABLE_PREFIXES, *_of_plugins())) or name in _VARIABLE_NAMES
 
 
 @lru_cache(maxsize=1)

@@ -118,7 +118,7 @@ _SUGGESTIONS: Final = {
     "dynamo_config.dynamo_backend": "NO",
     "dynamo_config.dynamo_mode": "default",
 }
-_NEEDED: Final = ("main_process_ip",)
+_REQUIRED_ANSWERS: Final = ("main_process_ip",)
 
 
 def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
 def _problem(known: Setting, text: str) -> str | None:
     """The reason why a text is not a valid answer, or None."""
     if not text.strip():
-        return "This question needs an answer." if known.name in _NEEDED else None
+        return "This question needs an answer." if known.name in _REQUIRED_ANSWERS else None
     try:
         known.type.parse(text)
     except ValueError:

@@ -57,11 +57,11 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-_OLDEST_PYTHON: Final = (3, 10)
-_SHARED_MEMORY: Final = "/dev/shm"
-_LEAST_SHARED_MEMORY: Final = 512 * 2**20
-_LEAST_OPEN_FILES: Final = 1024
-_LEAST_DISK: Final = 2**30
+_MIN_PYTHON: Final = (3, 10)
+_SHARED_MEMORY_FOLDER: Final = "/dev/shm"
+_MIN_SHARED_MEMORY_BYTES: Final = 512 * 2**20
+_MIN_OPEN_FILES: Final = 1024
+_MIN_DISK_BYTES: Final = 2**30
 
 _TEST_TORCH: Final = "Test torch: python -c 'import torch'."
 _OWN_BACKENDS: Final = "accel-plugins"
@@ -74,9 +74,9 @@ def examine(request: LaunchRequest) -> Iterator[Finding]:
 
 
 def _python(request: LaunchRequest) -> Iterator[Finding]:
-    old = sys.version_info[:2] < _OLDEST_PYTHON
+    old = sys.version_info[:2] < _MIN_PYTHON
     told = f"{sys.version.split()[0]} at {sys.executable}"
-    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", ERROR)
+    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _MIN_PYTHON))} or later.", ERROR)
 
 
 def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
@@ -121,7 +121,7 @@ def _backends(request: LaunchRequest) -> Iterator[Finding]:
         yield Finding("backends", OK, "all can be loaded")
 
 
-_PLUGINS: Final = (
+_PLUGIN_GROUPS: Final = (
     "accel.launchers",
     "accel.trackers",
     "accel.commands",
@@ -139,7 +139,7 @@ _EXAMINATIONS: Final[PluginGroup[Callable[[LaunchRequest], Iterable[Finding]]]] 
 
 def _plugins(request: LaunchRequest) -> Iterator[Finding]:
     """The plugins of other packages that cannot be loaded."""
-    for name in _PLUGINS:
+    for name in _PLUGIN_GROUPS:
         group: PluginGroup[Any] = PluginGroup(name, "plugin")
         for plugin in group.plugins():
             if not plugin.is_own:
@@ -231,12 +231,12 @@ def _name(request: LaunchRequest) -> Iterator[Finding]:
 
 
 def _shared_memory(request: LaunchRequest) -> Iterator[Finding]:
-    if os.path.isdir(_SHARED_MEMORY):
-        free = shutil.disk_usage(_SHARED_MEMORY).free
+    if os.path.isdir(_SHARED_MEMORY_FOLDER):
+        free = shutil.disk_usage(_SHARED_MEMORY_FOLDER).free
         remedy = (
             "Give the container more shared memory, for example docker run --shm-size=8g: DataLoader workers need it."
         )
-        yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
+        yield _judged("shared memory", f"{_size(free)} free", free < _MIN_SHARED_MEMORY_BYTES, remedy)
 
 
 def _open_files(request: LaunchRequest) -> Iterator[Finding]:
@@ -246,14 +246,14 @@ def _open_files(request: LaunchRequest) -> Iterator[Finding]:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = "no limit" if limit < 0 else f"limit {limit}"
-    remedy = f"Raise the limit, for example ulimit -n {_LEAST_OPEN_FILES}."
-    yield _judged("open files", told, 0 <= limit < _LEAST_OPEN_FILES, remedy)
+    remedy = f"Raise the limit, for example ulimit -n {_MIN_OPEN_FILES}."
+    yield _judged("open files", told, 0 <= limit < _MIN_OPEN_FILES, remedy)
 
 
 def _disk(request: LaunchRequest) -> Iterator[Finding]:
     free = shutil.disk_usage(os.getcwd()).free
     remedy = "Free disk space, or start from another folder: checkpoints are written here by default."
-    yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
+    yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _MIN_DISK_BYTES, remedy)
 
 
 def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WARNING) -> Finding:

@@ -15,9 +15,9 @@ from accel_state.errors import SettingError
 
 __all__ = ("Seat", "address_towards", "interface_towards", "is_own_address", "seat_at")
 
-_GET_ADDRESS = 0x8915
+_SIOCGIFADDR = 0x8915
 
-_NO_ROUTE_NEEDED = 9
+_ANY_PORT = 9
 """Any port, for a socket that only looks up a route; nothing is sent to it."""
 
 
@@ -73,7 +73,7 @@ def interface_towards(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking, _GET_ADDRESS, name.encode().ljust(256, b"\0"))
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
             except OSError:
                 # The interface has no address.
                 continue
@@ -104,7 +104,7 @@ def address_towards(host: str) -> str | None:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 # For a datagram socket, `connect` only looks up the route.
-                probe.connect((address[0], _NO_ROUTE_NEEDED, *address[2:]))
+                probe.connect((address[0], _ANY_PORT, *address[2:]))
                 return str(probe.getsockname()[0])
         except OSError:
             continue

@@ -32,16 +32,18 @@ __all__ = (
     "tables_of_switches",
 )
 
-_GROUP: Final = "Kind of run"
-_SEVERAL: Final = "multi_gpu"
+_HEADING: Final = "Kind of run"
+_MULTI_GPU: Final = "multi_gpu"
 """The switch that selects several devices and no backend."""
 
-_ONE: Final = DistributedType.NO.value
-_CPU: Final = SPECS["cpu"].label.value
-_WITHOUT_DEVICES: Final = frozenset((_ONE, _CPU, *(label.value for label in SageMakerDistributedType)))
+_ONE_PROCESS_LABEL: Final = DistributedType.NO.value
+_CPU_LABEL: Final = SPECS["cpu"].label.value
+_LABELS_WITHOUT_DEVICES: Final = frozenset(
+    (_ONE_PROCESS_LABEL, _CPU_LABEL, *(label.value for label in SageMakerDistributedType))
+)
 """Labels of runs that need no backend and no accelerator on this machine; SageMaker sets its own up itself."""
 
-_OF_DEVICES: Final = _WITHOUT_DEVICES.union(spec.label.value for spec in SPECS.values())
+_LABELS_OF_DEVICES: Final = _LABELS_WITHOUT_DEVICES.union(spec.label.value for spec in SPECS.values())
 
 
 @lru_cache(maxsize=1)
@@ -72,17 +74,17 @@ def _switch_settings() -> type:
         type=BOOLEAN,
         flag="--{name}",
         help="Run one process on each of several GPUs or other devices.",
-        group=_GROUP,
+        group=_HEADING,
     )
     of_backends = [
-        (name, bool, field_of(users[0].switch._replace(group=_GROUP)))
+        (name, bool, field_of(users[0].switch._replace(group=_HEADING)))
         for name, users in switches().items()
         if users[0].switch is not None
     ]
     doc = "Switches that select backends or several devices; at most one may be set."
     return make_dataclass(
         "SwitchSettings",
-        [(_SEVERAL, bool, several), *of_backends],
+        [(_MULTI_GPU, bool, several), *of_backends],
         namespace={"__doc__": doc, "__module__": __name__},
     )
 
@@ -116,23 +118,23 @@ class Selection(NamedTuple):
     @property
     def alone(self) -> bool:
         """Whether it is a run of one process."""
-        return self.label == _ONE
+        return self.label == _ONE_PROCESS_LABEL
 
     @property
     def on_cpu(self) -> bool:
         """Whether it is a run on the CPU."""
-        return self.label == _CPU
+        return self.label == _CPU_LABEL
 
     @property
     def by_device(self) -> bool:
         """Whether the devices imply it, so that it needs no backend."""
-        return not self.manifests and self.label in _OF_DEVICES
+        return not self.manifests and self.label in _LABELS_OF_DEVICES
 
     @property
     def on_devices(self) -> bool:
         """Whether it contradicts a run on the CPU."""
         if not self.manifests:
-            return self.by_device and self.label not in _WITHOUT_DEVICES
+            return self.by_device and self.label not in _LABELS_WITHOUT_DEVICES
         families = self.manifests[0].families
         return bool(families) and "cpu" not in families
 
@@ -149,7 +151,7 @@ def select(settings: ResolvedSettings) -> Selection | None:
         Conflict: two switches are set.
     """
     users = switches()
-    chosen = [settings[name] for name in (_SEVERAL, *users) if settings[name].value]
+    chosen = [settings[name] for name in (_MULTI_GPU, *users) if settings[name].value]
     if len(chosen) > 1:
         one, other = chosen[:2]
         raise Conflict(

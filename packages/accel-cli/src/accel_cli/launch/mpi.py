@@ -25,7 +25,7 @@ __all__ = (
     "read_hostfile",
 )
 
-_LINE: Final = re.compile(
+_HOSTFILE_LINE: Final = re.compile(
     r"(?P<name>[^\s:=]+)(?:\s+(?:slots|max_slots)=(?P<slots>[0-9]{1,9})|:(?P<count>[0-9]{1,9}))*\s*"
 )
 
@@ -59,7 +59,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = _LINE.fullmatch(text)
+        found = _HOSTFILE_LINE.fullmatch(text)
         if found is None:
             raise SettingError(failed, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
         slots = found["slots"] or found["count"]
@@ -74,7 +74,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
 
 
 _FAILED: Final = "Cannot start processes with MPI."
-_OPEN: Final = "Open MPI"
+_OPEN_MPI: Final = "Open MPI"
 _VERSION_TIMEOUT_S: Final = 20.0
 
 
@@ -131,7 +131,7 @@ def find_mpi() -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SettingError(_FAILED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
-    return _OPEN if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
+    return _OPEN_MPI if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
 
 
 def _hosts(settings: ResolvedSettings) -> tuple[Host, ...]:
@@ -161,17 +161,17 @@ def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:
         hostfile: path of the file that lists the machines.
         processes: processes on each machine.
     """
-    parts = _OPEN_MPI if family == _OPEN else _HYDRA
+    parts = _OPEN_MPI_OPTIONS if family == _OPEN_MPI else _HYDRA_OPTIONS
     return tuple(part.format(file=hostfile, each=processes) for part in parts)
 
 
-_OPEN_MPI: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")
-_HYDRA: Final = ("-f", "{file}", "-ppn", "{each}")
+_OPEN_MPI_OPTIONS: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")
+_HYDRA_OPTIONS: Final = ("-f", "{file}", "-ppn", "{each}")
 
 
 def _exported(environment: Mapping[str, str], family: str) -> Iterator[str]:
     for name, value in sorted(environment.items()):
-        yield from ("-x", f"{name}={value}") if family == _OPEN else ("-genv", name, value)
-    if family == _OPEN:
+        yield from ("-x", f"{name}={value}") if family == _OPEN_MPI else ("-genv", name, value)
+    if family == _OPEN_MPI:
         # Without a value, which every user of the machine could read; Hydra passes all variables on by itself.
         yield from ("-x", SECRET_VARIABLE)

@@ -17,7 +17,7 @@ from accel_state.settings.schema import settings_of
 
 __all__ = ("first_line", "notes")
 
-_MISSPELLED: Final = 0.9
+_MISSPELLING_SIMILARITY: Final = 0.9
 """Similarity from which a key counts as a misspelled one."""
 
 
@@ -98,7 +98,7 @@ def _notes_on_idle(request: LaunchRequest) -> Iterator[str]:
     keys = {str(setting.definition.key) for setting in request.settings.values()}
     for entry in config.unread:
         package = package_of(entry.key)
-        near = next(iter(get_close_matches(entry.key, keys, n=1, cutoff=_MISSPELLED)), None)
+        near = next(iter(get_close_matches(entry.key, keys, n=1, cutoff=_MISSPELLING_SIMILARITY)), None)
         reader = "no installed package reads it" if package is None else f"{package}, which reads it, is not installed"
         hint = f" Did you mean {near!r}?" if near is not None and package is None else ""
         yield f"{entry.key}={entry.value} ({config.path}:{entry.line}) has no effect: {reader}.{hint}"

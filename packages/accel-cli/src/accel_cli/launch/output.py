@@ -9,8 +9,8 @@ from typing import IO, Final
 
 __all__ = ("PrefixedLines", "Relay")
 
-_CHUNK: Final = 65536
-_LONGEST: Final = 65536
+_CHUNK_BYTES: Final = 65536
+_MAX_LINE_BYTES: Final = 65536
 """Largest number of bytes of an incomplete line in memory; a longer line is forwarded in parts of about this length."""
 
 _LINE_ENDS: Final = (b"\n", b"\r")
@@ -46,7 +46,7 @@ class Relay:
     def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
         lines = PrefixedLines(self._prefix)
         try:
-            while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
+            while chunk := source.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
                 _write(target, lines.take(chunk))
             _write(target, lines.rest())
         except (OSError, ValueError):
@@ -81,7 +81,7 @@ class PrefixedLines:
             if piece.endswith(_LINE_ENDS):
                 ended.append(self._line())
                 self._prefix = self._first
-            elif len(self._start) >= _LONGEST:
+            elif len(self._start) >= _MAX_LINE_BYTES:
                 ended.append(self._line() + b"\n")
                 self._prefix = self._further
         return b"".join(ended)

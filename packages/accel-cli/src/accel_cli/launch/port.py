@@ -30,12 +30,12 @@ __all__ = ("CAN_BE_KEPT", "Port", "owner_of")
 CAN_BE_KEPT: Final = sys.platform.startswith("linux")
 """Whether a port stays reserved while the store listens on it; else it is released before the processes start."""
 
-_ADDRESS: Final = 1
-_STATE: Final = 3
-_INODE: Final = 9
+_ADDRESS_COLUMN: Final = 1
+_STATE_COLUMN: Final = 3
+_INODE_COLUMN: Final = 9
 """Columns of the system's tables of sockets."""
 
-_LISTENING: Final = "0A"
+_LISTENING_STATE: Final = "0A"
 
 
 class Port:
@@ -131,8 +131,8 @@ def _bind_alone(bound: socket.socket, address: str, number: int, *, marked: bool
     try:
         bound.bind((address, number))
     except OSError as error:
-        states = [row[_STATE] for row in _sockets_at(number)]
-        if error.errno != errno.EADDRINUSE or not marked or not states or _LISTENING in states:
+        states = [row[_STATE_COLUMN] for row in _sockets_at(number)]
+        if error.errno != errno.EADDRINUSE or not marked or not states or _LISTENING_STATE in states:
             raise
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address, number))
@@ -148,7 +148,7 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
     asked = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
         owner = owner_of(number)
-        listening = any(row[_STATE] == _LISTENING for row in _sockets_at(number))
+        listening = any(row[_STATE_COLUMN] == _LISTENING_STATE for row in _sockets_at(number))
         by = f" by {owner}" if owner else "" if listening else "; another launch may have reserved it"
         return SettingError(asked, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
     return SettingError(asked, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
@@ -156,7 +156,7 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
 
 def owner_of(number: int) -> str | None:
     """The process that listens on a port, as "name (pid 123)", if the system reports it."""
-    inodes = {f"socket:[{row[_INODE]}]" for row in _sockets_at(number) if row[_STATE] == _LISTENING}
+    inodes = {f"socket:[{row[_INODE_COLUMN]}]" for row in _sockets_at(number) if row[_STATE_COLUMN] == _LISTENING_STATE}
     for process in filter(str.isdigit, _names("/proc") if inodes else ()):
         for descriptor in _names(f"/proc/{process}/fd"):
             if _target(f"/proc/{process}/fd/{descriptor}") in inodes:
@@ -172,7 +172,7 @@ def _sockets_at(number: int) -> Iterator[list[str]]:
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue
-        yield from (row for row in rows if int(row[_ADDRESS].rpartition(":")[2], 16) == number)
+        yield from (row for row in rows if int(row[_ADDRESS_COLUMN].rpartition(":")[2], 16) == number)
 
 
 def _names(folder: str) -> list[str]:

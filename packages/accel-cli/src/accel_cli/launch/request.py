@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 
 __all__ = ("LaunchRequest", "decide", "is_shared", "read_request", "request_of", "this_machine")
 
-_EIGHT_BITS: Final = ("fp8_config", "fp8")
+_FP8: Final = ("fp8_config", "fp8")
 """The table of settings that only this precision reads."""
 
-_SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
+_SHARED_VARIABLES: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 """Variables of engines that runs without the engine read too."""
 
-_MESH: Final = "parallelism_config."
+_MESH_TABLE: Final = "parallelism_config."
 _NO_CLUSTER: Final = Machines()
 _MODULE_PATH: Final = "PYTHONPATH"
 
 # torch's C++ code prints every frame of a store error; the Python traceback has the same message in one line.
-_USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+_DEFAULT_VARIABLES: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-_MOST_PROCESSES: Final = 4096
+_MAX_PROCESSES_PER_MACHINE: Final = 4096
 """A larger number on one machine is a typing error, and starting so many processes would make it unusable."""
 
 
@@ -123,7 +123,7 @@ class LaunchRequest:
     @property
     def axes(self) -> list[ResolvedSetting]:
         """The given sizes and implementations of mesh axes."""
-        return [setting for name, setting in self.settings.items() if name.startswith(_MESH) and setting.given]
+        return [setting for name, setting in self.settings.items() if name.startswith(_MESH_TABLE) and setting.given]
 
     def local_processes(self) -> int:
         """Number of processes to start on this machine.
@@ -213,7 +213,7 @@ class LaunchRequest:
         elif processes > 1:
             own["OMP_NUM_THREADS"] = str(max(self.machine.processors // processes, 1))
         shared = SPECS["cpu"].sharing if self.settings["cpu"].value and processes > 1 else {}
-        usual = {**_USUAL, **usual_variables(), **shared}
+        usual = {**_DEFAULT_VARIABLES, **usual_variables(), **shared}
         environ = self.machine.environ
         return {**{name: environ.get(name, usual[name]) for name in usual.keys() - environment.keys()}, **own}
 
@@ -255,8 +255,8 @@ class LaunchRequest:
         if self.axes:
             chosen.add(switch_of_axes())
         idle = {table: f"--{switch}" for table, switch in tables_of_switches().items() if switch not in chosen}
-        if self.settings["mixed_precision"].value != _EIGHT_BITS[1]:
-            idle[_EIGHT_BITS[0]] = f"--mixed_precision {_EIGHT_BITS[1]}"
+        if self.settings["mixed_precision"].value != _FP8[1]:
+            idle[_FP8[0]] = f"--mixed_precision {_FP8[1]}"
         return idle
 
     def not_meant(self) -> Iterator[Ignored]:
@@ -348,10 +348,10 @@ class LaunchRequest:
             )
             remedy = f"Set --num_processes to a multiple of {machines.value}."
             raise _contradiction(processes, machines, obstacle, remedy)
-        if processes.value // machines.value > _MOST_PROCESSES:
+        if processes.value // machines.value > _MAX_PROCESSES_PER_MACHINE:
             raise SettingError(
                 f"Cannot launch with {processes.text}.",
-                f"A machine starts at most {_MOST_PROCESSES} processes.",
+                f"A machine starts at most {_MAX_PROCESSES_PER_MACHINE} processes.",
                 "Set --num_processes to the number of devices.",
             )
 
@@ -546,7 +546,7 @@ def _addresses_of_others(settings: ResolvedSettings) -> Iterator[Ignored]:
 
 def is_shared(setting: ResolvedSetting) -> bool:
     """Whether a setting of an engine passes its value on in a variable that runs without the engine read too."""
-    return setting.definition.variable in _SHARED
+    return setting.definition.variable in _SHARED_VARIABLES
 
 
 def _contradiction(

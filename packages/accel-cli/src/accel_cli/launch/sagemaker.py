@@ -21,7 +21,7 @@ __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in"
 
 REQUIREMENT: Final = Requirement("sagemaker", versions="<3")
 
-_ASKED: Final = "Cannot describe a training job of SageMaker."
+_FAILED: Final = "Cannot describe a training job of SageMaker."
 _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {
     SageMakerDistributedType.NO.value: None,
     SageMakerDistributedType.DATA_PARALLEL.value: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -92,17 +92,17 @@ def describe_job(
     settings = resolved.instance(SageMakerSettings)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(settings, name):
-            raise SettingError(_ASKED, f"{name} is missing.", f"Add {name} to the config file.")
+            raise SettingError(_FAILED, f"{name} is missing.", f"Add {name} to the config file.")
     kind = resolved["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
         raise NotOffered(
-            _ASKED,
+            _FAILED,
             f"distributed_type={kind} is not one of {', '.join(_DISTRIBUTION)}.",
             "Set distributed_type to one of these.",
         )
     if not target.endswith(".py"):
         raise SettingError(
-            _ASKED, f"{target!r} is not a Python script.", "Give a script with a name that ends with .py."
+            _FAILED, f"{target!r} is not a Python script.", "Give a script with a name that ends with .py."
         )
     metrics = _table(settings.sagemaker_metrics_file)
     estimator = {
@@ -148,7 +148,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not name.startswith("--") or (not equals and (not rest or rest[0].startswith("--"))):
             raise SettingError(
-                _ASKED,
+                _FAILED,
                 f"The script's argument {word!r} has no {'value' if name.startswith('--') else 'name'}.",
                 "SageMaker passes only pairs. Write --name value, and a switch as --name true.",
             )
@@ -196,12 +196,12 @@ def _table(path: str | None) -> list[tuple[str, str]]:
             rows = [line.rstrip("\n").split("\t") for line in file if line.strip()][1:]
     except (OSError, ValueError) as error:
         raise SettingError(
-            _ASKED, f"{path} cannot be read: {error}.", "Give a text file with a table of two columns."
+            _FAILED, f"{path} cannot be read: {error}.", "Give a text file with a table of two columns."
         ) from None
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:
             raise SettingError(
-                _ASKED, f"{path}:{number} has {len(row)} column(s).", "Write two columns per line, separated by a tab."
+                _FAILED, f"{path}:{number} has {len(row)} column(s).", "Write two columns per line, separated by a tab."
             )
     return [(row[0], row[1]) for row in rows]
 

@@ -22,10 +22,10 @@ ENDING: Final = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 FORWARDED: Final = (*ENDING, *_existing("SIGUSR1", "SIGUSR2"))
 """Signals that the launcher passes on to the processes."""
 
-_CHILD_ENDED: Final = _existing("SIGCHLD")
+_CHILD_SIGNALS: Final = _existing("SIGCHLD")
 
 # Without a signal for the end of a process, the launcher polls.
-_LONGEST_WAIT: Final = float("inf") if _CHILD_ENDED else 0.1
+_MAX_WAIT_S: Final = float("inf") if _CHILD_SIGNALS else 0.1
 
 
 class Inbox:
@@ -40,8 +40,8 @@ class Inbox:
 
     def __enter__(self) -> Inbox:
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*FORWARDED, *_CHILD_ENDED):
-            if number in _CHILD_ENDED or signal.getsignal(number) != signal.SIG_IGN:
+        for number in (*FORWARDED, *_CHILD_SIGNALS):
+            if number in _CHILD_SIGNALS or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, _already_in_the_inbox)
         return self
 
@@ -64,7 +64,7 @@ class Inbox:
 
     def wait(self, timeout: float) -> list[int]:
         """Signals to forward since the last call; returns early if a signal arrives or a process ends."""
-        if not select.select([self._reader], [], [], min(timeout, _LONGEST_WAIT))[0]:
+        if not select.select([self._reader], [], [], min(timeout, _MAX_WAIT_S))[0]:
             return []
         try:
             numbers = self._reader.recv(4096)

@@ -42,13 +42,13 @@ _POLL_INTERVAL_S: Final = 1.0
 _KILL_TIMEOUT_S: Final = 40.0
 """Seconds that Slurm may need to end a killed step; its own KillWait is 30 by default."""
 
-_HERE_ALONE: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
+_NOT_PASSED_ON: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
 """Options for the launcher of the allocation, which it does not pass to the launchers of the nodes."""
 
-_FIRST_CAUSE: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
-_EXIT_CODE: Final = re.compile(r"Exited with exit code (\d+)")
+_FIRST_CAUSE_PATTERN: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
+_EXIT_CODE_PATTERN: Final = re.compile(r"Exited with exit code (\d+)")
 
-_ENDED: Final = frozenset(
+_FINAL_STATES: Final = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 )
 
@@ -143,7 +143,7 @@ class Slurm:
             *((f"--cpus-per-task={cpus}",) if cpus else ()),
             *(("--label",) if settings["prefix_output"].value else ()),
             "--kill-on-bad-exit=1",
-            *_launch_again(request, _HERE_ALONE),
+            *_launch_again(request, _NOT_PASSED_ON),
         )
         return LaunchPlan(
             {},
@@ -296,7 +296,7 @@ class _Running:
         """Print the errors of srun, and find the task that ended first: srun returns the highest of all codes."""
         for line in source:
             if self._cause is None:
-                found = _FIRST_CAUSE.match(line)
+                found = _FIRST_CAUSE_PATTERN.match(line)
                 self._cause = _code_of(found[1].decode(errors="replace").strip()) if found is not None else None
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
@@ -304,7 +304,7 @@ class _Running:
 
 def _code_of(said: str) -> int | None:
     """The exit code in a message of srun."""
-    found = _EXIT_CODE.match(said)
+    found = _EXIT_CODE_PATTERN.match(said)
     if found is not None:
         return int(found[1])
     known = {signal.strsignal(number): number for number in signal.valid_signals()}
@@ -357,7 +357,7 @@ def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
         if found.get("JobState") != state and not quiet:
             state = found.get("JobState", "UNKNOWN")
             _tell(f"Slurm job {job} is {state}.")
-        if found.get("JobState", "UNKNOWN") not in _ENDED and found:
+        if found.get("JobState", "UNKNOWN") not in _FINAL_STATES and found:
             continue
         _print_from(found.get("StdOut", ""), read)
         if signalled:

@@ -81,7 +81,7 @@ _IN_POD: Final = "ACCELERATE_IN_TPU_POD"
 _BFLOAT16: Final = "bf16"
 
 
-_OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
+_OPTIONS_OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
 """Options of `accel launch` on the machines of a pod, by the value of `Script.how`."""
 
 
@@ -140,7 +140,7 @@ def _pod_argv(request: LaunchRequest, own: TPUSettings) -> tuple[str, ...]:
         *("python3", "-m", "accel_cli.main", "launch", "--tpu", "--no_tpu_cluster"),
         f"--mixed_precision={request.settings['mixed_precision'].value}",
         f"--main_training_function={own.main_training_function}",
-        *_OF_POD[how],
+        *_OPTIONS_OF_POD[how],
         target,
         *arguments,
     )
