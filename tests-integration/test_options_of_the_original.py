@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from accel_cli.command import find_command
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.options import flag_values
-from accel_cli.launch.settings import launch_classes
 from accel_cli.parser import Parser
 from accelerate.commands.launch import launch_command_parser
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.launch.interface import LaunchPlan, Machine, Script
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.options import add_launch_arguments
 from accel_cli.launch.request import read_request
-from accel_cli.launch.settings import launch_classes
 from accel_cli.parser import Parser
 from accel_state.errors import AccelError
 from accel_state.settings.schema import settings_of

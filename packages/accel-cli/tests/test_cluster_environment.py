@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from accel_cli.launch.request import check_plan
 from accel_state.clusters import Machines
 from accel_state.errors import Conflict
 from accel_testing.launchers import make_plan, make_request
@@ -26,10 +27,10 @@ def test_several_launchers_on_a_machine_are_single_processes_or_a_mistake():
     request = make_request({"num_processes": 1})
     four = replace(request, cluster=Machines("Slurm", launchers=4))
     one, two = (make_plan(make_request({"num_processes": count})) for count in (1, 2))
-    four.check_plan(one)
-    request.check_plan(two)
+    check_plan(four, one)
+    check_plan(request, two)
     with pytest.raises(Conflict, match="Slurm started 4 launchers"):
-        four.check_plan(two)
+        check_plan(four, two)
 
 
 def explained(accel, *arguments, env):

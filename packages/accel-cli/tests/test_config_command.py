@@ -13,7 +13,8 @@ import yaml
 from accel_cli.config.file import read_config
 from accel_cli.config.wizard import AUTOMATIC, Lines, questions
 from accel_cli.config.write import config_text, differing, meanings, modernised, nested, usual_config, write_config
-from accel_cli.launch.settings import ASKED, launch_classes
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.settings import ASKED
 from accel_state.errors import SettingError
 from accel_state.settings.schema import BOOLEAN, choice, setting
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from accel_cli.config.file import default_path, read_config, with_prefix
-from accel_cli.launch.settings import LAUNCH_CLASSES, launcher_settings
+from accel_cli.launch.launchers import launcher_settings
+from accel_cli.launch.settings import LAUNCH_CLASSES
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import INTEGER, JSON, listing, setting

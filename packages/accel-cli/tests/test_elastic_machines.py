@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from accel_cli.launch.request import request_of
+from accel_cli.launch.request import check_request, request_of
 from accel_cli.launch.settings import MACHINES, fewest_machines
 from accel_state.errors import Conflict
 
@@ -30,6 +30,6 @@ def test_a_launcher_that_needs_all_machines_refuses_a_range(tmp_path) -> None:
     address = "--main_process_ip=127.0.0.1"
     ranged = request_of(["--nnodes=1:4", address, "job.py"], home)
     with pytest.raises(Conflict, match=r"num_machines=1:4 \(--num_machines\)"):
-        ranged.check()
-    replace(ranged, launcher=replace(ranged.launcher, elastic=True)).check()
-    request_of(["--nnodes=4", address, "job.py"], home).check()
+        check_request(ranged)
+    check_request(replace(ranged, launcher=replace(ranged.launcher, elastic=True)))
+    check_request(request_of(["--nnodes=4", address, "job.py"], home))

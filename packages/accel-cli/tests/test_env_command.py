@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.env import describe
-from accel_cli.launch.settings import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_state.settings.schema import settings_of
 from accel_testing.simulated_device import POSSIBLE
 

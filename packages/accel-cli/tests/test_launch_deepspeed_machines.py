@@ -7,7 +7,7 @@ import pytest
 from accel_cli.config.resolved import label
 from accel_cli.launch.deepspeed import DEEPSPEED_LAUNCHERS
 from accel_cli.launch.interface import RUNNER, Script
-from accel_cli.launch.settings import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.schema import settings_of
 from accel_testing.launchers import make_plan, make_request

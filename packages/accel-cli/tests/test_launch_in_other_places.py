@@ -11,10 +11,10 @@ import pytest
 from accel_cli.config.resolved import label
 from accel_cli.launch import tpu_runner
 from accel_cli.launch.interface import RUNNER, Script
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.local import environment_lines
 from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
-from accel_cli.launch.settings import launch_classes
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.network import SECRET_VARIABLE

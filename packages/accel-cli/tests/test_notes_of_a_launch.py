@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.launch.interface import load_launcher
+from accel_cli.launch.launchers import load_launcher
 from accel_cli.launch.notes import first_line, notes
 from accel_cli.launch.request import request_of
 

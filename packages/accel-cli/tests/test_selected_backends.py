@@ -8,7 +8,8 @@ import pytest
 
 from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.backends import SwitchSettings, select
-from accel_cli.launch.settings import launch_classes
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.request import check_request
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
@@ -63,7 +64,7 @@ def test_use_deepspeed_and_use_fsdp_conflict():
 @pytest.mark.parametrize("other", [{"cpu": True}, {"num_processes": 1}])
 def test_several_devices_contradict_the_cpu_and_one_process(other):
     with pytest.raises(Conflict, match="multi_gpu"):
-        settings(multi_gpu=True, **other).check()
+        check_request(settings(multi_gpu=True, **other))
 
 
 def test_a_variable_for_the_cpu_does_not_contradict_several_devices(accel, script):

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from accel_cli.command import BUILT_IN
-from accel_cli.launch.interface import AUTO, LAUNCHERS
+from accel_cli.launch.interface import AUTO
+from accel_cli.launch.launchers import LAUNCHERS
 
 pytest.importorskip("argcomplete", reason="completion needs the extra accel-cli[completion]")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_cli.launch.interface import find_launcher
+from accel_cli.launch.launchers import find_launcher
 from accel_cli.launch.request import request_of
 from accel_ray.cluster import Layout
 from accel_state.errors import SettingError

@@ -7,8 +7,7 @@ import sys
 from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.request import LaunchRequest
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.settings import fewest_machines
 from accel_cli.launch.signals import Inbox
 from accel_ray.attempt import Attempt, AttemptStart

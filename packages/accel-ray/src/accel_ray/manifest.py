@@ -13,7 +13,7 @@ from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import int_at_least, setting
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("MANIFEST", "RaySettings")
 

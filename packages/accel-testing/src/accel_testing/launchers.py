@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.launch.interface import Launcher, LaunchPlan, Machine, Script, find_launcher, load_launcher
-from accel_cli.launch.request import LaunchRequest, decide, request_of
+from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest, Machine, Script
+from accel_cli.launch.launchers import LOCAL, find_launcher, launch_classes, load_launcher
+from accel_cli.launch.request import check_request, decide, request_of
 from accel_cli.launch.script import check_script
-from accel_cli.launch.settings import launch_classes
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
@@ -163,8 +163,7 @@ class LauncherSuite:
     def test_the_manifest_is_read_without_torch(self) -> None:
         """Manifest, settings and requirements load without torch."""
         program = (
-            "import sys; from accel_cli.launch.interface import find_launcher\n"
-            "from accel_cli.launch.settings import launcher_settings\n"
+            "import sys; from accel_cli.launch.launchers import find_launcher, launcher_settings\n"
             f"find_launcher({self.launcher!r}, 'test'); launcher_settings(); assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", program], check=True, timeout=self.patience)
@@ -301,7 +300,7 @@ def make_request(
     flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
     there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
     settings = resolve_settings(classes, flags, environ, there)
-    return decide(LaunchRequest(settings, script, Machine("python", 8, lambda: devices, environ)))
+    return decide(LaunchRequest(settings, script, Machine("python", 8, lambda: devices, environ), LOCAL))
 
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
@@ -311,7 +310,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
         SettingError: a setting cannot be used here; `Conflict` if two contradict each other.
         NotOffered: the launcher does not support this kind of script.
     """
-    request.check()
+    check_request(request)
     return load_launcher(request.launcher).plan(request)
 
 

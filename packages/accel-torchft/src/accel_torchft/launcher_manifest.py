@@ -11,7 +11,7 @@ from accel_cli.launch.interface import LauncherManifest
 from accel_torchft.manifest import MANIFESTS, NEEDED
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("LAUNCHER", "called_for")
 

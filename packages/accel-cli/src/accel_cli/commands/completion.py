@@ -56,9 +56,9 @@ def _add_arguments(name: str, parser: Parser) -> None:
 
 
 def _choices(destination: str) -> tuple[str, ...]:
-    from accel_cli.launch.interface import AUTO, LAUNCHERS
+    from accel_cli.launch.interface import AUTO
+    from accel_cli.launch.launchers import LAUNCHERS, launch_classes
     from accel_cli.launch.options import setting_of
-    from accel_cli.launch.settings import launch_classes
 
     known: Any = setting_of(destination, launch_classes())
     if known is not None and known.name == "launcher":

@@ -14,7 +14,7 @@ from accel_state.untrusted import printable
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = (
     "COMMAND",

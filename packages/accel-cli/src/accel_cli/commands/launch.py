@@ -48,21 +48,21 @@ class Launch:
 
     def _planned(self, arguments: Namespace) -> tuple[Launcher, LaunchPlan]:
         """The launcher of a launch and its plan."""
-        from accel_cli.launch.interface import load_launcher
-        from accel_cli.launch.request import read_request
+        from accel_cli.launch.launchers import load_launcher
+        from accel_cli.launch.request import check_backend, check_plan, check_request, read_request
         from accel_cli.launch.script import check_script
 
         request = read_request(arguments, os.environ, allocations=arguments.prog == _PROG)
         check_script(request.script)
-        request.check_backend()
-        request.check()
+        check_backend(request)
+        check_request(request)
         if request.settings["preflight"].value and not request.launcher.elsewhere:
             from accel_cli.doctor.nodes import clear_for_launch
 
             clear_for_launch(request)
         launcher = load_launcher(request.launcher)
         plan = launcher.plan(request)
-        request.check_plan(plan)
+        check_plan(request, plan)
         if not request.quiet:
             from accel_cli.launch.notes import first_line, notes
             from accel_state.untrusted import printable

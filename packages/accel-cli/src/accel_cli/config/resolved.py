@@ -113,6 +113,10 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
     def __len__(self) -> int:
         return len(self._effects)
 
+    def classes_without(self, classes: Iterable[type]) -> tuple[type, ...]:
+        """The settings classes, without some of them."""
+        return tuple(one for one in self._by_class if one not in classes)
+
     def instance(self, settings_class: type[S]) -> S:
         """An instance of one of the classes, with the effective values."""
         return settings_class(**{name: effect.value for name, effect in self._by_class[settings_class].items()})

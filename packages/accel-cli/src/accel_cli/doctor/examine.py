@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.launch.devices import describe_devices
+from accel_cli.launch.interface import LaunchRequest
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.port import Port
-from accel_cli.launch.request import LaunchRequest
+from accel_cli.launch.request import check_backend, check_request
 from accel_cli.launch.script import check_script
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
@@ -169,12 +170,12 @@ def _added(request: LaunchRequest) -> Iterator[Finding]:
 
 def examine_launch(request: LaunchRequest) -> Iterator[Finding]:
     """Check what the launch needs on this machine: its script, settings without contradictions, and the backend."""
-    checks = {"launch": request.check, "backend": request.check_backend}
+    checks: dict[str, Callable[[LaunchRequest], None]] = {"launch": check_request, "backend": check_backend}
     if request.script.target:
-        checks = {"script": lambda: check_script(request.script), **checks}
+        checks = {"script": lambda request: check_script(request.script), **checks}
     for subject, check in checks.items():
         try:
-            check()
+            check(request)
         except AccelError as error:
             yield Finding(subject, ERROR, f"{error.failure} {error.obstacle}", error.remedy)
         else:

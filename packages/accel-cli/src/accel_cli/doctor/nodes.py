@@ -17,7 +17,8 @@ from typing import Final
 from accel_cli.doctor.examine import ERROR, OK, WARNING, Finding, lines_of
 from accel_cli.doctor.meeting import CONNECTION_TIMEOUT_S
 from accel_cli.launch.addresses import is_own_address
-from accel_cli.launch.request import LaunchRequest
+from accel_cli.launch.interface import LaunchRequest
+from accel_cli.launch.request import check_request
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import LaunchError, SettingError
 from accel_state.network import DEFAULT_PORT
@@ -174,7 +175,7 @@ def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
         SettingError: the launch uses only one machine.
         LaunchError: the main machine cannot be reached, or its port is in use.
     """
-    request.check()
+    check_request(request)
     machines = request.settings.instance(MachineSettings)
     if machines.num_machines < 2 or machines.main_process_ip is None:
         raise SettingError(

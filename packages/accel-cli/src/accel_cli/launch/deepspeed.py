@@ -7,14 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
-from accel_cli.launch.interface import LauncherManifest, LaunchPlan, Program, ProgramLauncher
+from accel_cli.launch.interface import LauncherManifest, LaunchPlan, Program
+from accel_cli.launch.program import ProgramLauncher
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
 from accel_state.settings.schema import choice, setting
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("DEEPSPEED_LAUNCHERS", "ENVIRONMENT_FILE", "MANIFEST", "DeepSpeed", "DeepSpeedLaunchSettings")
 

@@ -1,4 +1,4 @@
-"""The interface of launchers, which start the processes of a run: the manifest, the plan, and the launcher's methods.
+"""The interface of launchers, which start the processes of a run: manifest, request, plan, and the launcher's methods.
 
 The entry points of the group `accel.launchers` are `LauncherManifest` objects. A manifest is data that is read without
 torch and without the launcher's code; its class is imported when `accel launch` uses the launcher.
@@ -9,37 +9,46 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from accel_cli.launch.outer_launch import PLACE_VARIABLES
-from accel_state.errors import NotFound, PluginError
-from accel_state.plugins import Interface, LoadedPlugin, PluginGroup, check_targets
+from accel_cli.config.file import ConfigFile
+from accel_cli.config.resolved import Ignored, ResolvedSetting, ResolvedSettings
+from accel_cli.launch.backends import Selection, backends
+from accel_cli.launch.devices import usual_variables, visible
+from accel_cli.launch.outer_launch import PLACE_VARIABLES, WRITTEN, written
+from accel_cli.launch.settings import LAUNCHER_ONLY, MachineSettings, TorchrunSettings
+from accel_state.clusters import Machines
+from accel_state.devices.specs import SPECS
+from accel_state.errors import NotFound, PluginError, SettingError
+from accel_state.plugins import check_targets
+from accel_state.settings.environ import ORIGINS, origins_text
 from accel_state.settings.installed import Requirement
-
-if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+from accel_state.settings.run import RunSettings
+from accel_state.settings.schema import settings_of
 
 __all__ = (
     "AUTO",
-    "LAUNCHERS",
     "RUNNER",
     "CalledFor",
     "LaunchPlan",
+    "LaunchRequest",
     "Launcher",
     "LauncherManifest",
     "Machine",
     "Program",
-    "ProgramLauncher",
     "Script",
-    "find_launcher",
-    "launchers",
-    "load_launcher",
 )
 
 AUTO: Final = "auto"
 """The value of `--launcher` with which the other settings select the launcher."""
+
+_MESH_TABLE: Final = "parallelism_config."
+_NO_CLUSTER: Final = Machines()
+_MODULE_PATH: Final = "PYTHONPATH"
+
+# torch's C++ code prints every frame of a store error; the Python traceback has the same message in one line.
+_DEFAULT_VARIABLES: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
 """The module that starts in every process and runs the script."""
@@ -203,6 +212,170 @@ class LaunchPlan(NamedTuple):
     details: Any = None
 
 
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch: its settings, what they select, and what to run; the input of a launcher's plan.
+
+    Args:
+        settings: every setting of the launch, by name, with its source.
+        script: what to run.
+        machine: the machine of `accel launch`.
+        launcher: the launcher.
+        launcher_reason: why it was selected.
+        selection: what a switch or `distributed_type` selects, or None.
+        backend: the backend that the selection implies, or None if the processes select it.
+        cluster: a batch system's description of the machines.
+        config: the config file that was read, or None.
+        options: options of `accel launch` that repeat this launch elsewhere, without the script.
+        quiet: print only the traceback of the process that failed first.
+        allocations: whether an allocation of a batch system selects a launcher.
+        ignored: values that were given and are not used.
+    """
+
+    settings: ResolvedSettings
+    script: Script
+    machine: Machine
+    launcher: LauncherManifest
+    launcher_reason: str = ""
+    selection: Selection | None = None
+    backend: str | None = None
+    cluster: Machines = _NO_CLUSTER
+    config: ConfigFile | None = None
+    options: tuple[str, ...] = ()
+    quiet: bool = False
+    allocations: bool = True
+    ignored: tuple[Ignored, ...] = ()
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The command line of each process, after its interpreter."""
+        return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
+
+    @property
+    def needs_torchrun(self) -> ResolvedSetting | None:
+        """The setting that requires torch.distributed.run to start the processes, or None."""
+        settings = self.settings
+        if settings["num_machines"].value > 1:
+            return settings["num_machines"]
+        own = {"max_restarts"} if settings["restart_policy"].value == "auto" else set()
+        others = (settings[name] for name in settings_of(TorchrunSettings) if name not in own)
+        return next((setting for setting in others if setting.value != setting.definition.default), None)
+
+    @property
+    def axes(self) -> list[ResolvedSetting]:
+        """The given sizes and implementations of mesh axes."""
+        return [setting for name, setting in self.settings.items() if name.startswith(_MESH_TABLE) and setting.given]
+
+    def local_processes(self) -> int:
+        """Number of processes to start on this machine.
+
+        Raises:
+            SettingError: the selection needs several devices, and the machine has only one.
+        """
+        settings, selection = self.settings, self.selection
+        machines = settings.instance(MachineSettings)
+        if machines.num_processes is not None:
+            return machines.num_processes // machines.num_machines
+        if settings["cpu"].value or (selection is not None and selection.alone):
+            return 1
+        if machines.gpu_ids not in (None, "all"):
+            return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
+        count = self.machine.devices()
+        several = selection is not None and selection.by_switch and selection.by_device and selection.on_devices
+        if selection is not None and several and count * machines.num_machines < 2:
+            raise SettingError(
+                f"Cannot launch with {selection.source.definition.name} ({selection.source.origin}).",
+                "This machine has fewer than two devices.",
+                "Remove the switch, or set --num_processes.",
+            )
+        return count
+
+    def variables(self) -> dict[str, str]:
+        """Variables that pass the settings to the processes, on any machine."""
+        settings, axes = self.settings, self.axes
+        # Axes select the version of an engine, so that its variables are not known yet.
+        names = self.selection.names if self.selection is not None and not axes else ()
+        launched = (RunSettings, *(one.settings for one in backends() if one.settings and one.name in names))
+        variables: dict[str, str] = {}
+        for settings_class in self.settings.classes_without(LAUNCHER_ONLY):
+            if settings_class in launched:
+                variables.update(settings.launched(settings_class))
+            variables.update(settings.variables(settings_class))
+        switch = self.selection.switch if self.selection is not None else None
+        if switch is not None and switch.variable:
+            variables[switch.variable] = "true"
+        if axes and not settings["use_parallelism_config"].given:
+            variables[_variable(settings["use_parallelism_config"])] = "true"
+        if self.backend is not None and not settings["backend"].given:
+            variables[_variable(settings["backend"])] = self.backend
+        return variables
+
+    def _sources(self) -> dict[str, str]:
+        """The setting that the user gave, for each of `variables` that follows from one."""
+        sources = {}
+        if self.selection is not None:
+            switch = self.selection.switch
+            names = [_variable(self.settings["backend"]), *([str(switch.variable)] if switch is not None else [])]
+            sources = dict.fromkeys(names, self.selection.source.origin)
+        if axes := self.axes:
+            sources[_variable(self.settings["use_parallelism_config"])] = axes[0].origin
+        for settings_class in self.settings.classes_without(LAUNCHER_ONLY):
+            sources.update(self.settings.origins(settings_class))
+        return sources
+
+    def environment(self, processes: int, **more: str) -> dict[str, str]:
+        """Variables of the processes, with `processes` of them on each machine, and the variables `more`."""
+        environ = self.machine.environ
+        environment = self.variables()
+        environment.update(self._of_machine(environment, processes))
+        if self.selection is not None and any(one.imports_from_folder for one in self.selection.manifests):
+            environment[_MODULE_PATH] = os.pathsep.join(filter(None, (environ.get(_MODULE_PATH, ""), os.getcwd())))
+        environment.update(more)
+        sources = {
+            (name, environment[name]): source
+            for name, source in self._sources().items()
+            if name in environment and source != f"${name}"
+        }
+        if sources:
+            environment[ORIGINS] = origins_text(sources)
+        environment[WRITTEN] = written(environment, environ)
+        return environment
+
+    def _of_machine(self, environment: Mapping[str, str], processes: int) -> dict[str, str]:
+        """Variables with which several processes share a machine."""
+        machines = self.settings.instance(MachineSettings)
+        own = dict(visible(machines.gpu_ids)) if machines.gpu_ids is not None else {}
+        if machines.num_cpu_threads_per_process is not None:
+            own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
+        elif processes > 1:
+            own["OMP_NUM_THREADS"] = str(max(self.machine.processors // processes, 1))
+        shared = SPECS["cpu"].sharing if self.settings["cpu"].value and processes > 1 else {}
+        usual = {**_DEFAULT_VARIABLES, **usual_variables(), **shared}
+        environ = self.machine.environ
+        return {**{name: environ.get(name, usual[name]) for name in usual.keys() - environment.keys()}, **own}
+
+    def plan_of_program(self, argv: tuple[str, ...], processes: int, **more: str) -> LaunchPlan:
+        """The plan for a program that starts the processes itself, `processes` of them on each machine.
+
+        Args:
+            argv: command line of the program.
+            processes: number of processes on each machine.
+            more: further variables of the processes.
+        """
+        return LaunchPlan(
+            self.environment(processes, **more),
+            argv,
+            self.launcher.name,
+            inherited=self.machine.environ,
+            grace_period=self.settings["grace_period"].value,
+            quiet=self.quiet,
+        )
+
+
+def _variable(setting: ResolvedSetting) -> str:
+    return str(setting.definition.variable)
+
+
 class Launcher(Protocol):
     """Starts the processes of a run.
 
@@ -229,67 +402,3 @@ class Launcher(Protocol):
 
     def stop(self) -> None:
         """End the run as SIGTERM does; another thread may call this, even before `run`."""
-
-
-class ProgramLauncher:
-    """The base class of launchers that start one program on this machine: a subclass plans it, in `plan`.
-
-    The code that executes the plan is imported only by `run`, so that planning is fast.
-    """
-
-    def __init__(self) -> None:
-        from accel_cli.launch.local import Supervisor
-
-        self._supervisor = Supervisor()
-
-    def run(self, plan: LaunchPlan) -> int:
-        """Execute the plan, and return the exit code of the run."""
-        return self._supervisor.run(plan)
-
-    def stop(self) -> None:
-        """End the run as SIGTERM does."""
-        self._supervisor.stop()
-
-
-LAUNCHERS: Final[PluginGroup[LauncherManifest]] = PluginGroup(
-    "accel.launchers", "launcher", interface=Interface(instance_of=LauncherManifest, named=True), own="first"
-)
-"""The installed launchers; no package replaces those of this project."""
-
-
-@lru_cache(maxsize=1)
-def launchers() -> tuple[LoadedPlugin[LauncherManifest], ...]:
-    """Every installed launcher with its settings class, sorted by name."""
-    return tuple(map(_with_settings, LAUNCHERS.loaded()))
-
-
-def _with_settings(launcher: LoadedPlugin[LauncherManifest]) -> LoadedPlugin[LauncherManifest]:
-    return launcher.with_settings(launcher.value.settings) if launcher.value else launcher
-
-
-def find_launcher(name: str, origin: str) -> LauncherManifest:
-    """Find the manifest of a launcher.
-
-    Args:
-        name: its name.
-        origin: source of the name, for messages.
-
-    Raises:
-        SettingError: there is no launcher with that name.
-        PluginError: several packages provide it, or it could not be loaded.
-    """
-    failed = f"Cannot use the launcher {name!r} ({origin})."
-    return _with_settings(LAUNCHERS.find(name, failed, others=(AUTO,))).get(failed)
-
-
-def load_launcher(manifest: LauncherManifest) -> Launcher:
-    """Create an object of the launcher's class.
-
-    Raises:
-        PluginError: the class could not be loaded.
-    """
-    interface = Interface(members=("plan", "run", "stop"), called=True)
-    launcher: Launcher = LAUNCHERS.part(manifest.name, manifest.launcher, interface).get(
-        f"Cannot use the launcher {manifest.name!r}."
-    )
-    return launcher

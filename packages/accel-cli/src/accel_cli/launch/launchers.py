@@ -1,18 +1,32 @@
-"""The manifests of the launchers of this package, and when each is selected without `--launcher`."""
+"""The installed launchers: their group, the manifests of this package, and all settings classes of a launch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import Final
 
-from accel_cli.launch.interface import LauncherManifest, Program
+from accel_cli.launch.backends import backend_settings
+from accel_cli.launch.interface import AUTO, Launcher, LauncherManifest, LaunchRequest, Program
+from accel_cli.launch.settings import LAUNCH_CLASSES, LAUNCHER_ONLY
 from accel_state.choices import ComputeEnvironment
 from accel_state.clusters.slurm import in_batch_script
+from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.installed import Requirement
 
-if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
-
-__all__ = ("LOCAL", "MPI", "SAGEMAKER", "SLURM", "TORCHRUN")
+__all__ = (
+    "LAUNCHERS",
+    "LOCAL",
+    "MPI",
+    "SAGEMAKER",
+    "SLURM",
+    "TORCHRUN",
+    "carried_classes",
+    "find_launcher",
+    "launch_classes",
+    "launcher_settings",
+    "launchers",
+    "load_launcher",
+)
 
 _SETTINGS: Final = "accel_cli.launch.settings"
 
@@ -90,3 +104,61 @@ SAGEMAKER: Final = LauncherManifest(
     requires=(Requirement("sagemaker", versions="<3"),),
     elsewhere=True,
 )
+
+LAUNCHERS: Final[PluginGroup[LauncherManifest]] = PluginGroup(
+    "accel.launchers", "launcher", interface=Interface(instance_of=LauncherManifest, named=True), own="first"
+)
+"""The installed launchers; no package replaces those of this project."""
+
+
+@lru_cache(maxsize=1)
+def launchers() -> tuple[LoadedPlugin[LauncherManifest], ...]:
+    """Every installed launcher with its settings class, sorted by name."""
+    return tuple(map(_with_settings, LAUNCHERS.loaded()))
+
+
+def _with_settings(launcher: LoadedPlugin[LauncherManifest]) -> LoadedPlugin[LauncherManifest]:
+    return launcher.with_settings(launcher.value.settings) if launcher.value else launcher
+
+
+def find_launcher(name: str, origin: str) -> LauncherManifest:
+    """Find the manifest of a launcher.
+
+    Args:
+        name: its name.
+        origin: source of the name, for messages.
+
+    Raises:
+        SettingError: there is no launcher with that name.
+        PluginError: several packages provide it, or it could not be loaded.
+    """
+    failed = f"Cannot use the launcher {name!r} ({origin})."
+    return _with_settings(LAUNCHERS.find(name, failed, others=(AUTO,))).get(failed)
+
+
+def load_launcher(manifest: LauncherManifest) -> Launcher:
+    """Create an object of the launcher's class.
+
+    Raises:
+        PluginError: the class could not be loaded.
+    """
+    interface = Interface(members=("plan", "run", "stop"), called=True)
+    launcher: Launcher = LAUNCHERS.part(manifest.name, manifest.launcher, interface).get(
+        f"Cannot use the launcher {manifest.name!r}."
+    )
+    return launcher
+
+
+def launcher_settings() -> tuple[type, ...]:
+    """Settings classes of the launchers, each once."""
+    return tuple(dict.fromkeys(launcher.settings for launcher in launchers() if launcher.settings is not None))
+
+
+def launch_classes() -> tuple[type, ...]:
+    """Settings classes of `accel launch`, of the installed launchers and of the installed backends."""
+    return tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings(), *backend_settings())))
+
+
+def carried_classes() -> tuple[type, ...]:
+    """The settings classes that the started processes read from their environment."""
+    return tuple(one for one in launch_classes() if one not in LAUNCHER_ONLY)

@@ -34,7 +34,7 @@ from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders,
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
     from accel_cli.launch.restarts import Cause, Restarts
     from accel_state.watch.goodput import LauncherLines
 

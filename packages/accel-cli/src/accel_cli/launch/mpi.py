@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.interface import LaunchPlan, ProgramLauncher
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, NotFound, SettingError
 from accel_state.network import DEFAULT_PORT, SECRET_VARIABLE, new_secret
 from accel_state.untrusted import read_limited
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = (
     "Host",

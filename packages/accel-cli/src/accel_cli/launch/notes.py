@@ -9,8 +9,8 @@ from accel_cli.command import spelled
 from accel_cli.config.file import default_path
 from accel_cli.launch.backends import SwitchSettings, backends
 from accel_cli.launch.devices import count_device_files
-from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.request import LaunchRequest, is_shared
+from accel_cli.launch.interface import LaunchPlan, LaunchRequest
+from accel_cli.launch.request import idle_options, is_shared
 from accel_cli.launch.settings import MachineSettings
 from accel_plugins.separate import package_of
 from accel_state.settings.schema import settings_of
@@ -76,7 +76,7 @@ def _notes_on_ignored(request: LaunchRequest) -> Iterator[str]:
 
 def _notes_on_idle(request: LaunchRequest) -> Iterator[str]:
     """Notes on settings that this run does not read, and on other entries of the config file without effect."""
-    idle, config = request.idle_options(), request.config
+    idle, config = idle_options(request), request.config
     for name, option in idle.items():
         setting = request.settings[name]
         # A launcher's setting in a file, or with a variable, may be for other launches.

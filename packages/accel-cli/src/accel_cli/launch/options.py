@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_cli.command import spelled
 from accel_cli.config.resolved import REPEATED, label
 from accel_cli.launch.backends import SwitchSettings
-from accel_cli.launch.settings import WITHOUT_EFFECT, launch_classes
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.settings import WITHOUT_EFFECT
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import BOOLEAN, SWITCH, Setting, settings_of
 

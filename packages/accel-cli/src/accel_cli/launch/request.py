@@ -1,10 +1,10 @@
-"""One launch, from its sources to the variables of the processes; each step reads only the steps before it.
+"""Reads a launch in one direction; each step reads only the steps before it.
 
 flags, config file, variables of the cluster     `read_request`
--> settings, each with its source                `config.resolved`
+-> settings, each with its source                `accel_cli.config.resolved`
 -> backend, launcher, values that are not meant  `decide`
--> contradictions                                `LaunchRequest.check`
--> the plan of the launcher, for which the request answers questions; and `LaunchRequest.check_plan`
+-> contradictions                                `check_request`, `check_backend`
+-> the plan of the launcher, for which the `LaunchRequest` answers questions, and `check_plan`
 """
 
 from __future__ import annotations
@@ -12,47 +12,38 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import Ignored, ResolvedSetting, ResolvedSettings, label, resolve_settings
 from accel_cli.launch.backends import Selection, backends, select, switch_of_axes, switches, tables_of_switches
-from accel_cli.launch.interface import (
-    AUTO,
-    RUNNER,
-    LauncherManifest,
-    LaunchPlan,
-    Machine,
-    Script,
-    find_launcher,
-    launchers,
-)
-from accel_cli.launch.launchers import LOCAL, TORCHRUN
+from accel_cli.launch.interface import AUTO, LauncherManifest, LaunchPlan, LaunchRequest, Machine
+from accel_cli.launch.launchers import LOCAL, TORCHRUN, find_launcher, launch_classes, launchers
 from accel_cli.launch.options import add_launch_arguments, flag_values, launch_options
-from accel_cli.launch.outer_launch import WRITTEN, without_outer, written
+from accel_cli.launch.outer_launch import without_outer
 from accel_cli.launch.script import script_of
-from accel_cli.launch.settings import (
-    MachineSettings,
-    TorchrunSettings,
-    carried_classes,
-    fewest_machines,
-    launch_classes,
-)
+from accel_cli.launch.settings import fewest_machines
 from accel_plugins.resolve import BACKENDS
 from accel_plugins.separate import install_remedy, package_of
-from accel_state.clusters import Machines, machines_of
-from accel_state.devices.specs import SPECS
+from accel_state.clusters import machines_of
 from accel_state.errors import AccelError, Conflict, Missing, PluginError, SettingError
 from accel_state.mesh import ParallelismConfig
-from accel_state.settings.environ import ORIGINS, origins_text
-from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-__all__ = ("LaunchRequest", "decide", "is_shared", "read_request", "request_of", "this_machine")
+__all__ = (
+    "check_backend",
+    "check_plan",
+    "check_request",
+    "decide",
+    "idle_options",
+    "is_shared",
+    "read_request",
+    "request_of",
+)
 
 _FP8: Final = ("fp8_config", "fp8")
 """The table of settings that only this precision reads."""
@@ -60,353 +51,9 @@ _FP8: Final = ("fp8_config", "fp8")
 _SHARED_VARIABLES: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 """Variables of engines that runs without the engine read too."""
 
-_MESH_TABLE: Final = "parallelism_config."
-_NO_CLUSTER: Final = Machines()
-_MODULE_PATH: Final = "PYTHONPATH"
-
-# torch's C++ code prints every frame of a store error; the Python traceback has the same message in one line.
-_DEFAULT_VARIABLES: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 _MAX_PROCESSES_PER_MACHINE: Final = 4096
 """A larger number on one machine is a typing error, and starting so many processes would make it unusable."""
-
-
-@dataclass(frozen=True)
-class LaunchRequest:
-    """A launch: its settings, what they select, and what to run; the input of a launcher's plan.
-
-    Args:
-        settings: every setting of the launch, by name, with its source.
-        script: what to run.
-        machine: the machine of `accel launch`.
-        selection: what a switch or `distributed_type` selects, or None.
-        backend: the backend that the selection implies, or None if the processes select it.
-        launcher: the launcher.
-        launcher_reason: why it was selected.
-        cluster: a batch system's description of the machines.
-        config: the config file that was read, or None.
-        options: options of `accel launch` that repeat this launch elsewhere, without the script.
-        quiet: print only the traceback of the process that failed first.
-        allocations: whether an allocation of a batch system selects a launcher.
-        ignored: values that were given and are not used.
-    """
-
-    settings: ResolvedSettings
-    script: Script
-    machine: Machine
-    selection: Selection | None = None
-    backend: str | None = None
-    launcher: LauncherManifest = LOCAL
-    launcher_reason: str = ""
-    cluster: Machines = _NO_CLUSTER
-    config: ConfigFile | None = None
-    options: tuple[str, ...] = ()
-    quiet: bool = False
-    allocations: bool = True
-    ignored: tuple[Ignored, ...] = ()
-
-    @property
-    def program(self) -> tuple[str, ...]:
-        """The command line of each process, after its interpreter."""
-        return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
-
-    @property
-    def needs_torchrun(self) -> ResolvedSetting | None:
-        """The setting that requires torch.distributed.run to start the processes, or None."""
-        settings = self.settings
-        if settings["num_machines"].value > 1:
-            return settings["num_machines"]
-        own = {"max_restarts"} if settings["restart_policy"].value == "auto" else set()
-        others = (settings[name] for name in settings_of(TorchrunSettings) if name not in own)
-        return next((setting for setting in others if setting.value != setting.definition.default), None)
-
-    @property
-    def axes(self) -> list[ResolvedSetting]:
-        """The given sizes and implementations of mesh axes."""
-        return [setting for name, setting in self.settings.items() if name.startswith(_MESH_TABLE) and setting.given]
-
-    def local_processes(self) -> int:
-        """Number of processes to start on this machine.
-
-        Raises:
-            SettingError: the selection needs several devices, and the machine has only one.
-        """
-        settings, selection = self.settings, self.selection
-        machines = settings.instance(MachineSettings)
-        if machines.num_processes is not None:
-            return machines.num_processes // machines.num_machines
-        if settings["cpu"].value or (selection is not None and selection.alone):
-            return 1
-        if machines.gpu_ids not in (None, "all"):
-            return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
-        count = self.machine.devices()
-        several = selection is not None and selection.by_switch and selection.by_device and selection.on_devices
-        if selection is not None and several and count * machines.num_machines < 2:
-            raise SettingError(
-                f"Cannot launch with {selection.source.definition.name} ({selection.source.origin}).",
-                "This machine has fewer than two devices.",
-                "Remove the switch, or set --num_processes.",
-            )
-        return count
-
-    # ------------------------------------------------------------------ the variables of the processes
-
-    def variables(self) -> dict[str, str]:
-        """Variables that pass the settings to the processes, on any machine."""
-        settings, axes = self.settings, self.axes
-        # Axes select the version of an engine, so that its variables are not known yet.
-        names = self.selection.names if self.selection is not None and not axes else ()
-        launched = (RunSettings, *(one.settings for one in backends() if one.settings and one.name in names))
-        variables: dict[str, str] = {}
-        for settings_class in carried_classes():
-            if settings_class in launched:
-                variables.update(settings.launched(settings_class))
-            variables.update(settings.variables(settings_class))
-        switch = self.selection.switch if self.selection is not None else None
-        if switch is not None and switch.variable:
-            variables[switch.variable] = "true"
-        if axes and not settings["use_parallelism_config"].given:
-            variables[_variable(settings["use_parallelism_config"])] = "true"
-        if self.backend is not None and not settings["backend"].given:
-            variables[_variable(settings["backend"])] = self.backend
-        return variables
-
-    def _sources(self) -> dict[str, str]:
-        """The setting that the user gave, for each of `variables` that follows from one."""
-        sources = {}
-        if self.selection is not None:
-            switch = self.selection.switch
-            names = [_variable(self.settings["backend"]), *([str(switch.variable)] if switch is not None else [])]
-            sources = dict.fromkeys(names, self.selection.source.origin)
-        if axes := self.axes:
-            sources[_variable(self.settings["use_parallelism_config"])] = axes[0].origin
-        for settings_class in carried_classes():
-            sources.update(self.settings.origins(settings_class))
-        return sources
-
-    def environment(self, processes: int, **more: str) -> dict[str, str]:
-        """Variables of the processes, with `processes` of them on each machine, and the variables `more`."""
-        environ = self.machine.environ
-        environment = self.variables()
-        environment.update(self._of_machine(environment, processes))
-        if self.selection is not None and any(one.imports_from_folder for one in self.selection.manifests):
-            environment[_MODULE_PATH] = os.pathsep.join(filter(None, (environ.get(_MODULE_PATH, ""), os.getcwd())))
-        environment.update(more)
-        sources = {
-            (name, environment[name]): source
-            for name, source in self._sources().items()
-            if name in environment and source != f"${name}"
-        }
-        if sources:
-            environment[ORIGINS] = origins_text(sources)
-        environment[WRITTEN] = written(environment, environ)
-        return environment
-
-    def _of_machine(self, environment: Mapping[str, str], processes: int) -> dict[str, str]:
-        """Variables with which several processes share a machine."""
-        from accel_cli.launch.devices import usual_variables, visible
-
-        machines = self.settings.instance(MachineSettings)
-        own = dict(visible(machines.gpu_ids)) if machines.gpu_ids is not None else {}
-        if machines.num_cpu_threads_per_process is not None:
-            own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
-        elif processes > 1:
-            own["OMP_NUM_THREADS"] = str(max(self.machine.processors // processes, 1))
-        shared = SPECS["cpu"].sharing if self.settings["cpu"].value and processes > 1 else {}
-        usual = {**_DEFAULT_VARIABLES, **usual_variables(), **shared}
-        environ = self.machine.environ
-        return {**{name: environ.get(name, usual[name]) for name in usual.keys() - environment.keys()}, **own}
-
-    def plan_of_program(self, argv: tuple[str, ...], processes: int, **more: str) -> LaunchPlan:
-        """The plan for a program that starts the processes itself, `processes` of them on each machine.
-
-        Args:
-            argv: command line of the program.
-            processes: number of processes on each machine.
-            more: further variables of the processes.
-        """
-        return LaunchPlan(
-            self.environment(processes, **more),
-            argv,
-            self.launcher.name,
-            inherited=self.machine.environ,
-            grace_period=self.settings["grace_period"].value,
-            quiet=self.quiet,
-        )
-
-    # ------------------------------------------------------------------ settings without effect
-
-    def idle_options(self) -> dict[str, str]:
-        """For each setting that this run does not read: the option with which a run would read it."""
-        tables = self._idle_tables()
-        of_launchers = {
-            label(known): f"--launcher {launcher.name}"
-            for launcher in launchers()
-            if launcher.settings is not None and launcher.name != self.launcher.name
-            for known in settings_of(launcher.settings).values()
-        }
-        of_engines = {name: tables[table] for name in self.settings if (table := name.partition(".")[0]) in tables}
-        return {**of_launchers, **of_engines}
-
-    def _idle_tables(self) -> dict[str, str]:
-        """For each table of settings that this run does not read: the option with which a run would read it."""
-        names = {self.settings["backend"].value, *(self.selection.names if self.selection is not None else ())}
-        chosen = {name for name, users in switches().items() if not names.isdisjoint(one.name for one in users)}
-        if self.axes:
-            chosen.add(switch_of_axes())
-        idle = {table: f"--{switch}" for table, switch in tables_of_switches().items() if switch not in chosen}
-        if self.settings["mixed_precision"].value != _FP8[1]:
-            idle[_FP8[0]] = f"--mixed_precision {_FP8[1]}"
-        return idle
-
-    def not_meant(self) -> Iterator[Ignored]:
-        """Values that cannot be meant for this run, such as those in a file that was written for another one."""
-        settings, selection = self.settings, self.selection
-        one_machine, processes = settings["num_machines"].value == 1, settings["num_processes"]
-        if selection is not None and selection.alone and one_machine and processes.of_file and processes.value > 1:
-            yield Ignored("num_processes", processes.candidates[0], f"{selection.source.text} is one process")
-        tables = self._idle_tables()
-        for name, setting in settings.items():
-            user = tables.get(name.partition(".")[0])
-            if user is not None and setting.of_file and is_shared(setting):
-                yield Ignored(name, setting.candidates[0], f"it needs {user}")
-        if one_machine and self.launcher.one_machine:
-            yield from _addresses_of_others(settings)
-
-    # ------------------------------------------------------------------ contradictions
-
-    def check(self) -> None:
-        """Check that the settings do not contradict each other.
-
-        Raises:
-            SettingError: a setting cannot be used; `Conflict` when two contradict each other.
-        """
-        self._check_range()
-        if self.launcher.elsewhere:
-            return
-        self._check_selection()
-        self._check_machines()
-        if self.launcher.one_machine:
-            self._check_launcher()
-
-    def _check_range(self) -> None:
-        machines = self.settings["num_machines"]
-        if not self.launcher.elastic and fewest_machines(machines.value) < machines.value:
-            text = machines.definition.type.format(machines.value)
-            raise Conflict(
-                f"Cannot combine num_machines={text} ({machines.origin}) and the launcher {self.launcher.name!r}.",
-                "The launcher does not support a range: it starts only when all machines are available.",
-                f"Set --num_machines {int(machines.value)}, or use a launcher that supports a range, such as ray.",
-            )
-
-    def check_backend(self) -> None:
-        """Check that the backend can start here; if several support the request, one of them is enough.
-
-        Raises:
-            Missing: a package that the backend requires is absent or too old.
-            PluginError: the backend could not be loaded.
-        """
-        pod = self.settings.get("tpu_use_cluster")
-        if self.launcher.elsewhere or self.script.how == "program" or (pod is not None and pod.value):
-            # The processes run in another installation of Python.
-            return
-        named = self.settings["backend"]
-        names, origin = ({named.value}, named.origin)
-        if named.value is None and self.selection is not None:
-            names, origin = set(self.selection.names), self.selection.source.origin
-        chosen = [backend for backend in backends() if backend.name in names]
-        errors = [backend.error(f"Cannot start the backend {backend.name!r} ({origin}).") for backend in chosen]
-        if errors and errors[0] is not None and None not in errors:
-            raise errors[0] from chosen[0].cause
-
-    def _check_selection(self) -> None:
-        selection, cpu, processes = self.selection, self.settings["cpu"], self.settings["num_processes"]
-        ids = self.settings["gpu_ids"]
-        if cpu.value and ids.value not in (None, "all"):
-            raise _contradiction(cpu, ids, "A run on the CPU does not use other devices.")
-        if selection is None or not selection.on_devices or not selection.by_switch:
-            return
-        source = selection.source
-        # The variable selects the CPU for every run on a machine, including runs on several devices.
-        if cpu.value and not (selection.by_device and cpu.origin.startswith("$")):
-            raise _contradiction(source, cpu, "One selects accelerators, the other the CPU.")
-        if selection.by_device and processes.value == 1 and processes.given:
-            remedy = "Set --num_processes to 2 or more, or remove the switch."
-            raise _contradiction(source, processes, "One process uses only one device.", remedy)
-
-    def _check_machines(self) -> None:
-        machines, rank = self.settings["num_machines"], self.settings["machine_rank"]
-        processes = self.settings["num_processes"]
-        if rank.value >= machines.value:
-            obstacle = f"With {machines.value} machine(s), the rank must be from 0 to {machines.value - 1}."
-            raise _contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
-        if processes.value is None:
-            return
-        if processes.value % machines.value:
-            obstacle = (
-                f"Every machine starts the same number of processes; the total is no multiple of {machines.value}."
-            )
-            remedy = f"Set --num_processes to a multiple of {machines.value}."
-            raise _contradiction(processes, machines, obstacle, remedy)
-        if processes.value // machines.value > _MAX_PROCESSES_PER_MACHINE:
-            raise SettingError(
-                f"Cannot launch with {processes.text}.",
-                f"A machine starts at most {_MAX_PROCESSES_PER_MACHINE} processes.",
-                "Set --num_processes to the number of devices.",
-            )
-
-    def _check_launcher(self) -> None:
-        """Check for settings that the launchers of this machine do not support."""
-        settings, reason = self.settings, self.needs_torchrun
-        launcher, machines, policy = settings["launcher"], settings["num_machines"], settings["restart_policy"]
-        if machines.value > 1 and settings["main_process_ip"].value is None:
-            raise SettingError(
-                f"Cannot launch with {machines.text}.",
-                "A run on several machines needs the address of the main machine, which is missing.",
-                "Set --main_process_ip to the address of the machine with rank 0.",
-            )
-        torchrun = self.launcher.name == TORCHRUN.name
-        if policy.value == "auto" and (torchrun or reason is not None):
-            obstacle = "torch.distributed.run has no restart policy: it only counts restarts."
-            remedy = "Remove --restart_policy: with --max_restarts, it restarts after every failure."
-            raise _contradiction(policy, reason or launcher, obstacle, remedy)
-        if policy.value == "auto" and settings["max_restarts"].value < 1:
-            remedy = "Set --max_restarts, for example to 20, or remove --restart_policy."
-            obstacle = "The restart policy needs at least one restart."
-            raise _contradiction(policy, settings["max_restarts"], obstacle, remedy)
-        if reason is not None and not torchrun:
-            obstacle = "This launcher is for one machine, and restarts processes only by --restart_policy auto."
-            raise _contradiction(launcher, reason, obstacle, "Use --launcher torchrun, or remove --launcher.")
-        if settings["prefix_output"].value and torchrun:
-            obstacle = "torch.distributed.run forwards the output itself, without this prefix."
-            raise _contradiction(settings["prefix_output"], reason or launcher, obstacle)
-
-    def check_plan(self, plan: LaunchPlan) -> None:
-        """Check what depends on the number of processes, and that the launcher's requirements are installed.
-
-        Raises:
-            Conflict: the sizes of mesh axes need another number of processes, or a batch system started this launcher
-                more than once here.
-            Missing: the launcher requires a package.
-            NotFound: the launcher requires a program.
-        """
-        self.launcher.check_needs()
-        if self.cluster.launchers > 1 and plan.processes > 1:
-            raise Conflict(
-                f"Cannot start {plan.processes} processes from each launcher.",
-                f"{self.cluster.system} started {self.cluster.launchers} launchers on this machine.",
-                "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process from each.",
-            )
-        axes, switch = self.axes, self.settings["use_parallelism_config"]
-        if plan.world_size is None or not axes or (switch.given and not switch.value):
-            return
-        try:
-            self.settings.instance(ParallelismConfig).check_world(plan.world_size)
-        except AccelError as error:
-            number = self.settings["num_processes"]
-            names = " and ".join(setting.text for setting in (*axes, *((number,) if number.given else ())))
-            obstacle = f"{error.failure} {error.obstacle}"
-            raise Conflict(f"Cannot launch with {names}.", obstacle, error.remedy) from error
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str], *, allocations: bool = True) -> LaunchRequest:
@@ -429,7 +76,8 @@ def read_request(arguments: Namespace, environ: Mapping[str, str], *, allocation
     request = LaunchRequest(
         settings,
         script_of(arguments),
-        this_machine(own),
+        _this_machine(own),
+        LOCAL,
         cluster=cluster,
         config=config,
         options=launch_options(arguments),
@@ -472,15 +120,15 @@ def decide(request: LaunchRequest) -> LaunchRequest:
     launcher, reason = _choose_launcher(request)
     request = replace(request, launcher=launcher, launcher_reason=reason)
     if request.config is not None and request.config.refused:
-        idle = request.idle_options()
+        idle = idle_options(request)
         for name, error in request.config.refused.items():
             if name not in idle and not settings[name].given:
                 raise error
-    ignored = tuple(request.not_meant())
+    ignored = tuple(_not_meant(request))
     return replace(request, settings=settings.without(ignored), ignored=ignored)
 
 
-def this_machine(environ: Mapping[str, str]) -> Machine:
+def _this_machine(environ: Mapping[str, str]) -> Machine:
     """The facts about this machine that a plan needs."""
     from accel_cli.launch.devices import count_devices
 
@@ -555,5 +203,179 @@ def _contradiction(
     return Conflict(f"Cannot combine {one.text} and {other.text}.", obstacle, remedy)
 
 
-def _variable(setting: ResolvedSetting) -> str:
-    return str(setting.definition.variable)
+def idle_options(request: LaunchRequest) -> dict[str, str]:
+    """For each setting that this run does not read: the option with which a run would read it."""
+    tables = _idle_tables(request)
+    of_launchers = {
+        label(known): f"--launcher {launcher.name}"
+        for launcher in launchers()
+        if launcher.settings is not None and launcher.name != request.launcher.name
+        for known in settings_of(launcher.settings).values()
+    }
+    of_engines = {name: tables[table] for name in request.settings if (table := name.partition(".")[0]) in tables}
+    return {**of_launchers, **of_engines}
+
+
+def _idle_tables(request: LaunchRequest) -> dict[str, str]:
+    """For each table of settings that this run does not read: the option with which a run would read it."""
+    names = {request.settings["backend"].value, *(request.selection.names if request.selection is not None else ())}
+    chosen = {name for name, users in switches().items() if not names.isdisjoint(one.name for one in users)}
+    if request.axes:
+        chosen.add(switch_of_axes())
+    idle = {table: f"--{switch}" for table, switch in tables_of_switches().items() if switch not in chosen}
+    if request.settings["mixed_precision"].value != _FP8[1]:
+        idle[_FP8[0]] = f"--mixed_precision {_FP8[1]}"
+    return idle
+
+
+def _not_meant(request: LaunchRequest) -> Iterator[Ignored]:
+    """Values that cannot be meant for this run, such as those in a file that was written for another one."""
+    settings, selection = request.settings, request.selection
+    one_machine, processes = settings["num_machines"].value == 1, settings["num_processes"]
+    if selection is not None and selection.alone and one_machine and processes.of_file and processes.value > 1:
+        yield Ignored("num_processes", processes.candidates[0], f"{selection.source.text} is one process")
+    tables = _idle_tables(request)
+    for name, setting in settings.items():
+        user = tables.get(name.partition(".")[0])
+        if user is not None and setting.of_file and is_shared(setting):
+            yield Ignored(name, setting.candidates[0], f"it needs {user}")
+    if one_machine and request.launcher.one_machine:
+        yield from _addresses_of_others(settings)
+
+
+def check_request(request: LaunchRequest) -> None:
+    """Check that the settings do not contradict each other.
+
+    Raises:
+        SettingError: a setting cannot be used; `Conflict` when two contradict each other.
+    """
+    _check_range(request)
+    if request.launcher.elsewhere:
+        return
+    _check_selection(request)
+    _check_machines(request)
+    if request.launcher.one_machine:
+        _check_launcher(request)
+
+
+def _check_range(request: LaunchRequest) -> None:
+    machines = request.settings["num_machines"]
+    if not request.launcher.elastic and fewest_machines(machines.value) < machines.value:
+        text = machines.definition.type.format(machines.value)
+        raise Conflict(
+            f"Cannot combine num_machines={text} ({machines.origin}) and the launcher {request.launcher.name!r}.",
+            "The launcher does not support a range: it starts only when all machines are available.",
+            f"Set --num_machines {int(machines.value)}, or use a launcher that supports a range, such as ray.",
+        )
+
+
+def check_backend(request: LaunchRequest) -> None:
+    """Check that the backend can start here; if several support the request, one of them is enough.
+
+    Raises:
+        Missing: a package that the backend requires is absent or too old.
+        PluginError: the backend could not be loaded.
+    """
+    pod = request.settings.get("tpu_use_cluster")
+    if request.launcher.elsewhere or request.script.how == "program" or (pod is not None and pod.value):
+        # The processes run in another installation of Python.
+        return
+    named = request.settings["backend"]
+    names, origin = ({named.value}, named.origin)
+    if named.value is None and request.selection is not None:
+        names, origin = set(request.selection.names), request.selection.source.origin
+    chosen = [backend for backend in backends() if backend.name in names]
+    errors = [backend.error(f"Cannot start the backend {backend.name!r} ({origin}).") for backend in chosen]
+    if errors and errors[0] is not None and None not in errors:
+        raise errors[0] from chosen[0].cause
+
+
+def _check_selection(request: LaunchRequest) -> None:
+    selection, cpu, processes = request.selection, request.settings["cpu"], request.settings["num_processes"]
+    ids = request.settings["gpu_ids"]
+    if cpu.value and ids.value not in (None, "all"):
+        raise _contradiction(cpu, ids, "A run on the CPU does not use other devices.")
+    if selection is None or not selection.on_devices or not selection.by_switch:
+        return
+    source = selection.source
+    # The variable selects the CPU for every run on a machine, including runs on several devices.
+    if cpu.value and not (selection.by_device and cpu.origin.startswith("$")):
+        raise _contradiction(source, cpu, "One selects accelerators, the other the CPU.")
+    if selection.by_device and processes.value == 1 and processes.given:
+        remedy = "Set --num_processes to 2 or more, or remove the switch."
+        raise _contradiction(source, processes, "One process uses only one device.", remedy)
+
+
+def _check_machines(request: LaunchRequest) -> None:
+    machines, rank = request.settings["num_machines"], request.settings["machine_rank"]
+    processes = request.settings["num_processes"]
+    if rank.value >= machines.value:
+        obstacle = f"With {machines.value} machine(s), the rank must be from 0 to {machines.value - 1}."
+        raise _contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
+    if processes.value is None:
+        return
+    if processes.value % machines.value:
+        obstacle = f"Every machine starts the same number of processes; the total is no multiple of {machines.value}."
+        remedy = f"Set --num_processes to a multiple of {machines.value}."
+        raise _contradiction(processes, machines, obstacle, remedy)
+    if processes.value // machines.value > _MAX_PROCESSES_PER_MACHINE:
+        raise SettingError(
+            f"Cannot launch with {processes.text}.",
+            f"A machine starts at most {_MAX_PROCESSES_PER_MACHINE} processes.",
+            "Set --num_processes to the number of devices.",
+        )
+
+
+def _check_launcher(request: LaunchRequest) -> None:
+    """Check for settings that the launchers of this machine do not support."""
+    settings, reason = request.settings, request.needs_torchrun
+    launcher, machines, policy = settings["launcher"], settings["num_machines"], settings["restart_policy"]
+    if machines.value > 1 and settings["main_process_ip"].value is None:
+        raise SettingError(
+            f"Cannot launch with {machines.text}.",
+            "A run on several machines needs the address of the main machine, which is missing.",
+            "Set --main_process_ip to the address of the machine with rank 0.",
+        )
+    torchrun = request.launcher.name == TORCHRUN.name
+    if policy.value == "auto" and (torchrun or reason is not None):
+        obstacle = "torch.distributed.run has no restart policy: it only counts restarts."
+        remedy = "Remove --restart_policy: with --max_restarts, it restarts after every failure."
+        raise _contradiction(policy, reason or launcher, obstacle, remedy)
+    if policy.value == "auto" and settings["max_restarts"].value < 1:
+        remedy = "Set --max_restarts, for example to 20, or remove --restart_policy."
+        obstacle = "The restart policy needs at least one restart."
+        raise _contradiction(policy, settings["max_restarts"], obstacle, remedy)
+    if reason is not None and not torchrun:
+        obstacle = "This launcher is for one machine, and restarts processes only by --restart_policy auto."
+        raise _contradiction(launcher, reason, obstacle, "Use --launcher torchrun, or remove --launcher.")
+    if settings["prefix_output"].value and torchrun:
+        obstacle = "torch.distributed.run forwards the output itrequest, without this prefix."
+        raise _contradiction(settings["prefix_output"], reason or launcher, obstacle)
+
+
+def check_plan(request: LaunchRequest, plan: LaunchPlan) -> None:
+    """Check what depends on the number of processes, and that the launcher's requirements are installed.
+
+    Raises:
+        Conflict: the sizes of mesh axes need another number of processes, or a batch system started this launcher
+            more than once here.
+        Missing: the launcher requires a package.
+        NotFound: the launcher requires a program.
+    """
+    request.launcher.check_needs()
+    if request.cluster.launchers > 1 and plan.processes > 1:
+        raise Conflict(
+            f"Cannot start {plan.processes} processes from each launcher.",
+            f"{request.cluster.system} started {request.cluster.launchers} launchers on this machine.",
+            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process from each.",
+        )
+    axes, switch = request.axes, request.settings["use_parallelism_config"]
+    if plan.world_size is None or not axes or (switch.given and not switch.value):
+        return
+    try:
+        request.settings.instance(ParallelismConfig).check_world(plan.world_size)
+    except AccelError as error:
+        number = request.settings["num_processes"]
+        names = " and ".join(setting.text for setting in (*axes, *((number,) if number.given else ())))
+        obstacle = f"{error.failure} {error.obstacle}"
+        raise Conflict(f"Cannot launch with {names}.", obstacle, error.remedy) from error

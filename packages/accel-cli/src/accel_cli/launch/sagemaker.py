@@ -15,7 +15,7 @@ from accel_state.errors import LaunchError, NotOffered, SettingError
 from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in")
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Final
 
 from accel_cli.config.resolved import REPEATED
-from accel_cli.launch.backends import SwitchSettings, backend_settings
-from accel_cli.launch.interface import launchers
+from accel_cli.launch.backends import SwitchSettings
 from accel_plugins.precision.config import FP8Settings
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.choices import ComputeEnvironment, SageMakerDistributedType
@@ -34,7 +33,7 @@ from accel_state.settings.schema import (
 
 __all__ = (
     "ASKED",
-    "CARRIED",
+    "LAUNCHER_ONLY",
     "LAUNCH_CLASSES",
     "MACHINES",
     "WITHOUT_EFFECT",
@@ -45,10 +44,7 @@ __all__ = (
     "SlurmSettings",
     "SupervisionSettings",
     "TorchrunSettings",
-    "carried_classes",
     "fewest_machines",
-    "launch_classes",
-    "launcher_settings",
 )
 
 
@@ -335,7 +331,10 @@ class TorchrunSettings:
 WITHOUT_EFFECT: Final = ("--same_network",)
 """Switches of the original that change nothing here; command lines and files may contain them."""
 
-CARRIED: Final = (
+LAUNCHER_ONLY: Final = (PlaceSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+"""Settings classes that only the launcher reads, not the processes that it starts."""
+
+LAUNCH_CLASSES: Final = (
     ProcessSettings,
     RunSettings,
     SwitchSettings,
@@ -345,15 +344,7 @@ CARRIED: Final = (
     TorchContextParallelConfig,
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
-)
-"""Settings that the started processes read from their environment, besides those of launchers and backends."""
-
-LAUNCH_CLASSES: Final = (
-    *CARRIED,
-    PlaceSettings,
-    MachineSettings,
-    SupervisionSettings,
-    TorchrunSettings,
+    *LAUNCHER_ONLY,
     MPISettings,
     SageMakerSettings,
     SlurmSettings,
@@ -362,18 +353,3 @@ LAUNCH_CLASSES: Final = (
 
 ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
 """Settings classes with questions that the wizard always asks; a backend's questions follow when it is selected."""
-
-
-def launch_classes() -> tuple[type, ...]:
-    """Settings classes of `accel launch`, of the installed launchers and of the installed backends."""
-    return tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings(), *backend_settings())))
-
-
-def carried_classes() -> tuple[type, ...]:
-    """The settings classes that the started processes read from their environment."""
-    return tuple(dict.fromkeys((*CARRIED, *launcher_settings(), *backend_settings())))
-
-
-def launcher_settings() -> tuple[type, ...]:
-    """Settings classes of the launchers, each once."""
-    return tuple(dict.fromkeys(launcher.settings for launcher in launchers() if launcher.settings is not None))

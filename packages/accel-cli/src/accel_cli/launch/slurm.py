@@ -33,7 +33,7 @@ from accel_state.network import SECRET_VARIABLE, new_secret
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("Slurm", "SlurmStep", "Submission")
 

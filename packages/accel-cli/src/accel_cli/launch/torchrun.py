@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.interface import LaunchPlan, ProgramLauncher
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings, TorchrunSettings
 from accel_state.network import DEFAULT_PORT, loopback_variables
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("AGENT", "OWN_STORES", "Torchrun", "torchrun_argv", "torchrun_environment")
 

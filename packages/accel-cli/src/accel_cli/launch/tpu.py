@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import REPEATED
-from accel_cli.launch.interface import LauncherManifest, LaunchPlan, ProgramLauncher
+from accel_cli.launch.interface import LauncherManifest, LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_of
 
 if TYPE_CHECKING:
-    from accel_cli.launch.request import LaunchRequest
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu")
 

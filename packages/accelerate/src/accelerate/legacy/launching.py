@@ -12,10 +12,12 @@ from typing import Any, Final
 
 from accel_cli.config.resolved import label
 from accel_cli.launch.devices import count_devices
+from accel_cli.launch.interface import LaunchRequest
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import settings_by_flag
-from accel_cli.launch.request import LaunchRequest, read_request
-from accel_cli.launch.settings import MachineSettings, launch_classes
+from accel_cli.launch.request import check_request, read_request
+from accel_cli.launch.settings import MachineSettings
 from accel_state.labels import DistributedType
 from accel_state.network import DEFAULT_PORT, get_free_port
 from accel_state.settings.environ import Given, publish
@@ -100,7 +102,7 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
         SettingError: a value or the config file cannot be used; `Conflict` when two settings contradict each other.
     """
     request = _launch(args)
-    request.check()
+    check_request(request)
     given: set[str] = getattr(args, "nondefault", set())
     read = request.config.values if request.config is not None else {}
     for flag, known in settings_by_flag(launch_classes()).items():

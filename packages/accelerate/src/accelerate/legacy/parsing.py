@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from accel_cli.config.resolved import REPEATED
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.options import destination, is_switch, settings_by_flag
-from accel_cli.launch.settings import WITHOUT_EFFECT, launch_classes
+from accel_cli.launch.settings import WITHOUT_EFFECT
 from accel_state.settings.schema import Setting
 
 _NAMES: Final = {"tpu_cluster": "tpu_use_cluster"}
