@@ -112,22 +112,9 @@ def _text(path: str, failed: str) -> str:
         remedy = f"Give a readable text file of at most {_MAX_BYTES} bytes."
         raise SettingError(failed, f"It cannot be read: {error}.", remedy) from None
     if path.endswith(".json"):
-        _check_json(text, failed, path)
-        # YAML forbids tabs, and JSON never has them inside a string.
+        # JSON is YAML, but for tabs; it never has them inside a string.
         text = text.replace("\t", " ")
     return text
-
-
-def _check_json(text: str, failed: str, path: str) -> None:
-    import json
-
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        obstacle = f"{path}:{error.lineno}, column {error.colno}: it is not valid JSON: {error.msg}."
-        raise SettingError(failed, obstacle, "Correct that line.") from None
-    except (ValueError, RecursionError) as error:
-        raise SettingError(failed, f"{path} is not valid JSON: {error}.", "Correct it.") from None
 
 
 def _entries(loader: Any, table: Any, prefix: str, failed: str, path: str) -> Iterator[ConfigEntry]:
