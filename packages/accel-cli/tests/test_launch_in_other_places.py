@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
+from accel_cli.config.file import ConfigFile
 from accel_cli.config.resolved import label
 from accel_cli.launch import tpu_runner
 from accel_cli.launch.interface import RUNNER, Script
 from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.local import environment_lines
 from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
-from accel_cli.launch.sagemaker import describe_job, hyperparameters
+from accel_cli.launch.sagemaker import hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.network import SECRET_VARIABLE
@@ -24,10 +26,6 @@ from accel_testing.launchers import make_plan, make_request
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 JOB = Script("script", "job.py", ("--lr", "1"))
 PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
-
-
-def settings(**flags):
-    return make_request(flags).settings
 
 
 def plan(script=JOB, mpi="Open MPI", **flags):
@@ -241,22 +239,21 @@ def test_each_core_calls_the_function_of_the_script(monkeypatch, tmp_path, capsy
 def test_describe_job_for_sagemaker(tmp_path):
     (tmp_path / "inputs").write_text("channel\tplace\ntrain\ts3://data\n")
     (tmp_path / "metrics").write_text("name\tregex\nloss\tloss=(.*)\n")
-    described = describe_job(
-        settings(
-            compute_environment="AMAZON_SAGEMAKER",
-            distributed_type="DATA_PARALLEL",
-            ec2_instance_type="ml.p3.16xlarge",
-            iam_role_name="role",
-            num_machines=2,
-            profile="me",
-            sagemaker_inputs_file=str(tmp_path / "inputs"),
-            sagemaker_metrics_file=str(tmp_path / "metrics"),
-        ),
-        "src/train.py",
-        ["--lr", "1e-3", "--epochs=2", "--shuffle", "true"],
-        {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        {"volume_size": "30"},
-    )
+    values = {
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p3.16xlarge",
+        "iam_role_name": "role",
+        "num_machines": 2,
+        "profile": "me",
+        "sagemaker_inputs_file": str(tmp_path / "inputs"),
+        "sagemaker_metrics_file": str(tmp_path / "metrics"),
+        "mixed_precision": "bf16",
+    }
+    script = Script("script", "src/train.py", ("--lr", "1e-3", "--epochs=2", "--shuffle", "true"))
+    config = ConfigFile("run.yaml", {}, additional={"volume_size": "30"})
+    made = make_plan(replace(make_request(values, script), config=config))
+    described = made.details
     job = described.estimator
     assert (job["entry_point"], job["source_dir"], job["instance_count"]) == ("train.py", "src", 2)
     assert job["hyperparameters"] == {"lr": 1e-3, "epochs": 2, "shuffle": True}
@@ -268,7 +265,7 @@ def test_describe_job_for_sagemaker(tmp_path):
     }
     assert (job["volume_size"], job["metric_definitions"]) == ("30", [{"Name": "loss", "Regex": "loss=(.*)"}])
     assert described.inputs == {"train": "s3://data"}
-    assert described.variables == {"AWS_PROFILE": "me", "AWS_DEFAULT_REGION": "us-east-1"}
+    assert made.environment == {"AWS_PROFILE": "me", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @pytest.mark.parametrize("arguments", [["lr"], ["--lr"], ["--fast", "--lr", "1"]])
