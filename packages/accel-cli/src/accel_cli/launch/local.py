@@ -57,8 +57,7 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the processes, wait for them, and return the exit code of the run; see `Launcher`.
@@ -76,15 +75,11 @@ class Supervisor:
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
-            with Inbox() as inbox:
-                self._inbox = inbox
-                if self._stopped:
-                    self.stop()
+            with self._inbox as inbox:
                 return self._attempts(plan, base, folder, inbox)
         finally:
             import shutil
 
-            self._inbox = None
             shutil.rmtree(folder, ignore_errors=True)
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
@@ -143,9 +138,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
 
 def _account_of(plan: LaunchPlan) -> LauncherLines | None:

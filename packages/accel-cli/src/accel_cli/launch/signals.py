@@ -32,13 +32,18 @@ class Inbox:
     """A context manager that collects signals; a signal that was ignored before (`nohup`) stays ignored."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._reader: socket.socket
+        self._writer: socket.socket | None = None
+        self._posted_early: list[int] = []
         self._before: dict[int, Any] = {}
         self._wakeup = -1
 
     def __enter__(self) -> Inbox:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        for number in self._posted_early:
+            self.post(number)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*FORWARDED, *_CHILD_SIGNALS):
             if number in _CHILD_SIGNALS or signal.getsignal(number) != signal.SIG_IGN:
@@ -52,10 +57,14 @@ class Inbox:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._reader.close()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def post(self, number: int) -> None:
-        """Add a signal, from any thread; without effect after the context has ended."""
+        """Add a signal, from any thread, also before the context begins; without effect after it has ended."""
+        if self._writer is None:
+            self._posted_early.append(number)
+            return
         try:
             self._writer.send(bytes([number]))
         except (OSError, ValueError):

@@ -85,8 +85,7 @@ class Slurm:
     """Starts processes through Slurm; see `Launcher`."""
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
         self._here: Local | Torchrun | None = None
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -111,21 +110,14 @@ class Slurm:
         """
         if self._here is not None:
             return self._here.run(plan)
-        with Inbox() as inbox:
-            self._inbox = inbox
-            if self._stopped:
-                self.stop()
-            code = _submit(plan, inbox) if isinstance(plan.details, Submission) else _run_step(plan, inbox)
-        self._inbox = None
-        return code
+        with self._inbox as inbox:
+            return _submit(plan, inbox) if isinstance(plan.details, Submission) else _run_step(plan, inbox)
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
         if self._here is not None:
             self._here.stop()
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
     def _step(self, request: LaunchRequest) -> LaunchPlan:
         settings, environ = request.settings, request.machine.environ
