@@ -85,7 +85,8 @@ class CheckpointCommand:
             return 0, described, described_lines(described)
         if action == "prune":
             if arguments.keep is None or arguments.keep < 1:
-                obstacle = "The number of checkpoints to keep is missing, or below 1."
+                missing = "The number of checkpoints to keep is missing."
+                obstacle = missing if arguments.keep is None else "At least one checkpoint must remain."
                 raise SettingError(failed, obstacle, "Set --keep to 1 or more.")
             gone = place.prune(arguments.keep, named=arguments.leftover, dry_run=arguments.dry_run)
             said = "Would remove" if arguments.dry_run else "Removed"
