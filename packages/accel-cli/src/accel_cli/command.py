@@ -47,8 +47,7 @@ BUILT_IN: Final = (
 class Command(Protocol):
     """One command of `accel`.
 
-    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser. The
-    list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
+    The list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
     """
 
     @property

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.rendezvous import Port
+    from accel_cli.launch.port import Port
     from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-_TICK = 1.0
-_OVER = b"\0"
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_POLL_INTERVAL_S = 1.0
+_STOP_BYTE = b"\0"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
     _choose_interface(given)
     if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
         return own, None
-    from accel_cli.launch.rendezvous import seat_at
+    from accel_cli.launch.addresses import seat_at
 
     host, _, port = given["rdzv-endpoint"].rpartition(":")
     seat = seat_at(host.strip("[]"), int(port))
@@ -131,14 +131,14 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
     torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the report shows the
     processes before torch ends them.
     """
-    from accel_cli.launch.local import ENDING
+    from accel_cli.launch.signals import ENDING
 
     reader, writer = socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def look() -> None:
-        while not select.select([reader], [], [], _TICK)[0]:
+        while not select.select([reader], [], [], _POLL_INTERVAL_S)[0]:
             if hangs.look():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -151,7 +151,7 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        writer.send(_OVER)
+        writer.send(_STOP_BYTE)
         thread.join()
         reader.close()
         writer.close()
@@ -180,13 +180,13 @@ def _failure(rank: int, failed: Any) -> Failure:
 def _choose_interface(given: Mapping[str, str]) -> None:
     """Set the network interface for gloo between several machines, unless the variable is already set."""
     host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
-    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
+    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE_VARIABLE):
         return
-    from accel_cli.launch.rendezvous import interface_towards
+    from accel_cli.launch.addresses import interface_towards
 
     name = interface_towards(host)
     if name is not None:
-        os.environ[_INTERFACE] = name
+        os.environ[_INTERFACE_VARIABLE] = name
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The rendezvous of processes: a port on one machine, reserved without a race, and the address for several machines.
+"""A port of this machine for the rendezvous of the processes, reserved without a race.
 
 The launcher binds the port and does not listen on it. While it is bound, the system does not assign it to other
 programs, and a second launcher cannot reserve it, because a launcher sets SO_REUSEADDR only after it has bound the
@@ -11,10 +11,6 @@ receives nothing there. A launcher without the mark reserves only a port that ha
 
 Any program that sets the option can do so first, also that of another user. Therefore the processes prove to each other
 that they know the secret of the run before they use the store; see `accel_state.transport.rendezvous`.
-
-torch.distributed.run compares the host name of this machine with the rendezvous address. If the name resolves to a
-loopback address, as on Debian, no machine recognises itself as the host of the store, or the others receive the address
-127.0.1.1. This module compares the addresses of the machine's interfaces instead.
 """
 
 from __future__ import annotations
@@ -25,27 +21,21 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 from accel_state.errors import LaunchError, SettingError
 
-__all__ = (
-    "Port",
-    "Seat",
-    "interface_towards",
-    "is_own_address",
-    "owner_of",
-    "seat_at",
-)
+__all__ = ("CAN_BE_KEPT", "Port", "owner_of")
 
-_CAN_BE_KEPT: Final = sys.platform.startswith("linux")
+CAN_BE_KEPT: Final = sys.platform.startswith("linux")
+"""Whether a port stays reserved while the store listens on it; else it is released before the processes start."""
 
-_ADDRESS: Final = 1
-_STATE: Final = 3
-_INODE: Final = 9
+_ADDRESS_COLUMN: Final = 1
+_STATE_COLUMN: Final = 3
+_INODE_COLUMN: Final = 9
 """Columns of the system's tables of sockets."""
 
-_LISTENING: Final = "0A"
+_LISTENING_STATE: Final = "0A"
 
 
 class Port:
@@ -63,7 +53,7 @@ class Port:
     def __init__(self, wanted: int | None = None, origin: str = "") -> None:
         self._sockets = _reserved(wanted or 0, origin)
         self.number = int(self._sockets[0].getsockname()[1])
-        if not _CAN_BE_KEPT:
+        if not CAN_BE_KEPT:
             self.close()
 
     def close(self) -> None:
@@ -120,11 +110,11 @@ def _bind(family: socket.AddressFamily, address: str, number: int, *, marked: bo
     try:
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if _CAN_BE_KEPT:
+        if CAN_BE_KEPT:
             _bind_alone(bound, address, number, marked=marked)
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if not _CAN_BE_KEPT:
+        if not CAN_BE_KEPT:
             bound.bind((address, number))
     except OSError:
         bound.close()
@@ -141,8 +131,8 @@ def _bind_alone(bound: socket.socket, address: str, number: int, *, marked: bool
     try:
         bound.bind((address, number))
     except OSError as error:
-        states = [row[_STATE] for row in _sockets_at(number)]
-        if error.errno != errno.EADDRINUSE or not marked or not states or _LISTENING in states:
+        states = [row[_STATE_COLUMN] for row in _sockets_at(number)]
+        if error.errno != errno.EADDRINUSE or not marked or not states or _LISTENING_STATE in states:
             raise
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address, number))
@@ -158,7 +148,7 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
     asked = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
         owner = owner_of(number)
-        listening = any(row[_STATE] == _LISTENING for row in _sockets_at(number))
+        listening = any(row[_STATE_COLUMN] == _LISTENING_STATE for row in _sockets_at(number))
         by = f" by {owner}" if owner else "" if listening else "; another launch may have reserved it"
         return SettingError(asked, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
     return SettingError(asked, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
@@ -166,7 +156,7 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
 
 def owner_of(number: int) -> str | None:
     """The process that listens on a port, as "name (pid 123)", if the system reports it."""
-    inodes = {f"socket:[{row[_INODE]}]" for row in _sockets_at(number) if row[_STATE] == _LISTENING}
+    inodes = {f"socket:[{row[_INODE_COLUMN]}]" for row in _sockets_at(number) if row[_STATE_COLUMN] == _LISTENING_STATE}
     for process in filter(str.isdigit, _names("/proc") if inodes else ()):
         for descriptor in _names(f"/proc/{process}/fd"):
             if _target(f"/proc/{process}/fd/{descriptor}") in inodes:
@@ -182,7 +172,7 @@ def _sockets_at(number: int) -> Iterator[list[str]]:
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue
-        yield from (row for row in rows if int(row[_ADDRESS].rpartition(":")[2], 16) == number)
+        yield from (row for row in rows if int(row[_ADDRESS_COLUMN].rpartition(":")[2], 16) == number)
 
 
 def _names(folder: str) -> list[str]:
@@ -205,106 +195,3 @@ def _first_line(path: str) -> str:
             return file.readline().strip()
     except OSError:
         return "a process"
-
-
-_GET_ADDRESS = 0x8915
-
-_NO_ROUTE_NEEDED = 9
-"""Any port, for a socket that only looks up a route; nothing is sent to it."""
-
-
-class Seat(NamedTuple):
-    """The role of this machine in the rendezvous.
-
-    Args:
-        serves: whether it serves the store; None lets torch decide.
-        address: address at which the other machines reach this one; None lets torch decide.
-        port: the port, reserved while the store is served, so that a second agent on this machine joins as a client.
-    """
-
-    serves: bool | None
-    address: str | None
-    port: Port | None = None
-
-
-def seat_at(host: str, port: int) -> Seat:
-    """The role of this machine in a rendezvous at a host and port.
-
-    Example:
-        >>> seat_at("192.0.2.1", 29500).serves
-        False
-    """
-    if not is_own_address(host):
-        return Seat(False, _address_towards(host))
-    if not port:
-        # A free port is selected, which no other process can have.
-        return Seat(True, host)
-    if not _CAN_BE_KEPT:
-        return Seat(None, host)
-    try:
-        # The other machines use the given name for this machine, even if it resolves to another address here.
-        return Seat(True, host, Port(port))
-    except SettingError:
-        return Seat(False, host)
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface on the route to the rendezvous host; None if gloo finds it itself.
-
-    gloo uses the address that the host name resolves to. If that is a loopback address, no other machine can reach it.
-    """
-    if not all(_is_loopback(found[4][0]) for found in _resolved(socket.gethostname())):
-        return None
-    address = _address_towards(host)
-    if address is None or _is_loopback(address):
-        return None
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _GET_ADDRESS, name.encode().ljust(256, b"\0"))
-            except OSError:
-                # The interface has no address.
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
-
-
-def is_own_address(host: str) -> bool:
-    """Whether a name or address belongs to this machine."""
-    for family, kind, protocol, _, address in _resolved(host):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind((address[0], 0))
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _address_towards(host: str) -> str | None:
-    """The address of this machine on the route to a host, or None where there is no route."""
-    for family, _, _, _, address in _resolved(host):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # For a datagram socket, `connect` only looks up the route.
-                probe.connect((address[0], _NO_ROUTE_NEEDED, *address[2:]))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return None
-
-
-def _resolved(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:
-    try:
-        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # type: ignore[return-value]
-    except (OSError, UnicodeError):
-        return []
