@@ -21,9 +21,8 @@ from accel_bigmodel import (
     infer_auto_device_map,
     init_empty_weights,
 )
-from accel_bigmodel.device_map import check_device_same, resolve_device
+from accel_bigmodel.device_map import check_device_same, device_of_name, resolve_device
 from accel_bigmodel.sizes import compute_module_sizes
-from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 from accel_testing.profiling import count_calls

@@ -1,33 +1,25 @@
-"""Loads a checkpoint into a model: each weight is mapped from its file, or read once directly into its final memory.
-
-The first load imports the modules that read files and place weights, so that importing these functions is fast.
-"""
+"""Loads a checkpoint into a model: each weight is mapped from its file, or read once directly into its final memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from accel_bigmodel.device_map import DISK, DeviceMap, device_of_name, resolve_device
+from accel_bigmodel.dispatch import dispatch_layout
+from accel_bigmodel.load_together import holds_sharded_weights, load_together
+from accel_bigmodel.loading import Loading, LoadReport, refuse_empty
+from accel_bigmodel.placement import MaxMemory, device_map_by_policy
+from accel_bigmodel.sizes import Dtype, torch_dtype
+from accel_bigmodel.weight_files.reading import load_weights_file
+from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 
-if TYPE_CHECKING:
-    from accel_bigmodel.device_map import DeviceMap
-    from accel_bigmodel.loading import Loading, LoadReport
-    from accel_bigmodel.placement import MaxMemory
-    from accel_bigmodel.sizes import Dtype
-
-__all__ = (
-    "chosen_map",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "load_offloaded_weights",
-    "load_state_dict",
-)
+__all__ = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -77,9 +69,6 @@ def load_checkpoint_in_model(
             has too little memory for its weights; the error states the missing bytes and the nearest map that fits.
             Nothing was read.
     """
-    from accel_bigmodel.loading import holds_sharded_weights, load_together
-    from accel_bigmodel.sizes import torch_dtype
-
     if broadcast_from_rank0 or holds_sharded_weights(model):
         if device_map is not None:
             raise SettingError(
@@ -102,10 +91,6 @@ def _loading(
     keep_in_fp32_modules: Sequence[str] | None = None,
 ) -> Loading:
     """Load in a single process."""
-    from accel_bigmodel.loading import Loading
-    from accel_bigmodel.sizes import torch_dtype
-    from accel_bigmodel.weight_layout import layout_of
-
     wanted, kept = None if dtype is None else torch_dtype(dtype), frozenset(keep_in_fp32_modules or ())
 
     def dtype_of(name: str) -> torch.dtype | None:
@@ -152,10 +137,7 @@ def load_checkpoint_and_dispatch(
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
-    from accel_bigmodel.dispatch import dispatch_layout
-    from accel_bigmodel.loading import holds_sharded_weights, refuse_empty
-
-    chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    chosen = device_map_by_policy(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     if broadcast_from_rank0 or holds_sharded_weights(model):
         report = load_checkpoint_in_model(
             model,
@@ -184,38 +166,6 @@ def load_checkpoint_and_dispatch(
     )
 
 
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-def chosen_map(
-    model: nn.Module,
-    device_map: str | DeviceMap | None,
-    max_memory: MaxMemory | None,
-    no_split_module_classes: Sequence[str] | None,
-    dtype: Dtype | None,
-    offload_buffers: bool,
-    special_dtypes: Mapping[str, Any] | None = None,
-) -> DeviceMap | None:
-    """The device map that a policy creates, or the given one."""
-    if not isinstance(device_map, str):
-        return device_map
-    if device_map not in _POLICIES:
-        raise SettingError(
-            f"Cannot create a device map with the policy {device_map!r}.",
-            f"The policies are {', '.join(_POLICIES)}.",
-            "Use one of them, or pass a mapping.",
-        )
-    from accel_bigmodel.device_map import infer_auto_device_map
-    from accel_bigmodel.placement import get_balanced_memory
-
-    if device_map != "sequential":
-        low_zero = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)
-    return infer_auto_device_map(
-        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
-    )
-
-
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
     """The weights of one file by name.
 
@@ -228,12 +178,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
         CheckpointError: the file is missing, damaged, or contains Python objects other than weights.
         SettingError: the map names a device that does not exist.
     """
-    from accel_bigmodel.device_map import resolve_device
-    from accel_bigmodel.dispatch import DISK
-    from accel_bigmodel.tied import device_of_name
-    from accel_bigmodel.weight_files.reading import WeightSource
-
-    weights = WeightSource(Path(checkpoint_file)).load()
+    weights = load_weights_file(checkpoint_file)
     if device_map is None:
         return weights
     devices = {name: device_of_name(name, device_map) for name in weights}
@@ -241,24 +186,3 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
         name: resolve_device(device) for name, device in devices.items() if device is not None and str(device) != DISK
     }
     return {name: weight.to(away[name]) if name in away else weight for name, weight in weights.items()}
-
-
-def load_offloaded_weights(
-    model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
-) -> None:
-    """Load weights that `offload_weight` wrote into a model, on the CPU.
-
-    Args:
-        model: the model; its other weights are not changed.
-        index: the entries of the weights by name, as `offload_weight` wrote them.
-        offload_folder: folder of their files.
-
-    Raises:
-        CheckpointError: a file is missing or shorter than its entry says.
-    """
-    from accel_bigmodel.offload import load_offloaded_weight, weight_file
-    from accel_bigmodel.place import set_module_tensor_to_device
-
-    for name, entry in index.items():
-        weight = load_offloaded_weight(weight_file(offload_folder, name), entry)
-        set_module_tensor_to_device(model, name, "cpu", value=weight)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,6 @@ __all__ = (
     "INDEX_NAME",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
-    "extract_submodules_state_dict",
     "load_offloaded_weight",
     "offload_state_dict",
     "offload_weight",
@@ -269,27 +268,6 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-
-def extract_submodules_state_dict(
-    state_dict: Mapping[str, Tensor], submodule_names: Sequence[str]
-) -> dict[str, Tensor]:
-    """The part of a state dict for some modules or tensors.
-
-    Args:
-        state_dict: weights by name.
-        submodule_names: names of modules, with everything in them, and of weights; "" is the whole model.
-    """
-    wanted = set(submodule_names)
-    return {
-        name: weight for name, weight in state_dict.items() if "" in wanted or any(p in wanted for p in _above(name))
-    }
-
-
-def _above(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 INDEX_NAME: Final = "index.json"

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.dispatch import dispatch_layout, is_offloaded, main_device_of
-from accel_bigmodel.load import chosen_map
+from accel_bigmodel.device_map import (
+    OFFLOADED,
+    Device,
+    DeviceMap,
+    check_device_map,
+    device_of_name,
+    is_offloaded,
+    main_device_of,
+    resolve_device,
+)
+from accel_bigmodel.dispatch import dispatch_layout
 from accel_bigmodel.loading import Loading, refuse_empty
 from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
-from accel_bigmodel.placement import OFFLOADED, MaxMemory
-from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_bigmodel.placement import MaxMemory, device_map_by_policy
+from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_bigmodel.trainable import BITSANDBYTES
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.choices import CustomDtype
@@ -406,7 +414,9 @@ def _chosen_map(
     others = {
         n: _plain_dtype(n, config) for n, p in model.named_parameters(remove_duplicate=False) if n not in quantised
     }
-    found: Any = chosen_map(model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others)
+    found: Any = device_map_by_policy(
+        model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others
+    )
     main = main_device_of(found)
     left = [name for name, device in found.items() if is_offloaded(device, main)]
     if left and not config.llm_int8_enable_fp32_cpu_offload:

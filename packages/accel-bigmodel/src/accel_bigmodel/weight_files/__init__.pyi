@@ -1,9 +1,6 @@
 from accel_bigmodel.tied import tied_names as tied_names
-from accel_bigmodel.weight_files.metadata import Header as Header
-from accel_bigmodel.weight_files.metadata import TensorInfo as TensorInfo
-from accel_bigmodel.weight_files.metadata import WeightIndex as WeightIndex
-from accel_bigmodel.weight_files.metadata import read_header as read_header
-from accel_bigmodel.weight_files.metadata import read_index as read_index
+from accel_bigmodel.weight_files.index import WeightIndex as WeightIndex
+from accel_bigmodel.weight_files.index import read_index as read_index
 from accel_bigmodel.weight_files.names import MODEL_NAME as MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
