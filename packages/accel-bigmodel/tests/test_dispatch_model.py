@@ -241,7 +241,7 @@ def test_the_next_blocks_are_read_by_the_thread() -> None:
             weights = reader.take(block)
             assert reader.wait(250)
             found.append(weights["w"][0].item())
-            reader.release(weights)
+            reader.release(block, weights)
         return found
 
     assert passed() == passed() == [0, 1, 2, 3, 4, 5]
@@ -260,11 +260,11 @@ def test_memory_that_somebody_still_uses_is_not_read_into() -> None:
         for block in blocks:
             weights = reader.take(block)
             kept.append((weights["w"][1:], weights["w"][0].item()))
-            reader.release(weights)
+            reader.release(block, weights)
     assert all(view[0].item() == value for view, value in kept)
     freed = reader.take(blocks[0])
     address = freed["w"].data_ptr()
-    reader.release(freed)
+    reader.release(blocks[0], freed)
     del freed
     assert reader.take(blocks[1])["w"].data_ptr() == address
 
@@ -280,7 +280,7 @@ def test_an_error_of_the_thread_is_met_by_whoever_needs_the_weights() -> None:
     blocks = [Block({"w": source}, {"w": torch.float64}, torch.device("cpu"), 16) for _ in range(2)]
     reader = BlockReader()
     for block in blocks * 2:
-        reader.release(reader.take(block))
+        reader.release(block, reader.take(block))
     fails[0] = True
 
     def take_all() -> None:
@@ -523,7 +523,7 @@ def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCap
     for number in range(20):
         full[0] = number > 1
         for block in blocks:
-            reader.release(reader.take(block))
+            reader.release(block, reader.take(block))
             assert reader.wait(250)
     assert len(tried) == 1
     assert reader.budget == 0

@@ -236,7 +236,7 @@ def test_what_was_read_ahead_makes_way_when_the_device_is_full() -> None:
     blocks, other, reader = [block(i) for i in range(4)], block(9), BlockReader(10**6)
     for _ in range(2):
         for one in blocks:
-            reader.release(reader.take(one))
+            reader.release(one, reader.take(one))
     assert reader.wait(250)
     assert used(FIRST) == 3 * 4000
     taken = torch.empty((MEMORY - used(FIRST)) // 4, device=FIRST)

@@ -46,10 +46,7 @@ from accel_bigmodel.placement import infer_auto_device_map as infer_auto_device_
 from accel_bigmodel.quantize import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_bigmodel.quantize import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_bigmodel.quantize import get_quantized_model_device_map as get_quantized_model_device_map
-from accel_bigmodel.quantize import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_bigmodel.quantize import load_and_quantize_model as load_and_quantize_model
-from accel_bigmodel.quantize import quantize_and_offload_8bit as quantize_and_offload_8bit
-from accel_bigmodel.quantize import replace_with_bnb_layers as replace_with_bnb_layers
 from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
 from accel_bigmodel.sizes import convert_bytes as convert_bytes
 from accel_bigmodel.sizes import convert_file_size_to_int as convert_file_size_to_int

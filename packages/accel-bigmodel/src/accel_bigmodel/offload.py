@@ -200,7 +200,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 "Neither state_dict, save_folder nor index is given.",
                 "Pass at least one of them.",
             )
-        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        # A copy of the dictionary: pinned memory may replace its weights.
+        self.state_dict: Mapping[str, Tensor] = dict(state_dict) if type(state_dict) is dict else state_dict or {}
         self.save_folder = save_folder
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
@@ -268,6 +269,14 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def place_in_memory(weights: Mapping[str, Any], name: str) -> tuple[dict[str, Tensor], str] | None:
+    """The dictionary and key of a weight that stays in host memory, if the dictionary belongs to the loader."""
+    if isinstance(weights, PrefixedDataset):
+        return place_in_memory(weights.dataset, f"{weights.prefix}{name}")
+    own = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else None
+    return (own, name) if type(own) is dict and name in own else None
 
 
 INDEX_NAME: Final = "index.json"

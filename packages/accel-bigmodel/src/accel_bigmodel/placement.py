@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from accel_bigmodel.sizes import Dtype, byte_counter, convert_bytes, convert_fil
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import NotOffered, SettingError
 from accel_state.library import stack_level
-from accel_state.settings.installed import Requirement
 from accel_state.settings.integers import as_int
 
 __all__ = (
@@ -129,7 +127,7 @@ def explain_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMapReport:
-    """Report how `infer_auto_device_map` places a model with the same arguments; print the report, or draw it.
+    """Report how `infer_auto_device_map` places a model with the same arguments; print the report.
 
     Args:
         model: the model, which may be on the meta device.
@@ -583,29 +581,6 @@ class DeviceMapReport:
             bar = "#" * filled + "." * (_BAR_WIDTH - filled)
             lines.append(f"{device!s:>6}  [{bar}] {convert_bytes(used)} of {convert_bytes(budget)}")
         return "\n".join(lines)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the bars with matplotlib: a segment for each piece, the budget as an outline.
-
-        Raises:
-            Missing: matplotlib is not installed.
-        """
-        Requirement("matplotlib").demand(f"Cannot draw the device map in {os.fspath(path)!r}.")
-        from matplotlib.figure import Figure
-
-        devices = [device for device in self.used if device in self.budget or self.used[device]]
-        figure = Figure(figsize=(8, 0.7 * len(devices) + 1), layout="constrained")
-        axes = figure.add_subplot()
-        left = dict.fromkeys(devices, 0)
-        for number, placement in enumerate(self.placements):
-            row, size = devices.index(placement.device), placement.piece.size
-            axes.barh(row, size, left=left[placement.device], color=f"C{number % 10}", edgecolor="white", linewidth=0.5)
-            left[placement.device] += size
-        axes.barh(range(len(devices)), [self.budget.get(d, left[d]) for d in devices], fill=False, edgecolor="black")
-        axes.set_yticks(range(len(devices)), [str(device) for device in devices])
-        axes.invert_yaxis()
-        axes.set_xlabel("bytes")
-        figure.savefig(path)
 
 
 def _row(run: tuple[Placement, ...]) -> tuple[str, str, str, str]:

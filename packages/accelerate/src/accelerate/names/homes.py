@@ -171,8 +171,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.bnb": {
         "accel_bigmodel.quantize": """
-            get_keys_to_not_convert get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit
-            replace_with_bnb_layers get_quantized_model_device_map load_and_quantize_model
+            get_keys_to_not_convert get_quantized_model_device_map load_and_quantize_model
+        """,
+        "accelerate.legacy.quantised_layers": """
+            get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit replace_with_bnb_layers
         """,
     },
     "accelerate.utils.ao": {
