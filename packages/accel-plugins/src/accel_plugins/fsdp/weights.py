@@ -47,8 +47,8 @@ from accel_plugins.checkpoint.files import (
 )
 from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
 from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
-from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.sharding import is_built_in_shards
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import (
     by_name,
