@@ -20,8 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_bigmodel.weight_files.index import read_index
-from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, index_name, is_safetensors
+from accel_bigmodel.weight_files.names import (
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    index_name,
+    is_safetensors,
+    read_index,
+)
 from accel_state.errors import CheckpointError, CheckpointNameError
 from accel_state.untrusted import open_regular, printable
 

@@ -565,7 +565,7 @@ class FullyShardedDataParallelPlugin:
         """
         name = plain_value(self, "auto_wrap_policy")
         if isinstance(name, str):
-            from accel_plugins.fsdp.sharding import block_classes, named_policy
+            from accel_plugins.fsdp.named_policies import block_classes, named_policy
 
             policy = named_policy(model, name, self.min_num_params, self.transformer_cls_names_to_wrap)
             if self.transformer_cls_names_to_wrap is None and name == WRAP_POLICIES[0]:

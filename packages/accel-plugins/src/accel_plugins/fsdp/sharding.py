@@ -8,11 +8,10 @@ this process's shard until `materialise` loads the shard into the model.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -29,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.dtensors import with_shard
-from accel_plugins.blocks import blocks_of_class
-from accel_state.errors import NotOffered, SettingError
+from accel_plugins.fsdp.named_policies import named_policy
+from accel_state.errors import NotOffered
 from accel_state.settings.schema import plain_value
 
 if TYPE_CHECKING:
@@ -38,58 +36,14 @@ if TYPE_CHECKING:
 
 __all__ = (
     "arrives_sharded",
-    "block_classes",
     "blocks_to_shard",
     "build_in_shards",
     "ignored_parameters",
     "is_built_in_shards",
     "materialise",
-    "named_policy",
     "offload",
     "shard_groups",
 )
-
-_DEFAULT_MIN_PARAMETERS: Final = 100_000_000
-"""The minimum number of parameters of a block, as in launchers."""
-
-
-def named_policy(
-    model: Module, name: str, min_num_params: int | None, class_names: Sequence[str] | None
-) -> Callable[..., bool] | None:
-    """Torch's policy for a model; None for one without blocks.
-
-    Args:
-        model: the model to shard.
-        name: "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP" or "NO_WRAP".
-        min_num_params: the minimum number of parameters of a block chosen by size; None: 100 million.
-        class_names: names of the block classes; None or empty: those that the model declares.
-
-    Raises:
-        SettingError: no classes are specified, or the model has none of them.
-    """
-    if name == "TRANSFORMER_BASED_WRAP":
-        classes = block_classes(model, class_names)
-        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-    least = _DEFAULT_MIN_PARAMETERS if min_num_params is None else min_num_params
-    if name == "SIZE_BASED_WRAP" and least > 0:
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
-    return None
-
-
-def block_classes(model: Module, names: Sequence[str] | None) -> set[type[Module]]:
-    """The block classes with these names, else those that the model declares.
-
-    Raises:
-        SettingError: no classes are specified, or the model has none of them.
-    """
-    names = names or tuple(getattr(model, "_no_split_modules", None) or ())
-    if not names:
-        raise SettingError(
-            f"Cannot shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
-            "Neither the settings nor the model specify the classes.",
-            "Set transformer_cls_names_to_wrap=['...'], or wrap by size.",
-        )
-    return {type(block) for block in blocks_of_class(model, names)}
 
 
 def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
