@@ -9,10 +9,9 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -46,6 +45,7 @@ __all__ = (
     "tensor_ranges",
 )
 
+_MOST_MAPPED_BYTES: Final = 128 << 20
 _THREADS: Final = min(8, max(4, os.cpu_count() or 1))
 """One thread leaves a disk idle between two reads; more than 8 save no time."""
 
@@ -243,7 +243,9 @@ class Copy(NamedTuple):
 
 
 def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda size: None) -> int:
-    """Fill tensors on several threads, file by file; at most one file is mapped at a time.
+    """Fill tensors on several threads, file by file.
+
+    Pages that were read count as memory of the process while they are mapped, so a file is mapped anew after 128 MiB.
 
     Args:
         copies: what to fill.
@@ -262,14 +264,26 @@ def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda s
         return copy.size
 
     read = 0
-    in_order = sorted(copies, key=lambda copy: str(copy.weight.path))
     with ThreadPoolExecutor(_THREADS, "accel-load") as pool:
-        for _, of_file in groupby(in_order, key=lambda copy: copy.weight.path):
-            same_file = list(of_file)
-            read += sum(pool.map(run, same_file))
-            if (file := same_file[0].weight.file) is not None:
+        for batch in _batches(copies):
+            read += sum(pool.map(run, batch))
+            if (file := batch[0].weight.file) is not None:
                 file.close()
     return read
+
+
+def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    """Copies from one file, of at most `_MOST_MAPPED_BYTES` if there are several."""
+    batch: list[Copy] = []
+    size = 0
+    for copy in sorted(copies, key=lambda copy: str(copy.weight.path)):
+        size += copy.size
+        if batch and (copy.weight.path != batch[0].weight.path or size > _MOST_MAPPED_BYTES):
+            yield batch
+            batch, size = [], copy.size
+        batch.append(copy)
+    if batch:
+        yield batch
 
 
 def _values_in(path: Path) -> dict[str, Any]:
