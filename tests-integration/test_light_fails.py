@@ -14,7 +14,7 @@ TREE = {
         *("__init__", "choices", "creation", "errors", "labels", "lazy", "library", "network", "plugins", "proc"),
         *("clusters/__init__", "topology"),
         *("watch/__init__", "watch/goodput", "watch/processes", "watch/record", "watch/report", "watch/runs"),
-        *("watch/seconds", "watch/stacks", "watch/status", "settings/__init__", "settings/schema"),
+        *("watch/stacks", "watch/status", "settings/__init__", "settings/schema"),
     ],
     "accel-plugins": [
         *(

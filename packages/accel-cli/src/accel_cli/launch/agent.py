@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
+    from accel_state.watch.goodput import close_accounts
     from accel_state.watch.runs import make_launch_folder
-    from accel_state.watch.seconds import close_accounts
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()

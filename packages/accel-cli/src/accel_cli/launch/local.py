@@ -41,7 +41,6 @@ from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders,
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.restarts import Cause, Restarts
-    from accel_state.watch.goodput import LauncherLines
 
 __all__ = (
     "ENDING",
@@ -104,12 +103,12 @@ class Supervisor:
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and restart them as long as the restart policy allows it."""
-        account, oom_killed = _account_of(plan), oom_kills()
+        oom_killed = oom_kills()
         restarts: Restarts | None = None
         code = 0
         for attempt in itertools.count():
             processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
-            code, refused = self._accounted(processes, inbox, account, attempt)
+            code, refused = self._accounted(processes, inbox, attempt)
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
             restarts = restarts or _restarts_of(plan, oom_killed)
@@ -122,15 +121,12 @@ class Supervisor:
                 code = shell_code(-ended_by)
                 break
             processes.forget()
-        if account is not None:
-            account.over(code)
+        _record_in_run(plan, "over")
         return code
 
-    def _accounted(
-        self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
-    ) -> tuple[int, SettingError | None]:
+    def _accounted(self, processes: _Processes, inbox: Inbox, attempt: int) -> tuple[int, SettingError | None]:
         """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
-        unwritable = account.launch(attempt) if account is not None else None
+        unwritable = _record_in_run(processes.plan, "launch")
         if unwritable is not None and not attempt:
             told = f"{unwritable}. The records of its time and its failures may be lost."
             print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
@@ -142,8 +138,6 @@ class Supervisor:
             if processes.plan.restart_policy == "never" or re.search(PORT_TAKEN, str(error)) is None:
                 raise
             refused = error
-        if account is not None:
-            processes.tell(account)
         if code:
             processes.close_accounts()
         return code, refused
@@ -163,13 +157,13 @@ class Supervisor:
             self._inbox.post(signal.SIGTERM)
 
 
-def _account_of(plan: LaunchPlan) -> LauncherLines | None:
-    """The record of when the processes of a run began and ended, if the run has a folder."""
+def _record_in_run(plan: LaunchPlan, event: str) -> OSError | None:
+    """Record in the folder of the run, if it has one, that the run begins or ends; return the error if that is lost."""
     if not plan.project_dir or not plan.starts_ranks:
         return None
-    from accel_state.watch.goodput import LauncherLines
+    from accel_state.watch.goodput import launcher_line
 
-    return LauncherLines(plan.project_dir)
+    return launcher_line(plan.project_dir, event)
 
 
 def _restarts_of(plan: LaunchPlan, oom_killed: int) -> Restarts:
@@ -511,17 +505,12 @@ class _Processes:
         samples = {rank: one.samples for rank, one in records.items()}
         return find_cause(self._failures(), codes, steps, samples, self._held_up_by, self._hung, oom_killed)
 
-    def tell(self, account: LauncherLines) -> None:
-        """Record when each process ended."""
-        for process in self._processes:
-            if process.ended is not None or not process.alive:
-                account.ended(process.rank, process.ended or time.time())
-
     def close_accounts(self) -> None:
         """Write the last lines of the time accounts of processes that were killed."""
-        from accel_state.watch.seconds import close_accounts
+        from accel_state.watch.goodput import close_accounts
 
-        close_accounts(self._status_folder)
+        ended = {one.rank: one.ended or time.time() for one in self._processes if not one.alive}
+        close_accounts(self._status_folder, ended)
 
     def forget(self) -> None:
         """Remove the files that the processes of this attempt have written for the launcher."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
 from accel_state.proc import CGROUP, numbers_of, oom_kills
 from accel_state.untrusted import printable
-from accel_state.watch.seconds import append_line
+from accel_state.watch.goodput import append_line
 
 if TYPE_CHECKING:
     from accel_cli.launch.interface import LaunchPlan
