@@ -105,8 +105,7 @@ def test_undecided_time_counts_as_the_likely_category_until_it_is_decided(accoun
     time.sleep(0.01)
     so_far = account_line(account.cells, "left", time.monotonic())["seconds"]
     assert so_far["step"] >= 0.01
-    account.decide(EVALUATION)
-    account.enter(DATA)
+    account.enter(DATA, decided=EVALUATION)
     spent = account_line(account.cells, "left")["seconds"]
     assert spent["step"] == 0
     assert spent["evaluation"] >= so_far["step"]
@@ -142,9 +141,9 @@ def test_numbers_add_up_after_every_store(account):
     begun = time.time()
     for category in (UNDECIDED, DATA, UNDECIDED, WAITING):
         account.enter(category)
-    account.decide(EVALUATION)
-    account.enter(DATA)
-    assert len(watched.seen) == 2 * 5 + 2
+    account.enter(UNDECIDED)
+    account.enter(DATA, decided=EVALUATION)
+    assert len(watched.seen) == 2 * 5 + 4
     for line in watched.seen:
         assert sum(line["seconds"].values()) == pytest.approx(line["time"] - line["began"], abs=1e-3)
         assert line["time"] <= time.time() + 1e-3

@@ -52,12 +52,13 @@ class TimeRecorder(Hook):
 
     Attributes:
         folder: the project folder, for the lines of the account; empty to write none.
+        trained: whether the first step has ended.
     """
 
     def __init__(self) -> None:
         self.folder = ""
         self._pid = os.getpid()
-        self._trained = False
+        self.trained = False
         self._stepped: Any = None
         self._saves: list[AbstractContextManager[Any]] = []
 
@@ -126,28 +127,6 @@ class TimeRecorder(Hook):
             self._stepped.remove()
             self._stepped = None
 
-    def decide(self, otherwise: int, accumulates: bool) -> None:
-        """Charge what the loop did since the last decision.
-
-        Args:
-            otherwise: the category if no optimizer stepped.
-            accumulates: whether the window of micro-batches is still open, so that the next step counts.
-        """
-        if STATUS_RECORD.stepped or accumulates:
-            STATUS_RECORD.decide(int(STATUS_RECORD.cells[LIKELY]))
-            self._trained = self._trained or STATUS_RECORD.stepped
-            STATUS_RECORD.stepped = False
-        else:
-            STATUS_RECORD.decide(otherwise)
-
-    def begin_batch(self) -> None:
-        """Leave the time from now on undecided; until then, it counts as a step if the process is killed."""
-        record = STATUS_RECORD
-        cells, step = record.cells, record.loaded + record.steps + 1
-        cells[UNDER_WAY] = step
-        cells[LIKELY] = FIRST_STEP if not self._trained else STEP if step > cells[BEFORE] else RECOMPUTED
-        record.enter(UNDECIDED)
-
 
 class _TimedLoader(LoaderHook):
     """Charges the time of one loader, and of the loop over it.
@@ -169,26 +148,39 @@ class _TimedLoader(LoaderHook):
         record = STATUS_RECORD
         self._in_step = record.doing == UNDECIDED and not record.stepped and self._trains()
         if not self._in_step:
-            self._recorder.decide(int(record.cells[LIKELY]), not self._gradient.sync_gradients)
+            record.enter(DATA, int(record.cells[LIKELY]))
+            self._recorder.trained |= record.stepped
+            record.stepped = False
 
     def batch_requested(self) -> None:
         """Charge what the loop did with the batch before."""
-        self._decide()
-        STATUS_RECORD.enter(DATA)
+        STATUS_RECORD.enter(DATA, self._decided())
 
     def batch_given(self, batch: Any) -> None:
-        """What the loop does with the batch is known later."""
-        self._recorder.begin_batch()
+        """What the loop does with the batch is known later; until then it counts as a step if the process is killed."""
+        record = STATUS_RECORD
+        cells, step = record.cells, record.loaded + record.steps + 1
+        cells[UNDER_WAY] = step
+        cells[LIKELY] = FIRST_STEP if not self._recorder.trained else STEP if step > cells[BEFORE] else RECOMPUTED
+        record.enter(UNDECIDED)
 
     def epoch_ends(self) -> None:
         """The time after an epoch counts as what the loop did."""
-        self._decide()
-        trains = STATUS_RECORD.steps > 0 and torch.is_grad_enabled()
-        STATUS_RECORD.enter(UNDECIDED if self._in_step else STEP if trains else EVALUATION)
+        after = STEP if STATUS_RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION
+        STATUS_RECORD.enter(UNDECIDED if self._in_step else after, self._decided())
 
-    def _decide(self) -> None:
-        if STATUS_RECORD.stepped or not self._in_step:
-            self._recorder.decide(EVALUATION, not self._gradient.sync_gradients)
+    def _decided(self) -> int | None:
+        """What the loop did since the last decision; None if a loop around it decides that."""
+        record = STATUS_RECORD
+        if record.stepped:
+            record.stepped = False
+            self._recorder.trained = True
+        elif self._in_step:
+            return None
+        elif self._gradient.sync_gradients:
+            return EVALUATION
+        # An open window of micro-batches belongs to the next step.
+        return int(record.cells[LIKELY])
 
     def _trains(self) -> bool:
         """Whether a model with parameters to train is in training mode."""

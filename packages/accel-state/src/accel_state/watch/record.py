@@ -91,6 +91,7 @@ slot of the text; when the process was started (0: its time is not recorded), by
 added for the wall clock; its category (`UNDECIDED` is one), and the likely category of undecided time, and the step of
 the run that is then under way; the highest step that earlier processes of this rank have begun. At last the seconds."""
 
+_UNDECIDED: Final = SECONDS + UNDECIDED
 _NUMBERS: Final = SECONDS + len(CATEGORIES) + 1
 _SAMPLES: Final = len(MAGIC) + 8 * _NUMBERS
 _MOST_SAMPLES: Final = 2048
@@ -260,23 +261,26 @@ class StatusRecord:
         """Seconds by category until the last change, and at last those that are undecided."""
         return list(self.cells[SECONDS:])
 
-    def enter(self, category: int) -> None:
-        """Charge the time from now on to another category, or leave it undecided."""
-        now, cells = monotonic(), self.cells
-        cells[SECONDS + self.doing] += now - self.since
+    def enter(self, category: int, decided: int | None = None) -> None:
+        """Charge the time from now on to another category, or leave it undecided.
+
+        Args:
+            category: the category, or `UNDECIDED`.
+            decided: the category of the time that is undecided until now.
+        """
+        now, cells, doing = monotonic(), self.cells, self.doing
+        spent = now - self.since
+        if decided is not None:
+            undecided = cells[_UNDECIDED]
+            if undecided:
+                # In this order, a reader misses the time instead of seeing it twice.
+                cells[_UNDECIDED] = 0.0
+                cells[SECONDS + decided] += undecided
+            if doing == UNDECIDED:
+                doing = decided
+        cells[SECONDS + doing] += spent
         self.since = now
         self.doing = cells[DOING] = category
-
-    def decide(self, category: int) -> None:
-        """Charge the undecided time to a category, and the time from now on too if it is undecided."""
-        cells = self.cells
-        if self.doing == UNDECIDED:
-            self.enter(category)
-        spent = cells[SECONDS + UNDECIDED]
-        if spent:
-            # In this order, a reader misses the time instead of seeing it twice.
-            cells[SECONDS + UNDECIDED] = 0.0
-            cells[SECONDS + category] += spent
 
     @contextmanager
     def charged(self, category: int) -> Iterator[None]:
