@@ -311,3 +311,27 @@ def test_an_all_reduce_of_the_script_that_waits_is_reported_and_ends_the_run(acc
     assert finished.returncode == 1
     assert "rank 0 is in all_reduce() at job.py:9, before any collective" in finished.stderr
     assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr
+
+
+POLLS = """
+    import time
+    import torch
+    import torch.distributed as dist
+    from accel_state.process import PartialState
+    state = PartialState(cpu=True)
+    while state.process_index == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    while not work.is_completed():
+        time.sleep(1.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_collective_in_torchs_flight_recorder_is_one_also_where_the_main_thread_is_elsewhere(accel, script):
+    environment = {"TORCH_FR_BUFFER_SIZE": "100"}
+    finished = accel(*launched("local", "--hang_timeout", "14"), script(POLLS), env=environment)
+    assert finished.returncode == 1
+    waits = "rank 0 is at job.py:11, before any collective, while gloo:all_reduce of default_pg (number 1) is pending"
+    assert waits in finished.stderr
+    assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr

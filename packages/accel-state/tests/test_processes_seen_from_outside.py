@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,14 @@ from accel_state.process import wait_for_everyone
 from accel_state.watch import runs
 from accel_state.watch.calls import Location, UserFrame, locate, main_thread_frame
 from accel_state.watch.record import STATUS_FOLDER, StatusRecord
-from accel_state.watch.runs import PREFIX, announce_run, find_run, make_launch_folder, running_runs
+from accel_state.watch.runs import (
+    PREFIX,
+    announce_run,
+    find_run,
+    make_launch_folder,
+    remove_launch_folder,
+    running_runs,
+)
 from accel_state.watch.stacks import (
     Frame,
     frames_of_main_thread,
@@ -71,28 +79,119 @@ def test_a_run_is_found_by_the_pid_of_its_launcher_and_by_the_folder_it_was_star
     assert find_run(os.getcwd()).status_folder == status
 
 
+LAUNCHER = """
+import sys, time
+from accel_state.watch import runs
+runs.PLACES = (sys.argv[1], sys.argv[1])
+folder = runs.make_launch_folder()
+if sys.argv[2] == "announces":
+    runs.announce_run(folder)
+print(folder, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launcher(temporary: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Path]]]:
+    """Start a process that has a folder as a launcher, and return both."""
+    started = []
+
+    def start(how: str) -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", LAUNCHER, str(temporary), how]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().rstrip())
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 @on_linux
-def test_a_killed_launcher_and_a_process_that_reuses_its_pid_are_not_runs(temporary: Path) -> None:
-    status = Path(announced(temporary))
-    told = json.loads((status / "run.json").read_text())
-    (status / "run.json").write_text(json.dumps({**told, "started": told["started"] + 1}))
+@pytest.mark.parametrize("how", ["announces", "is killed before"])
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch_and_by_a_reader(launcher: Any, how: str) -> None:
+    _, living = launcher(how)
+    for look in (runs.remove_abandoned_folders, running_runs):
+        killed, folder = launcher(how)
+        look()
+        assert folder.is_dir()
+        killed.kill()
+        killed.wait()
+        look()
+        assert not folder.exists()
+    assert living.is_dir()
+
+
+@on_linux
+def test_a_process_with_the_pid_of_a_killed_launcher_is_no_run(launcher: Any) -> None:
+    killed, folder = launcher("announces")
+    # Somebody else has the number now, and the folder is still there.
+    told = json.loads((folder / "status" / "run.json").read_text())
+    (folder / "status" / "run.json").write_text(json.dumps({**told, "pid": os.getpid()}))
+    assert mine() == [str(folder / "status")]
+    killed.kill()
+    killed.wait()
     assert mine() == []
 
 
 @on_linux
-def test_the_folders_of_dead_launchers_are_removed_but_not_those_of_other_containers(
-    temporary: Path, sleeper: subprocess.Popen[bytes]
+def test_a_run_of_another_container_is_not_shown_and_not_removed(temporary: Path) -> None:
+    status = Path(announced(temporary))
+    told = json.loads((status / "run.json").read_text())
+    (status / "run.json").write_text(json.dumps({**told, "namespace": "pid:[1]"}))
+    assert mine() == []
+    assert status.is_dir()
+
+
+@on_linux
+def test_a_launcher_whose_folder_is_removed_before_it_is_locked_takes_another(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living, dead, elsewhere = (Path(announced(temporary)) for _ in range(3))
-    told = json.loads((dead / "run.json").read_text())
-    sleeper.kill()
-    sleeper.wait()
-    (dead / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid}))
-    (elsewhere / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "namespace": "pid:[1]"}))
-    # A launcher that has not announced its run yet.
-    beginning = Path(make_launch_folder())
-    runs.remove_abandoned_folders()
-    assert [one.exists() for one in (living, dead, elsewhere, beginning)] == [True, False, True, True]
+    removed = []
+
+    def mkdir(path: str, mode: int) -> None:
+        create(path, mode)
+        if not removed:
+            # Here a reader looks, in another process.
+            code = f"from accel_state.watch import runs; runs.PLACES = ({str(temporary)!r},) * 2; runs.running_runs()"
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
+            removed.append(path)
+
+    create = os.mkdir
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    folder = make_launch_folder()
+    assert removed
+    assert removed[0] != folder
+    assert os.listdir(temporary) == [os.path.basename(folder)]
+    remove_launch_folder(folder)
+    assert os.listdir(temporary) == []
+
+
+@on_linux
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_folder_of_its_parent(temporary: Path) -> None:
+    code = """if True:
+        import os, sys, time
+        from accel_state.watch import runs
+        runs.PLACES = (sys.argv[1], sys.argv[1])
+        runs.make_launch_folder()
+        if os.fork() == 0:
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+        os._exit(0)
+    """
+    with subprocess.Popen([sys.executable, "-c", code, str(temporary)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            parent.wait()
+            assert len(os.listdir(temporary)) == 1
+            runs.remove_abandoned_folders()
+            assert os.listdir(temporary) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": -1}', '{"pid": "1", "folder": 3}'])
@@ -162,9 +261,7 @@ def test_a_folder_in_which_no_run_writes_is_refused(temporary: Path, tmp_path_fa
 def test_a_folder_of_several_runs_is_refused_with_their_pids(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
     status, other = (Path(announced(temporary)) for _ in range(2))
     told = json.loads((other / "run.json").read_text())
-    info = process_info(sleeper.pid)
-    started = info.started if info is not None else 0
-    (other / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "started": started}))
+    (other / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid}))
     with pytest.raises(SettingError, match="2 runs write to") as raised:
         find_run(os.getcwd())
     assert str(sleeper.pid) in raised.value.remedy
@@ -252,7 +349,7 @@ def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     record, clock = StatusRecord(), 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr("accel_state.watch.record.monotonic", lambda: clock)
     assert record.pace() == (0.0, 0.0)
     for steps in (4, 6, 6, 8):
         record.steps = steps

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
     from accel_state.watch.goodput import close_accounts
-    from accel_state.watch.runs import make_launch_folder
+    from accel_state.watch.runs import make_launch_folder, remove_launch_folder
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             folder = make_launch_folder()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.callback(remove_launch_folder, folder)
             # torch copies the error file of the process that failed first to this path, and warns if there is none.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")

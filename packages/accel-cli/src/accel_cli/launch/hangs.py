@@ -4,7 +4,8 @@ The launcher reads the records once a second. If a collective takes longer than 
 the current lines of their main threads, so that every report contains them, including a report requested by a signal.
 
 The records do not have collectives that torch starts itself, for example in a backward pass. A process waits in one if
-its main thread stays in such a function of torch, and neither the process nor its children use a processor. A process
+its main thread stays in such a function of torch, or torch's flight recorder has a collective that does not end, and
+neither the process nor its children use a processor. A process
 that waits anywhere else, such as for a compiler or a queue, may be healthy, and is never reported or ended. All times
 are of the monotonic clock, because the wall clock may step.
 """
@@ -148,7 +149,7 @@ class _Idle:
 
     def __init__(self) -> None:
         self.waits_for_others = False
-        self._place: tuple[str, str, int, int] | None = None
+        self._place: tuple[str, str, str, int, int] | None = None
         self._began = self._used = 0.0
         self._children: float | None = None
 
@@ -161,7 +162,7 @@ class _Idle:
         used = _processor_seconds(seen.pid)
         if used is None:
             return None
-        place = (seen.main_thread_at, seen.main_thread_in, seen.number, seen.steps)
+        place = (seen.main_thread_at, seen.main_thread_in, seen.pending, seen.number, seen.steps)
         moved = seen.has_stack and self._place not in (None, place)
         idle = _SPARE + _BUSY * (now - self._began)
         if not self._began or moved or used - self._used > idle or self._children_work(seen.pid, now, idle):

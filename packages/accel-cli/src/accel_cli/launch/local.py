@@ -36,7 +36,12 @@ from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills, with_variable
 from accel_state.untrusted import printable
-from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders, status_folder_in
+from accel_state.watch.runs import (
+    make_launch_folder,
+    remove_abandoned_folders,
+    remove_launch_folder,
+    status_folder_in,
+)
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
@@ -96,10 +101,8 @@ class Supervisor:
                     self.stop()
                 return self._attempts(plan, base, folder, inbox)
         finally:
-            import shutil
-
             self._inbox = None
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_launch_folder(folder)
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and restart them as long as the restart policy allows it."""
