@@ -29,6 +29,7 @@ from accel_state.watch.record import (
     EVALUATION,
     LIKELY,
     SAVING,
+    START_UP,
     STEP,
     UNDECIDED,
     WAITING,
@@ -76,9 +77,10 @@ def test_an_account_adds_up_to_the_time_of_its_process(account, tmp_path):
     keep_account(str(tmp_path / "rank_0.jsonl"))
     account.enter(DATA)
     account.enter(STEP)
-    with account.charged(SAVING), account.charged(WAITING):
-        assert account.doing == SAVING
-    assert account.doing == STEP
+    assert account.begin(SAVING) == STEP
+    assert account.begin(WAITING) is None
+    assert account.doing == SAVING
+    account.enter(STEP)
     account.steps = account.cells[3] = 7
     monitor = HangMonitor(CallLog(), None, 0, 1)
     monitor.start()
@@ -100,8 +102,8 @@ def test_an_account_adds_up_to_the_time_of_its_process(account, tmp_path):
 def test_undecided_time_counts_as_the_likely_category_until_it_is_decided(account):
     account.cells[LIKELY] = STEP
     account.enter(UNDECIDED)
-    with account.charged(WAITING):
-        pass
+    assert account.begin(WAITING) == UNDECIDED
+    account.enter(UNDECIDED)
     time.sleep(0.01)
     so_far = account_line(account.cells, "left", time.monotonic())["seconds"]
     assert so_far["step"] >= 0.01
@@ -154,12 +156,23 @@ def test_only_the_thread_of_an_account_is_charged(account):
     import threading
 
     def other():
-        with account.charged(SAVING):
-            assert account.doing != SAVING
+        seen.append(account.begin(SAVING))
 
+    seen = []
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
+    assert (seen, account.doing) == ([None], START_UP)
+
+
+def test_a_collective_is_charged_to_waiting(account, monkeypatch):
+    monkeypatch.setattr("accel_state.watch.calls.STATUS_RECORD", account)
+    log = CallLog()
+    account.enter(STEP)
+    log.enter("gather")
+    assert account.doing == WAITING
+    log.leave()
+    assert account.doing == STEP
 
 
 KILLED = """

@@ -17,8 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from accel_data.hooks import LoaderHook
 from accel_state import current
 from accel_state.errors import SettingError
-from accel_state.transport.base import Transport, Work
-from accel_state.transport.forwarding import ForwardingTransport
 from accel_state.watch.record import (
     BEFORE,
     BEGAN,
@@ -38,13 +36,11 @@ from accel_state.watch.record import (
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
 
     from accel_torch.options import Options
 
-__all__ = ("TimeRecorder", "TimedTransport", "record_time")
+__all__ = ("TimeRecorder", "record_time")
 
 
 class TimeRecorder(Hook):
@@ -60,7 +56,7 @@ class TimeRecorder(Hook):
         self._pid = os.getpid()
         self.trained = False
         self._stepped: Any = None
-        self._saves: list[AbstractContextManager[Any]] = []
+        self._saves: list[int | None] = []
 
     def _close(self) -> None:
         from accel_state.watch.goodput import close_account
@@ -75,7 +71,7 @@ class TimeRecorder(Hook):
             STATUS_RECORD.enter(STEP)
 
     def start_process(self) -> None:
-        """Begin the account, let the monitor append its lines, and charge collectives to waiting."""
+        """Begin the account, and let the monitor append its lines."""
         from accel_state.protocol.state import protocol_state
 
         process = current.process()
@@ -90,8 +86,6 @@ class TimeRecorder(Hook):
                 folder = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER)
                 keep_account(os.path.join(folder, f"rank_{process.rank}.jsonl"))
             protocol_state(process.transport).monitor.start()
-        if process.world_size > 1 and not isinstance(process.transport, TimedTransport):
-            current.set_process(process._replace(transport=TimedTransport(process.transport)))
 
     def start(self, session: Any) -> None:
         """With several processes, charge the waiting in backward passes."""
@@ -100,13 +94,13 @@ class TimeRecorder(Hook):
 
     def before_save(self) -> None:
         """Charge saving."""
-        saving = STATUS_RECORD.charged(SAVING)
-        saving.__enter__()
-        self._saves.append(saving)
+        self._saves.append(STATUS_RECORD.begin(SAVING))
 
     def after_save(self) -> None:
         """End the charge of saving."""
-        self._saves.pop().__exit__(None, None, None)
+        before = self._saves.pop()
+        if before is not None:
+            STATUS_RECORD.enter(before)
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
@@ -213,39 +207,8 @@ class _WaitingInBackward(Hook):
         torch.autograd.Variable._execution_engine.queue_callback(self._wait)
 
     def _wait(self) -> None:
-        if STATUS_RECORD.is_mine and self._before is None:
-            self._before = STATUS_RECORD.doing
-            STATUS_RECORD.enter(WAITING)
-
-
-class _TimedWork:
-    __slots__ = ("_work", "is_completed")
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.is_completed = work.is_completed
-
-    def wait(self, *timeout: Any) -> Any:
-        with STATUS_RECORD.charged(WAITING):
-            return self._work.wait(*timeout)
-
-
-class TimedTransport(ForwardingTransport):
-    """Forwards every call to another transport, and charges the time for which this process waits for it.
-
-    Args:
-        inner: the transport that moves the data.
-    """
-
-    def around(self, inner: Transport) -> TimedTransport:
-        return TimedTransport(inner)
-
-    def started(self, work: Work) -> Work:
-        return _TimedWork(work)
-
-    def barrier(self) -> None:
-        with STATUS_RECORD.charged(WAITING):
-            super().barrier()
+        if self._before is None:
+            self._before = STATUS_RECORD.begin(WAITING)
 
 
 def record_time(options: Options) -> TimeRecorder:

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 from accel_state.library import is_library
+from accel_state.watch.record import STATUS_RECORD, WAITING
 
 __all__ = (
     "IMPORT",
@@ -80,7 +81,8 @@ class CallLog:
     """The calls of one process on one transport; a ring buffer has the newest ones.
 
     Each group of processes has its own log and its own numbers. It passes its calls on to the log of the whole run,
-    which shows both, because calls of several groups may be active at the same time in several threads.
+    which shows both, because calls of several groups may be active at the same time in several threads. The time of a
+    call is charged to waiting.
 
     Args:
         length: how many completed calls are kept.
@@ -92,7 +94,7 @@ class CallLog:
         exchanges: number of header exchanges for which this process has begun to wait.
     """
 
-    __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "number")
+    __slots__ = ("_active", "_before", "_group", "_ring", "exchanges", "fingerprint", "number")
 
     def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
@@ -100,6 +102,7 @@ class CallLog:
         # By the log of each call. The monitor's thread may read it at any moment, so values are replaced as a whole.
         self._active: dict[int, tuple[int, str, CodeType, int, float, CallLog]] = {} if world is None else world._active
         self._group = group
+        self._before: int | None = None
         self.number = 0
         self.fingerprint = 0
         self.exchanges = 0
@@ -110,10 +113,13 @@ class CallLog:
         self.fingerprint = 0
         self.number += 1
         self._active[id(self)] = (self.number, operation, code, line, time.monotonic(), self)
+        self._before = STATUS_RECORD.begin(WAITING)
         return code, line
 
     def leave(self) -> None:
         """End the call that `enter` began."""
+        if self._before is not None:
+            STATUS_RECORD.enter(self._before)
         # In this order, no reader sees a call both as active and in the ring.
         number, operation, code, line, begun, _ = self._active.pop(id(self))
         self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun, self._group))

@@ -282,18 +282,16 @@ class StatusRecord:
         self.since = now
         self.doing = cells[DOING] = category
 
-    @contextmanager
-    def charged(self, category: int) -> Iterator[None]:
-        """Charge the time of a block; saving includes waiting for other processes, and stays charged to saving."""
+    def begin(self, category: int) -> int | None:
+        """Charge the time from now on to saving or waiting; return the category that is to be entered afterwards.
+
+        None if this time is charged already, because saving includes waiting, or if this is another thread.
+        """
         before = self.doing
         if not self.is_mine or before in (SAVING, WAITING):
-            yield
-            return
+            return None
         self.enter(category)
-        try:
-            yield
-        finally:
-            self.enter(before)
+        return before
 
     @property
     def is_mine(self) -> bool:
