@@ -9,7 +9,6 @@ import time
 import pytest
 
 from accel_cli.launch import hangs
-from accel_cli.launch.early_end import ended_early
 from accel_cli.launch.hangs import HangWatch
 from accel_state.watch.record import StatusRecord
 from accel_state.watch.status import RankStatus
@@ -67,12 +66,12 @@ def test_a_process_that_ends_while_the_others_wait_ends_the_run(accel, script):
     [(10.0, "", 0, [1]), (0.0, "", 0, []), (10.0, "tp of ranks 0, 2", 0, []), (10.0, "", 1, [])],
     ids=["in a collective of all", "not for long", "in a collective of others", "after a failure"],
 )
-def test_a_run_ends_early_only_if_a_collective_of_all_cannot_end(tmp_path, waited, group, code, expected):
-    record = StatusRecord()
-    record.open(str(tmp_path), 0)
+def test_a_run_ends_early_only_if_a_collective_of_all_cannot_end(watched, waited, group, code, expected):
+    watch, write = watched()
     since = time.monotonic() - waited
-    record.publish(RankStatus(2, "gather", "job.py:8", True, "job.py:8", "", since=since, group=group).to_json())
-    assert ended_early(str(tmp_path), {1: code}, 2) == expected
+    write(0, RankStatus(2, "gather", "job.py:8", True, "job.py:8", "", since=since, group=group))
+    watch.look()
+    assert watch.ended_early({1: code}) == expected
 
 
 def reported(background, timeout=250.0):

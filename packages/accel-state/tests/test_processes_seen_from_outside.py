@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,27 +18,21 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.proc import process_info, state_of, system_call
+from accel_state.proc import process_info, state_of
 from accel_state.process import wait_for_everyone
 from accel_state.watch import runs
-from accel_state.watch.calls import Location, UserFrame, locate, main_thread_frame
+from accel_state.watch.calls import IMPORT, Location, UserFrame, locate, main_thread_frame
 from accel_state.watch.record import STATUS_FOLDER, StatusRecord
 from accel_state.watch.runs import (
     PREFIX,
+    LaunchedRun,
     announce_run,
     find_run,
     make_launch_folder,
     remove_launch_folder,
     running_runs,
 )
-from accel_state.watch.stacks import (
-    Frame,
-    frames_of_main_thread,
-    is_importing,
-    py_spy_program,
-    py_spy_stack,
-    user_frame,
-)
+from accel_state.watch.stacks import user_frame_in
 from accel_state.watch.status import World, read_world, request_world
 from accel_testing.processes import Processes
 
@@ -278,27 +273,6 @@ def test_process_info_has_state_owner_and_memory() -> None:
     assert state_of(2**22 + 1) == "ended"
 
 
-@on_linux
-def test_system_call_names_the_file_that_a_process_waits_for_where_permitted(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.DEVNULL) as reader:
-        try:
-            writer = os.open(tmp_path / "pipe", os.O_WRONLY)
-            deadline = time.monotonic() + 250
-            seen, waits = "", f"read() of {tmp_path / 'pipe'}"
-            # It may still be in a call that it makes at its start.
-            while seen != waits and time.monotonic() < deadline:
-                seen = system_call(reader.pid)
-                if not os.access(f"/proc/{reader.pid}/mem", os.R_OK):
-                    break
-            if not os.access(f"/proc/{reader.pid}/mem", os.R_OK):
-                pytest.skip("this system does not let a user see the calls of processes")
-            os.close(writer)
-        finally:
-            reader.kill()
-    assert seen == waits
-
-
 DUMP = """\
 Thread 0x00007f403e7fc6c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -314,37 +288,16 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
 
 
 def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
-    frames = frames_of_main_thread(DUMP)
-    assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
-    assert user_frame(frames, "/runs/of me") == UserFrame(Location("train.py", 3), "_find_and_load")
-    assert is_importing(frames)
-    assert not is_importing(frames[3:])
-    assert user_frame(frames[3:], "/runs") == UserFrame(Location("of me/train.py", 3), "")
-    assert user_frame(frames[4:], "/runs") is None
-    assert frames_of_main_thread("") == []
-
-
-@pytest.mark.skipif(py_spy_program() is None, reason="py-spy is not installed")
-@pytest.mark.skipif(
-    sys.platform != "linux"
-    or (os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0"),
-    reason="the system lets no process read another one",
-)
-@pytest.mark.parametrize("stopped", [False, True])
-def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
-    sleeper: subprocess.Popen[bytes], stopped: bool
-) -> None:
-    deadline = time.monotonic() + 250
-    # py-spy may miss frames of a process that was stopped in an import.
-    while "_find_and_load" in (stack := py_spy_stack(sleeper.pid)) or "<module> (<string>:1)" not in stack:
-        assert time.monotonic() < deadline, stack
-        time.sleep(0.1)
-    if stopped:
-        sleeper.send_signal(signal.SIGSTOP)
-        while state_of(sleeper.pid) != "stopped":
-            time.sleep(0.01)
-        stack = py_spy_stack(sleeper.pid, stopped=True)
-    assert "<module> (<string>:1)" in stack
+    run = LaunchedRun(1, "", "/runs/of me", 0.0)
+    assert user_frame_in(DUMP, run) == UserFrame(Location("train.py", 3), IMPORT)
+    computes = re.sub(r".*<frozen importlib.*\n", "", DUMP)
+    assert user_frame_in(computes, run) == UserFrame(Location("train.py", 3), "<module>")
+    lines = computes.splitlines(keepends=True)
+    assert user_frame_in("".join(lines[:4] + lines[5:]), run._replace(working_folder="/runs")) == UserFrame(
+        Location("of me/train.py", 3), ""
+    )
+    assert user_frame_in(computes.replace("/runs/of me/train.py", "<string>"), run) is None
+    assert user_frame_in("", run) is None
 
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:

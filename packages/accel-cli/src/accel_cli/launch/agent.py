@@ -21,9 +21,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_cli.launch.failures import Failure
     from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.rendezvous import Port
-    from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from accel_cli.launch.report import Failure, first_failure, report, shell_code
+    from accel_cli.launch.failures import Failure, first_failure, report, shell_code
     from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
@@ -171,7 +171,7 @@ def _pass_on_usr1() -> None:
 
 
 def _failure(rank: int, failed: Any) -> Failure:
-    from accel_cli.launch.report import Failure, read_record
+    from accel_cli.launch.failures import Failure, read_record
 
     return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import IO, Any, Final, NamedTuple
 
 from accel_cli.launch.failure_record import folded
-from accel_cli.launch.report import meaning
+from accel_cli.launch.failures import meaning
 from accel_cli.launch.run_script import PARENT_VARIABLE, follow_parent
 from accel_state.errors import LaunchError, NotOffered
 from accel_state.settings.environ import publish

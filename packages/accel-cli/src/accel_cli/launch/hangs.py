@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from accel_cli.launch.report import ending
+from accel_cli.launch.failures import ending
 from accel_state.proc import process_info, seconds_of_descendants, state_of
 from accel_state.watch.report import describe_ranks
 from accel_state.watch.runs import announce_run
@@ -27,6 +27,9 @@ __all__ = ("HangWatch",)
 
 _STUCK: Final = 5.0
 """Seconds in one collective after which the launcher asks the processes for their position."""
+
+_CANNOT_END: Final = 2.0
+"""Seconds in one collective of all processes after which it cannot end without a process that has ended."""
 
 _BUSY: Final = 0.05
 """Share of a processor below which a process counts as waiting; the threads that report its position use about 0.01."""
@@ -123,6 +126,18 @@ class HangWatch:
                     waiting[rank, seen.number] = since
         return waiting
 
+    def ended_early(self, codes: Mapping[int, int]) -> list[int]:
+        """Ranks that ended with exit code 0 while every other rank waits for all processes; empty if nobody knows.
+
+        Args:
+            codes: exit codes of the processes that have ended, by rank.
+        """
+        now, waiting = time.monotonic(), set(range(self._world_size or 0)) - set(codes)
+        if not codes or not waiting or any(codes.values()):
+            return []
+        begun = [_begin_of_wait(self._seen.get(rank)) for rank in waiting]
+        return sorted(codes) if all(since and now - since >= _CANNOT_END for since in begun) else []
+
     def tell(self) -> None:
         """Print where the processes are, if they wait."""
         if self._text:
@@ -138,6 +153,14 @@ class HangWatch:
         sentences = [describe_ranks(self._seen, size, known=known) + "."]
         sentences += [f"Process {rank} {ending(code)}." for rank, code in sorted(self._codes().items())]
         return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
+
+
+def _begin_of_wait(seen: RankStatus | None) -> float:
+    """When a process began to wait for all other processes; 0 if it does not, or that is unknown."""
+    if seen is None:
+        return 0.0
+    in_collective = seen.since if seen.active and not seen.group else 0.0
+    return in_collective or (seen.state_since if seen.state == "waiting for others" else 0.0)
 
 
 class _Idle:

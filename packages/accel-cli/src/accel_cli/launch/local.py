@@ -24,11 +24,22 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from accel_cli.launch.backends import check_several_devices, selection_of
 from accel_cli.launch.check import check_own_launcher
+from accel_cli.launch.failures import (
+    PORT_TAKEN,
+    Cause,
+    Failure,
+    Fingerprint,
+    RestartPolicy,
+    find_cause,
+    first_failure,
+    read_record,
+    report,
+    shell_code,
+)
 from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_state.errors import LaunchError, SettingError
@@ -45,7 +56,6 @@ from accel_state.watch.runs import (
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.restarts import Cause, Restarts
 
 __all__ = (
     "ENDING",
@@ -106,20 +116,18 @@ class Supervisor:
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and restart them as long as the restart policy allows it."""
-        oom_killed = oom_kills()
-        restarts: Restarts | None = None
+        policy = RestartPolicy(plan.restart_policy, plan.max_restarts, oom_kills(), plan.quiet)
         code = 0
         for attempt in itertools.count():
             processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
             code, refused = self._accounted(processes, inbox, attempt)
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
-            restarts = restarts or _restarts_of(plan, oom_killed)
-            if not processes.restart(restarts, refused):
+            if not processes.restart(policy, refused):
                 if refused is not None:
                     raise refused
                 break
-            ended_by = restarts.wait(inbox.wait, ENDING)
+            ended_by = policy.wait(inbox.wait, ENDING)
             if ended_by is not None:
                 code = shell_code(-ended_by)
                 break
@@ -167,12 +175,6 @@ def _record_in_run(plan: LaunchPlan, event: str) -> OSError | None:
     from accel_state.watch.goodput import launcher_line
 
     return launcher_line(plan.project_dir, event)
-
-
-def _restarts_of(plan: LaunchPlan, oom_killed: int) -> Restarts:
-    from accel_cli.launch.restarts import Restarts
-
-    return Restarts(plan, oom_killed)
 
 
 class Local(Supervisor):
@@ -461,7 +463,7 @@ class _Processes:
             return
         if self._watch_hangs.look():
             self._hung = self._watch_hangs.ended
-        elif ranks := self._ended_early():
+        elif ranks := self._watch_hangs.ended_early(self._codes_of_ended()):
             names = f"Process {ranks[0]} has" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))} have"
             self._hung = f"accel launch: {names} ended (exit code 0) while the others wait for all processes."
         if self._hung:
@@ -471,35 +473,27 @@ class _Processes:
                 process.told_to_end = process.alive
             self._signal_all(signal.SIGTERM)
 
-    def _ended_early(self) -> list[int]:
-        if not self.plan.starts_ranks or self._count == 1 or 0 not in self._codes_of_ended().values():
-            return []
-        from accel_cli.launch.early_end import ended_early
-
-        return ended_early(self._status_folder, self._codes_of_ended(), self._count)
-
     def _codes_of_ended(self) -> dict[int, int]:
         codes = {process.rank: process.popen.poll() for process in self._processes}
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def restart(self, restarts: Restarts, refused: SettingError | None) -> bool:
+    def restart(self, policy: RestartPolicy, refused: SettingError | None) -> bool:
         """Whether the processes of this failed attempt are restarted; `refused` says that the port was in use."""
-        from accel_cli.launch.restarts import port_taken
         from accel_state.watch.runs import folder_of_output
 
         ended = time.monotonic()
         if refused is not None:
-            return restarts.after(port_taken(refused), self._began, ended, self.plan.project_dir, False)
+            taken = Cause("outside", None, Fingerprint("port taken"), " ".join(str(refused).split()))
+            return policy.after(taken, self._began, ended, self.plan.project_dir, False)
         saved = any(process.popen.poll() == RESUME for process in self._processes)
         if saved or (self._signalled is not None and self._first is None):
             # It ended on request, or saved its state in order to be resumed.
             return False
-        cause = self._cause(restarts.killed_for_memory())
+        cause = self._cause(policy.killed_for_memory())
         folder = self.plan.project_dir or folder_of_output(self._status_folder)
-        return restarts.after(cause, self._began, ended, folder, self._signalled is not None)
+        return policy.after(cause, self._began, ended, folder, self._signalled is not None)
 
     def _cause(self, oom_killed: bool) -> Cause:
-        from accel_cli.launch.restarts import find_cause
         from accel_state.watch.status import read_records
 
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}

@@ -22,9 +22,9 @@ from typing import IO, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.check import shown
+from accel_cli.launch.failures import shell_code
 from accel_cli.launch.interface import LaunchPlan, LaunchRequest
 from accel_cli.launch.local import ENDING, Inbox, Local
-from accel_cli.launch.report import shell_code
 from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.torchrun import Torchrun
 from accel_state.clusters.slurm import in_batch_script

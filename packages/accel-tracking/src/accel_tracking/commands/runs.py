@@ -61,7 +61,7 @@ class Runs:
         status.add_argument(
             "--stacks",
             action="store_true",
-            help="Add the Python stack of each process of this machine (from py-spy if it is installed).",
+            help="Add the Python stacks of each process of this machine.",
         )
 
         goodput = actions.add_parser(
