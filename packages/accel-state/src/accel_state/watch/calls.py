@@ -16,7 +16,7 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
-from accel_state.library import is_library
+from accel_state.library import caller, is_library
 from accel_state.watch.record import STATUS_RECORD, WAITING
 
 __all__ = (
@@ -26,7 +26,6 @@ __all__ = (
     "Location",
     "UserFrame",
     "call_text",
-    "caller",
     "format_ranks",
     "frame_of_error",
     "locate",
@@ -159,14 +158,6 @@ def format_ranks(members: list[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank {text}" if len(members) == 1 else f"ranks {text}"
-
-
-def caller() -> tuple[CodeType, int]:
-    """The code object of the innermost frame of the user's code, and its line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lineno
 
 
 def locate(path: str, line: int, folder: str | None = None) -> Location:

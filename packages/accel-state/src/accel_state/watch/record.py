@@ -33,6 +33,7 @@ from time import monotonic
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from accel_state.library import caller
 from accel_state.proc import process_info, state_of
 
 if TYPE_CHECKING:
@@ -236,9 +237,6 @@ class StatusRecord:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Record what this process does inside the block."""
-        # A single process has no monitor and does not import that module.
-        from accel_state.watch.calls import caller
-
         before = self.activity
         self.activity = Activity(name, *caller(), monotonic())
         try:
