@@ -275,7 +275,7 @@ def test_a_stopped_process_has_the_state_stopped(job: Job) -> None:
 def test_a_process_that_reads_a_file_has_its_line(job: Job) -> None:
     job.do(1, "read")
     try:
-        job.until(1, at=at('Path("pipe")'), operation="read_text")
+        job.until(1, at=at('Path("pipe")'))
     finally:
         with open(job.folder / "pipe", "w", encoding="utf-8"):
             pass

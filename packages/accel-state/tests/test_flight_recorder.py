@@ -70,7 +70,7 @@ def test_without_a_group_nothing_is_pending() -> None:
 
 
 def test_the_function_of_the_installed_torch_takes_these_arguments() -> None:
-    distributed: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
+    distributed: Any = torch._C._distributed_c10d
     (dump,) = (getattr(distributed, name) for name in flight_recorder._DUMPS if hasattr(distributed, name))
     found = json.loads(dump(includeCollectives=True, onlyActive=True))
     # Without entries there is no list of them.

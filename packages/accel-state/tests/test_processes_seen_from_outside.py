@@ -144,7 +144,7 @@ def test_a_run_of_another_container_is_not_shown_and_not_removed(temporary: Path
 def test_a_launcher_whose_folder_is_removed_before_it_is_locked_takes_another(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removed = []
+    removed: list[str] = []
 
     def mkdir(path: str, mode: int) -> None:
         create(path, mode)

@@ -116,7 +116,7 @@ def messages(folder: str) -> list[str]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         module = frame.f_globals.get("__name__", "")
         if event == "call" and module.startswith(("accel_state.transport", "accel_state.protocol", "accel_ops")):
-            called.append(f"{module}.{frame.f_code.co_qualname}")
+            called.append(f"{module}.{frame.f_code.co_name}")
 
     with profile(note):
         epoch()

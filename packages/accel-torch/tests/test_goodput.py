@@ -237,7 +237,8 @@ class Loops:
         self.accelerator = Accelerator(cpu=True, goodput=True, project_dir=folder)
         self.first, self.second = (torch.nn.Linear(2, 1) for _ in range(2))
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (self.first, self.second)]
-        loaders = [torch.utils.data.DataLoader(torch.zeros(12, 2), batch_size=2) for _ in range(2)]  # type: ignore[arg-type]
+        samples: Any = torch.zeros(12, 2)
+        loaders = [torch.utils.data.DataLoader(samples, batch_size=2) for _ in range(2)]
         prepared: Any = self.accelerator.prepare(self.first, self.second, *optimizers, *loaders)
         self.first, self.second, self.one, self.other, self.loader, self.more = prepared
 
