@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel_data.hooks import LoaderHook
 from accel_plugins.layers import strategy_model
 from accel_plugins.parameters import canonical_name
 from accel_plugins.shards import Shards
@@ -405,10 +406,8 @@ class _OneOfMany(SingleStrategy):
         return self._own
 
 
-class _LoaderFollower:
+class _LoaderFollower(LoaderHook):
     """Follows one loader; see `accel_data.hooks.LoaderHook` and `DeviceTransfer`."""
-
-    waits = None
 
     def __init__(self, recorder: ParityRecorder, number: int, loader: Any) -> None:
         self._recorder, self._number = recorder, number
@@ -417,9 +416,6 @@ class _LoaderFollower:
     def epoch_begins(self) -> None:
         self._epoch, self._batch = self._epoch + 1, 0
         self._recorder.epoch_begins()
-
-    def epoch_ends(self) -> None:
-        pass
 
     def batch_given(self, batch: Any) -> None:
         self._recorder.batch_given(self._number, self._epoch, self._batch, batch)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel_data.hooks import LoaderHook
 from accel_plugins.layers import extract_model_from_parallel
 from accel_plugins.prepared import add_hook
 from accel_plugins.wrapped.optimizer import inner_optimizer
@@ -226,10 +227,8 @@ class RunRecorder(Hook):
             file.write(json.dumps(note) + "\n")
 
 
-class _LoaderHook:
+class _LoaderHook(LoaderHook):
     """Forwards the calls of a loader; see `accel_data.hooks.LoaderHook`."""
-
-    waits = None
 
     def __init__(self, recorder: RunRecorder, session: Session, number: int, progress: Any, steps: int) -> None:
         self._recorder, self.session = recorder, weakref.ref(session)
@@ -239,9 +238,6 @@ class _LoaderHook:
         session = self.session()
         if session is not None:
             self._recorder.epoch_begins(session)
-
-    def epoch_ends(self) -> None:
-        pass
 
     def batch_given(self, batch: Any) -> None:
         self._recorder.batch_given(self._number, self._progress.epoch, batch)
