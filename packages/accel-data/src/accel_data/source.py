@@ -16,7 +16,7 @@ from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
 from accel_data.sample_ids import IndexIds, as_list
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
-from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
+from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, length_of, shortage
 from accel_data.stateful import has_state, is_stateful, steps_in
 from accel_data.workers import opened_with_workers
 from accel_ops.objects import gather_object
@@ -30,7 +30,6 @@ __all__ = (
     "SelfContainedSource",
     "Source",
     "first_batches",
-    "length_of",
     "loader_over",
     "opened",
     "rebuilt",
@@ -439,14 +438,6 @@ def first_batches(source: LocalSource, count: int, replay: RNGState | None) -> t
     drawn = source.last_rng.state
     # A seed drawn from the process's generator is drawn again when the epoch is opened.
     return first, replay or (None if drawn is None or drawn.kind == "seed" else drawn)
-
-
-def length_of(source: Any) -> int | None:
-    """The result of `len`, or None if there is no length."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def loader_over(

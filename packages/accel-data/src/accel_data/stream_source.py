@@ -16,7 +16,8 @@ from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
 from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SeededStream
-from accel_data.source import READS_SAMPLE_IDS, LocalSource, length_of, opened, rebuilt, with_states
+from accel_data.sharding import length_of
+from accel_data.source import READS_SAMPLE_IDS, LocalSource, opened, rebuilt, with_states
 from accel_data.stateful import has_state, is_finished, is_stateful
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
 
