@@ -151,12 +151,7 @@ def scatter_object(
             others = list(_one_for_each(operation, objects, transport.world_size))
             own, others[origin] = others[origin], None
             messages = [_message(operation, other) for other in others]
-        length = max((message.numel() for message in messages), default=0)
-        said = call.broadcast_bytes(_LENGTHS.pack(length, 0) if messages else None, origin, moves=True)
-        length = _LENGTHS.unpack(said)[0]
-        output = torch.empty(length, dtype=torch.uint8, device=transport.device)
-        inputs = [_lengthened(message, length).to(transport.device) for message in messages]
-        call.wait([transport.scatter(output, inputs or None, origin)])
+        output = call.scatter_bytes(messages, origin)
     return own if messages else _received(output)
 
 
@@ -195,11 +190,6 @@ def _message(operation: str, value: Any) -> torch.Tensor:
     layout.write(tensors, layout.parts(message[start:stop]))
     message[stop:] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
     return message
-
-
-def _lengthened(message: torch.Tensor, length: int) -> torch.Tensor:
-    """The message in `length` bytes: all messages of a scatter have the same length."""
-    return message if message.numel() == length else torch.cat([message, message.new_empty(length - message.numel())])
 
 
 def _received(message: torch.Tensor) -> Any:
