@@ -525,7 +525,11 @@ class CheckedCall(HeaderCall):
 
 def _lengthened(message: torch.Tensor, length: int) -> torch.Tensor:
     """The message in `length` bytes: all messages of a scatter have the same length."""
-    return message if message.numel() == length else torch.cat([message, message.new_empty(length - message.numel())])
+    if message.numel() == length:
+        return message
+    longer = message.new_empty(length)
+    longer[: message.numel()] = message
+    return longer
 
 
 def where_is_everyone() -> str:

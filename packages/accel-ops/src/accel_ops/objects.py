@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
@@ -148,9 +149,11 @@ def scatter_object(
         origin = index_of(operation, "src", src, transport)
         messages, own = [], None
         if transport.rank == origin:
-            others = list(_one_for_each(operation, objects, transport.world_size))
-            own, others[origin] = others[origin], None
-            messages = [_message(operation, other) for other in others]
+            own = _one_for_each(operation, objects, transport.world_size)[origin]
+            messages = [
+                torch.empty(0, dtype=torch.uint8) if rank == origin else _message(operation, each)
+                for rank, each in enumerate(objects or ())
+            ]
         output = call.scatter_bytes(messages, origin)
     return own if messages else _received(output)
 
@@ -183,7 +186,7 @@ def _message(operation: str, value: Any) -> torch.Tensor:
         return TensorInformation(tensor.shape, tensor.dtype)
 
     outline = _pickled(operation, [recursively_apply(described, value)])
-    layout = PackedLayout((tensor.shape, tensor.dtype) for tensor in tensors)
+    layout = _layout(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
     start, stop = _LENGTHS.size, _LENGTHS.size + layout.nbytes
     message = torch.empty(stop + len(outline), dtype=torch.uint8)
     message[:start] = torch.frombuffer(bytearray(_LENGTHS.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
@@ -192,14 +195,20 @@ def _message(operation: str, value: Any) -> torch.Tensor:
     return message
 
 
+@lru_cache(maxsize=64)
+def _layout(tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> PackedLayout:
+    """The layout of the tensors in a message; those of the batches of an epoch are mostly equal."""
+    return PackedLayout(tensors)
+
+
 def _received(message: torch.Tensor) -> Any:
     """The object in a message; its tensors do not share the message's memory."""
     start = _LENGTHS.size
     tensor_bytes, outline_bytes = _LENGTHS.unpack(_bytes_of(message[:start]))
     stop = start + tensor_bytes
     (outline,) = loads(_bytes_of(message[stop : stop + outline_bytes]))
-    layout = PackedLayout(
-        (info.shape, info.dtype) for _, info in leaves_with_paths(outline) if is_tensor_information(info)
+    layout = _layout(
+        tuple([(info.shape, info.dtype) for _, info in leaves_with_paths(outline) if is_tensor_information(info)])
     )
     tensors = iter(layout.split(layout.parts(message[start:stop])))
     return recursively_apply(lambda info: next(tensors), outline, test_type=is_tensor_information)
