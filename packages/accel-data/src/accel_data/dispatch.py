@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel_data.batches import cut, join, samples_in
-from accel_data.loader import LoaderOptions, PreparedLoader
+from accel_data.loader import PreparedLoader
 from accel_data.mesh import coordinates
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
@@ -82,8 +82,7 @@ class DataLoaderDispatcher(PreparedLoader):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         process = current.process_or_start()
         shards = max(coordinates(torch_device_mesh, process.world_size)) + 1
-        local = source_of(self.base_dataloader)
-        options = LoaderOptions(
+        vars(self).update(
             device=process.device,
             skip_batches=skip_batches,
             skips=skip_batches > 0,
@@ -92,8 +91,9 @@ class DataLoaderDispatcher(PreparedLoader):
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
+        local = source_of(self.base_dataloader)
         source = DispatchedSource(local, shards, split_batches, _drop_last, slice_fn, torch_device_mesh)
-        self._read_from(source.skipping(skip_batches), options, use_stateful_dataloader, gradient, Progress(iteration))
+        self._read_from(source.skipping(skip_batches), gradient, Progress(iteration))
 
     @property
     def split_batches(self) -> bool:

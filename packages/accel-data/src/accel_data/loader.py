@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
@@ -38,7 +37,6 @@ __all__ = (
     "NO_BATCH",
     "DataLoaderShard",
     "DataLoaderStateMixin",
-    "LoaderOptions",
     "PreparedLoader",
     "SkipDataLoader",
 )
@@ -62,8 +60,8 @@ _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_NOT_PICKLED: Final = ("between_batches", "device_transfer", "epoch_reader", "hook", "pauses")
-"""Attributes that are not pickled."""
+_ATTACHED: Final = frozenset({"between_batches", "device_transfer", "epoch_reader", "hook", "pauses"})
+"""Attributes that belong to the run of this process, so that they are neither copied nor pickled."""
 
 
 class DataLoaderStateMixin:
@@ -113,38 +111,18 @@ class DataLoaderStateMixin:
         self.gradient_state.finish(self)
 
 
-@dataclass(frozen=True)
-class LoaderOptions:
-    """How a prepared loader treats its batches and its position.
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader over a source of this process's shard.
 
-    Args:
+    Attributes:
+        source: yields this process's batches.
         device: the device for batches; None does not move them.
         rng_types: generators to synchronise at the start of an epoch; see `synchronize_rng_states`.
         synchronized_generator: the generator that "generator" selects.
         skip_batches: batches to skip at the beginning of every epoch.
         skips: whether the script set a position itself, so that none is restored.
         restores: whether `load_state_dict` restores the position.
-        torch_device_mesh: stored as an attribute.
-    """
-
-    device: torch.device | None = None
-    rng_types: Sequence[str | RNGType] | None = None
-    synchronized_generator: torch.Generator | None = None
-    skip_batches: int = 0
-    skips: bool = False
-    restores: bool = False
-    torch_device_mesh: Any = None
-    _drop_last: bool = False
-    _non_blocking: bool = False
-
-
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader over a source of this process's shard.
-
-    The fields of `LoaderOptions` are attributes too.
-
-    Attributes:
-        source: yields this process's batches.
+        torch_device_mesh: the mesh on which the data is sharded, or None.
         progress: the position: that of the iterator which yielded last.
         between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
             True before the first batch of an epoch.
@@ -159,61 +137,62 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     source: Source
     progress: Progress
-    device: torch.device | None
-    rng_types: Sequence[str | RNGType] | None
-    synchronized_generator: torch.Generator | None
-    skip_batches: int
-    skips: bool
-    restores: bool
-    torch_device_mesh: Any
+    device: torch.device | None = None
+    rng_types: Sequence[str | RNGType] = ()
+    synchronized_generator: torch.Generator | None = None
+    skip_batches: int = 0
+    skips: bool = False
+    restores: bool = False
+    torch_device_mesh: Any = None
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
     pauses: BatchPauses | None = None
     epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None] | None = None
-    _non_blocking: bool
+    _non_blocking: bool = False
+    _drop_last: bool = False
 
     @classmethod
     def around(
         cls: type[P],
         source: Source,
-        options: LoaderOptions,
         use_stateful_dataloader: bool = False,
         gradient_state: GradientState | None = None,
         progress: Progress | None = None,
+        **attributes: Any,
     ) -> P:
         """A loader over a source that is already sharded.
 
         Args:
             source: yields this process's batches.
-            options: the loader's options.
             use_stateful_dataloader: whether the source reads through torchdata.
             gradient_state: gradient state of the loader's Accelerator. None uses the current one.
             progress: the loader's position; None for the beginning.
+            attributes: further attributes of the loader.
         """
         loader = cls.__new__(cls)
-        loader._read_from(source, options, use_stateful_dataloader, gradient_state, progress)
+        vars(loader).update(attributes, use_stateful_dataloader=use_stateful_dataloader)
+        loader._read_from(source, gradient_state, progress)
         return loader
 
     def _read_from(
-        self,
-        source: Source,
-        options: LoaderOptions,
-        use_stateful_dataloader: bool,
-        gradient_state: GradientState | None,
-        progress: Progress | None,
+        self, source: Source, gradient_state: GradientState | None = None, progress: Progress | None = None
     ) -> None:
-        self.hold(source.local.base, use_stateful_dataloader)
         vars(self).update(
-            vars(options),
+            base_dataloader=source.local.base,
             source=source,
             gradient_state=gradient_state or GradientState(),
             progress=progress or Progress(),
         )
 
-    def _options(self, **changes: Any) -> LoaderOptions:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderOptions)}
-        return LoaderOptions(**own | changes)
+    def _like_this(self: P, source: Source, **attributes: Any) -> P:
+        """A loader with the same attributes, except for some, over another source."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), source=source, base_dataloader=source.local.base, **attributes)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _ATTACHED}
 
     # Gradient accumulation reads it at each micro-batch, and a C function is faster.
     end_of_dataloader = property(  # pyright: ignore[reportAssignmentType]
@@ -510,20 +489,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def skipping(self: P, steps: int) -> P:
         """A loader without the first `steps` batches of its epochs; both share their position."""
-        options = self._options(skip_batches=self.skip_batches + steps, skips=True)
-        stateful, source = self.use_stateful_dataloader, self.source.skipping(steps)
-        other = type(self).around(source, options, stateful, self.gradient_state, self.progress)
-        for name in _NOT_PICKLED:
-            setattr(other, name, getattr(self, name))
-        return other
+        return self._like_this(self.source.skipping(steps), skip_batches=self.skip_batches + steps, skips=True)
 
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
         """A loader over sample ids, with a separate progress and gradient state; see `audit`."""
-        options = self._options(device=None)
-        return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
-
-    def _kept(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        attributes = dict.fromkeys(_ATTACHED) | {"device": None, "use_stateful_dataloader": False}
+        return self._like_this(self.source.with_sample_ids(), progress=progress, gradient_state=gradient, **attributes)
 
     def _state(self) -> dict[str, Any]:
         """The position as plain values and tensors, equal on all processes except torchdata's state.
@@ -709,20 +680,19 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        source = source_of(self.base_dataloader)
-        options = LoaderOptions(
-            device,
-            rng_types,
-            synchronized_generator,
-            skip_batches,
+        vars(self).update(
+            device=device,
+            rng_types=rng_types or (),
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
             skips=skip_batches > 0,
             restores=restore_position or use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
-        source = source.skipping(skip_batches) if skip_batches else source
-        self._read_from(source, options, use_stateful_dataloader, gradient, Progress(iteration))
+        source = source_of(self.base_dataloader)
+        self._read_from(source.skipping(skip_batches) if skip_batches else source, gradient, Progress(iteration))
 
 
 class SkipDataLoader(DataLoaderShard):
