@@ -20,7 +20,7 @@ from accel_data.padding import PaddedBatch
 from accel_data.progress import Position, Progress
 from accel_data.sharding import Padding, shortage
 from accel_data.source import LocalSource, Source, first_batches
-from accel_data.source_choice import source_of
+from accel_data.stream_source import source_of
 from accel_ops.objects import gather_object, scatter_object
 from accel_ops.tree import recursively_apply
 from accel_state import current

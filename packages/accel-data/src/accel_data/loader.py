@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,21 +13,21 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
 from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, with_hook
+from accel_data.loader_state import load_state, state_of
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
 from accel_data.sharding import batching_of, innermost_sampler
 from accel_data.source import Source
-from accel_data.source_choice import source_of
-from accel_data.workers import is_of_a_worker, lacks_main_guard
+from accel_data.stream_source import source_of
+from accel_data.workers import explain
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
-from accel_state.errors import CheckpointError, CollectiveError, DataError
+from accel_state.errors import CollectiveError, DataError
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 from accel_state.library import stack_level
@@ -48,13 +47,8 @@ _logger: Final = logging.getLogger(__name__)
 NO_BATCH: Final = object()
 """Marks the end of an epoch, instead of a batch."""
 
-_VERSION: Final = 1
 _TOO_FEW_SAMPLES_REMEDY: Final = (
     "Check how samples are selected or filtered, use fewer processes, or use even_batches=True and drop_last=False."
-)
-_REPEATABLE_ORDER_REMEDY: Final = (
-    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
-    "skip_first_batches."
 )
 _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
@@ -327,7 +321,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if not self.source.may_be_empty:
                 raise self.error("cannot begin an epoch.", "It has no samples.", _TOO_FEW_SAMPLES_REMEDY)
             if self.progress.epoch == 0:
-                _logger.warning("%s: it has no batches. %s", self._name(), _TOO_FEW_SAMPLES_REMEDY)
+                _logger.warning("%s: it has no batches. %s", self.identify(), _TOO_FEW_SAMPLES_REMEDY)
         return first
 
     def _check_draws(self) -> None:
@@ -364,7 +358,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         if reported != received:
             warnings.warn(
-                f"{self._name(epoch)}: it yielded {received} batches on this process; len() reports {reported}. "
+                f"{self.identify(epoch)}: it yielded {received} batches on this process; len() reports {reported}. "
                 "Correct __len__ of the data set, the sampler or the batch sampler, or remove it: a learning rate "
                 "schedule may be computed from it.",
                 UserWarning,
@@ -390,34 +384,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _explained(self, error: Exception) -> Exception | None:
         """An error of reading with process and loader in its message; None to raise it unchanged."""
-        if isinstance(error, IndexError):
-            return self.error(
-                "cannot get the next batch.",
-                f"An index of the sampler is not in the data set: {error}",
-                "Check that the data set's __len__ and the sampler agree with the indices that __getitem__ accepts.",
-            )
         if isinstance(error, (CollectiveError, DataError)):
-            return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
-        if self.base_dataloader.num_workers and is_of_a_worker(error):
-            if lacks_main_guard(self.base_dataloader):
-                return self.error(
-                    "cannot start its DataLoader workers.",
-                    "They import the script again, and each would run all of it.",
-                    "Put the main part of the script under `if __name__ == '__main__':`, or give the DataLoader "
-                    "multiprocessing_context='fork'.",
-                )
-            return self.error(
-                "cannot get the next batch.",
-                f"A DataLoader worker died or did not answer: {error}",
-                "Look for the cause (memory, a crash in __getitem__), or try num_workers=0.",
-            )
-        return None
+            return type(error)(f"{self.identify()}: {error.failure}", error.obstacle, error.remedy)
+        explanation = explain(error, self.base_dataloader)
+        return None if explanation is None else self.error(*explanation)
 
     def error(self, failed: str, obstacle: str, remedy: str) -> DataError:
         """An error whose message names the process and the loader before what failed."""
-        return DataError(f"{self._name()}: {failed}", obstacle, remedy)
+        return DataError(f"{self.identify()}: {failed}", obstacle, remedy)
 
-    def _name(self, epoch: int | None = None) -> str:
+    def identify(self, epoch: int | None = None) -> str:
+        """Process, data set and epoch, for messages."""
         process = current.process_or_none()
         where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
         dataset: Any = self.dataset
@@ -434,7 +411,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         size = self.source.step_size or getattr(self.batch_sampler, "step_size", None)
         if size is None:
             raise DataError(
-                f"{self._name()}: cannot compute its total batch size.",
+                f"{self.identify()}: cannot compute its total batch size.",
                 "Its batch sampler has no batch size.",
                 "Give the batch sampler a batch_size attribute.",
             )
@@ -497,42 +474,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._like_this(self.source.with_sample_ids(), progress=progress, gradient_state=gradient, **attributes)
 
     def _state(self) -> dict[str, Any]:
-        """The position as plain values and tensors, equal on all processes except torchdata's state.
-
-        torchdata's state is included, so that its loader and the original library can continue from it. If that state
-        is complete, it is returned alone.
-        """
-        source, progress = self.source, self.progress
-        local, iteration = source.local, progress.iteration
-        theirs = iteration.final_base or iteration.base if progress.resume is None else progress.resume.base
-        if source.self_contained and (theirs or progress.resume is None):
-            return dict(theirs or source.base_state() or {})
-        begun = iteration.rng_state if iteration.steps else local.upcoming_rng()
-        position = progress.resume or progress.position(progress.replay or begun)
-        if not local.continues_from_base:
-            position = dataclasses.replace(position, base=None)
-        obstacle = local.obstacle() if self.restores and position.steps else None
-        if obstacle is not None:
-            raise CheckpointError(
-                f"{self._name()}: cannot save a position that can be restored.",
-                obstacle,
-                _REPEATABLE_ORDER_REMEDY,
-            )
-        # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
-        ended = iteration.steps and iteration.end_of_dataloader
-        following = local.upcoming_rng() if ended else progress.following
-        return {
-            **(theirs or {}),
-            "version": _VERSION,
-            **position.state_dict(),
-            "sampler": local.identity(),
-            "processes": source.processes,
-            "step_size": source.step_size,
-            "length": source.length(),
-            "following": following.state_dict() if following is not None else None,
-            "sample_seed": None if local.sample_seed is None else local.sample_seed.seed,
-            **({"mixture": self.dataset.mixture_state()} if hasattr(self.dataset, "mixture_state") else {}),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`.
@@ -544,47 +486,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: the loader restores positions, and cannot restore this one exactly.
         """
-        if is_torchdata_state(state_dict):
-            epoch = self.progress.epoch
-            if self.restores:
-                self.progress.move_to(epoch, position_in(state_dict, self.source, epoch, self._name()))
-            return
-        position = Position.from_state_dict(state_dict)
-        if hasattr(self.dataset, "load_mixture_state"):
-            self.dataset.load_mixture_state(state_dict.get("mixture"), position.epoch, position.samples or 0)
-        local = self.source.local
-        same = state_dict["sampler"] == local.identity()
-        if local.sample_seed is not None and state_dict["sample_seed"] is not None:
-            local.sample_seed.seed = state_dict["sample_seed"]
-        resumes = self.restores and position.steps > 0
-        if resumes:
-            self._check_restorable(state_dict)
-        rng_state = position.rng_state if same else None
-        following = state_dict.get("following") if same else None
-        self.progress.following = None if following is None else RNGState.from_state_dict(following)
-        self.progress.replay = rng_state if position.steps else None
-        if rng_state is not None and not position.steps:
-            local.upcoming_rng(rng_state)
-        self.progress.move_to(position.epoch, position if resumes else None)
-
-    def _check_restorable(self, state: Mapping[str, Any]) -> None:
-        source, local = self.source, self.source.local
-        obstacle = local.obstacle()
-        if state["sampler"] != local.identity():
-            obstacle = f"It was saved with {state['sampler']}; this loader has {local.identity()}."
-        elif state["length"] != source.length():
-            obstacle = f"It was saved over {state['length']} samples; this loader has {source.length()}."
-        elif source.counts_steps and (state["processes"], state["step_size"]) != (source.processes, source.step_size):
-            obstacle = (
-                f"Its position is in steps of {state['step_size']} samples on {state['processes']} processes; this "
-                f"loader has steps of {source.step_size} on {source.processes}."
-            )
-        if obstacle is not None:
-            raise CheckpointError(
-                f"{self._name()}: cannot restore its position in epoch {state['epoch']}.",
-                obstacle,
-                _REPEATABLE_ORDER_REMEDY,
-            )
+        load_state(self, state_dict)
 
 
 class _OpenEpoch:

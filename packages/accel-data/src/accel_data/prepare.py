@@ -131,7 +131,7 @@ def prepare_data_loader(
         check_split(getattr(batching_of(loader), "batch_size", None), shard.processes)
     source, generator = _source(kind, loader, shard, configuration, slice_fn_for_dispatch, torch_device_mesh)
     if order == "global":
-        check_global_order(dataloader, source, shard.everyone and shard.readers > 1)
+        check_global_order(dataloader, source)
     if restore_position or use_stateful_dataloader:
         option = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
         _check_resumable(dataloader.dataset, source.local, option)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ from accel_state.errors import DataError, SettingError
 __all__ = (
     "BatchSamplerShard",
     "Drawn",
+    "MappedBatches",
     "Padding",
     "ShardPlan",
     "SkipBatchSampler",
@@ -538,6 +539,43 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+class MappedBatches(BatchSampler):
+    """A batch sampler whose indices are replaced on the way to the data set, which may be in a DataLoader worker.
+
+    Args:
+        batch_sampler: yields batches of indices; its attributes can be read here.
+        replaced: returns the batches with other indices.
+    """
+
+    def __init__(
+        self, batch_sampler: BatchSampler, replaced: Callable[[Iterator[list[int]]], Iterator[list[Any]]]
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.replaced = replaced
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = batch_sampler.drop_last
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.replaced(iter(self.batch_sampler))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the batch sampler pads its last step; `join_uneven_inputs` sets it."""
+        return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.batch_sampler.even_batches = even  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "batch_sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
 
 class UnbatchedSampler(Sampler[int]):

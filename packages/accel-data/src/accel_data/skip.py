@@ -40,7 +40,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     from accel_data.progress import Progress
     from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
     from accel_data.source import rebuilt
-    from accel_data.source_choice import source_of
+    from accel_data.stream_source import source_of
 
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

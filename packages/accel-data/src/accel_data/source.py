@@ -15,8 +15,16 @@ from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, is
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
 from accel_data.sample_ids import IndexIds, as_list
-from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
-from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, length_of, shortage
+from accel_data.seeding import SampleSeed, SeededSamples
+from accel_data.sharding import (
+    BatchSamplerShard,
+    MappedBatches,
+    Padding,
+    UnbatchedSampler,
+    batching_of,
+    length_of,
+    shortage,
+)
 from accel_data.stateful import has_state, is_stateful, steps_in
 from accel_data.workers import opened_with_workers
 from accel_ops.objects import gather_object
@@ -453,7 +461,7 @@ def loader_over(
     """
     resolved = None if "dataset" in changes else getattr(base.dataset, "resolved", None)
     indices: Any = batches if resolved is None else resolved(batches)
-    indices = indices if sample_seed is None else TaggedBatches(indices, sample_seed)
+    indices = indices if sample_seed is None else MappedBatches(indices, sample_seed.with_keys)
     name = "sampler" if base.batch_sampler is None else "batch_sampler"
     changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
     if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
