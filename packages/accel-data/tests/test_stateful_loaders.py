@@ -420,14 +420,26 @@ def test_batches_that_a_loader_made_directly_leaves_out(kind: Any, skip: int) ->
     assert [batch.tolist() for batch in later] == [[2, 3], [4, 5], [6, 7]][skip:]
 
 
+class Scripts(DataLoader[Any]):
+    """A loader class of a script."""
+
+
 @pytest.mark.parametrize("kind", [*DIRECT, DataLoaderAdapter])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_loader_holds_one_of_the_class_it_was_asked_for(kind: Any, stateful: bool) -> None:
+def test_a_loader_is_an_instance_of_what_it_holds(kind: Any, stateful: bool) -> None:
     loader = kind(list(range(8)), batch_size=2, use_stateful_dataloader=stateful)
+    assert isinstance(loader, stateful_dataloader.StatefulDataLoader) == stateful
     assert isinstance(loader, DataLoader)
-    for other in (loader, copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+    assert isinstance(loader, kind)
+    assert type(loader) is kind
+    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert type(other) is kind
-        assert isinstance(other.base_dataloader, stateful_dataloader.StatefulDataLoader) == stateful
+        assert isinstance(other, stateful_dataloader.StatefulDataLoader) == stateful
+
+
+def test_a_prepared_loader_is_an_instance_of_the_class_that_the_script_made() -> None:
+    assert isinstance(prepare_data_loader(Scripts(range(4), batch_size=2)), Scripts)
+    assert isinstance(prepared(Scripts(range(4), batch_size=2)), stateful_dataloader.StatefulDataLoader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

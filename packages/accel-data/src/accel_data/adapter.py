@@ -42,6 +42,18 @@ class DataLoaderAdapter(DataLoader[Any]):
         # Without `DataLoader.__setattr__`, which this object is not ready for.
         vars(self).update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the inner loader: scripts expect an instance of it, and of this class."""
+        return type(vars(self).get("base_dataloader", self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __reduce__(self) -> Any:
+        # The default gives up where `__class__` is not the type.
+        return object.__new__, (type(self),), self.__getstate__()
+
     def __getattr__(self, name: str) -> Any:
         # During copying or unpickling there is no inner loader yet.
         if name.startswith("__") or "base_dataloader" not in self.__dict__:

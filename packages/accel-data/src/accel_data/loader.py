@@ -457,8 +457,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         A position to restore is kept if it is in that epoch.
         """
         if epoch != self.progress.epoch:
-            following = self.progress.following if epoch == self.progress.epoch + 1 else None
-            self.progress.replay = self.progress.following = None
+            following = self.progress.next_rng_state if epoch == self.progress.epoch + 1 else None
+            self.progress.replay = self.progress.next_rng_state = None
             self.progress.move_to(epoch)
             if following is not None:
                 self.source.local.upcoming_rng(following)

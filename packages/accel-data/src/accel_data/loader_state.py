@@ -55,7 +55,7 @@ def state_of(loader: PreparedLoader) -> dict[str, Any]:
         )
     # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
     ended = iteration.steps and iteration.end_of_dataloader
-    following = local.upcoming_rng() if ended else progress.following
+    following = local.upcoming_rng() if ended else progress.next_rng_state
     return {
         **(theirs or {}),
         "version": _VERSION,
@@ -94,7 +94,7 @@ def load_state(loader: PreparedLoader, state: Mapping[str, Any]) -> None:
         _check_restorable(loader, state)
     rng_state = position.rng_state if same else None
     following = state.get("following") if same else None
-    loader.progress.following = None if following is None else RNGState.from_state_dict(following)
+    loader.progress.next_rng_state = None if following is None else RNGState.from_state_dict(following)
     loader.progress.replay = rng_state if position.steps else None
     if rng_state is not None and not position.steps:
         local.upcoming_rng(rng_state)
