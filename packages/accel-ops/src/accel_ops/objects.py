@@ -19,7 +19,7 @@ import torch
 from accel_ops.checked_call import CheckedCall, index_of, transport_of
 from accel_ops.groups import Group
 from accel_ops.packing import PackedLayout
-from accel_ops.tree import TensorInformation, is_tensor_information, leaves_with_paths, recursively_apply
+from accel_ops.tree import recursively_apply
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_content
 
@@ -169,6 +169,17 @@ def _one_for_each(operation: str, objects: Sequence[Any] | None, count: int) -> 
     return objects
 
 
+class _Place:
+    """The place of a tensor in the pickle of a message that has the tensor's bytes elsewhere."""
+
+
+_PLACE: Final = _Place()
+
+
+def _is_place(value: Any) -> bool:
+    return type(value) is _Place
+
+
 def _message(operation: str, value: Any) -> torch.Tensor:
     """Lengths, tensors and pickle of an object, uint8 of shape (bytes,)."""
     tensors: list[torch.Tensor] = []
@@ -183,10 +194,12 @@ def _message(operation: str, value: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu())
-        return TensorInformation(tensor.shape, tensor.dtype)
+        return _PLACE
 
-    outline = _pickled(operation, [recursively_apply(described, value)])
-    layout = _layout(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
+    content = recursively_apply(described, value)
+    shapes_and_dtypes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    outline = _pickled(operation, [content, shapes_and_dtypes])
+    layout = _layout(shapes_and_dtypes)
     start, stop = _LENGTHS.size, _LENGTHS.size + layout.nbytes
     message = torch.empty(stop + len(outline), dtype=torch.uint8)
     message[:start] = torch.frombuffer(bytearray(_LENGTHS.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
@@ -206,12 +219,10 @@ def _received(message: torch.Tensor) -> Any:
     start = _LENGTHS.size
     tensor_bytes, outline_bytes = _LENGTHS.unpack(_bytes_of(message[:start]))
     stop = start + tensor_bytes
-    (outline,) = loads(_bytes_of(message[stop : stop + outline_bytes]))
-    layout = _layout(
-        tuple([(info.shape, info.dtype) for _, info in leaves_with_paths(outline) if is_tensor_information(info)])
-    )
+    content, shapes_and_dtypes = loads(_bytes_of(message[stop : stop + outline_bytes]))
+    layout = _layout(shapes_and_dtypes)
     tensors = iter(layout.split(layout.parts(message[start:stop])))
-    return recursively_apply(lambda info: next(tensors), outline, test_type=is_tensor_information)
+    return recursively_apply(lambda place: next(tensors), content, test_type=_is_place)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
