@@ -82,18 +82,19 @@ class DataLoaderDispatcher(PreparedLoader):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         process = current.process_or_start()
         shards = max(coordinates(torch_device_mesh, process.world_size)) + 1
-        vars(self).update(
+        local = source_of(self.base_dataloader)
+        self._read_from(
+            DispatchedSource(local, shards, split_batches, _drop_last, slice_fn, torch_device_mesh),
+            use_stateful_dataloader,
+            gradient,
+            Progress(iteration),
+            skip_batches,
             device=process.device,
-            skip_batches=skip_batches,
-            skips=skip_batches > 0,
             restores=restore_position or use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
-        local = source_of(self.base_dataloader)
-        source = DispatchedSource(local, shards, split_batches, _drop_last, slice_fn, torch_device_mesh)
-        self._read_from(source.skipping(skip_batches), gradient, Progress(iteration))
 
     @property
     def split_batches(self) -> bool:
@@ -213,20 +214,17 @@ class DispatchedSource(Source):
         yield from global_steps(batches, self.processes, self.split, self.drop_last, self.slice_fn, first, batched)
 
     def skipping(self, steps: int) -> DispatchedSource:
-        return self._over(self.local.skipping(steps * self.batches_per_step))
+        return self.over(self.local.skipping(steps * self.batches_per_step))
 
     def skipped(self) -> tuple[int, int | None]:
         batches, samples = self.local.skipped()
         return batches // self.batches_per_step, samples
 
     def with_sample_ids(self) -> DispatchedSource:
+        other = self.over(self.local.with_sample_ids())
         # A function that slices batches cannot slice lists of ids.
-        return DispatchedSource(
-            self.local.with_sample_ids(), self.processes, self.split, self.drop_last, mesh=self.mesh
-        )
-
-    def _over(self, local: LocalSource) -> DispatchedSource:
-        return DispatchedSource(local, self.processes, self.split, self.drop_last, self.slice_fn, self.mesh)
+        other.slice_fn = None
+        return other
 
     def obstacle_to_counting(self) -> str | None:
         if self.processes > 1:

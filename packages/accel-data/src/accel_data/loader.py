@@ -162,21 +162,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             use_stateful_dataloader: whether the source reads through torchdata.
             gradient_state: gradient state of the loader's Accelerator. None uses the current one.
             progress: the loader's position; None for the beginning.
-            attributes: further attributes of the loader.
+            attributes: further attributes of the loader; `skip_batches` leaves out the first batches of every epoch.
         """
         loader = cls.__new__(cls)
-        vars(loader).update(attributes, use_stateful_dataloader=use_stateful_dataloader)
-        loader._read_from(source, gradient_state, progress)
+        loader._read_from(source, use_stateful_dataloader, gradient_state, progress, **attributes)
         return loader
 
     def _read_from(
-        self, source: Source, gradient_state: GradientState | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        use_stateful_dataloader: bool = False,
+        gradient_state: GradientState | None = None,
+        progress: Progress | None = None,
+        skip_batches: int = 0,
+        **attributes: Any,
     ) -> None:
         vars(self).update(
+            attributes,
             base_dataloader=source.local.base,
-            source=source,
+            source=source.skipping(skip_batches) if skip_batches else source,
+            use_stateful_dataloader=use_stateful_dataloader,
             gradient_state=gradient_state or GradientState(),
             progress=progress or Progress(),
+            skip_batches=skip_batches,
+            skips=skip_batches > 0,
         )
 
     def _like_this(self: P, source: Source, **attributes: Any) -> P:
@@ -582,19 +591,20 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        vars(self).update(
+        self._read_from(
+            source_of(self.base_dataloader),
+            use_stateful_dataloader,
+            gradient,
+            Progress(iteration),
+            skip_batches,
             device=device,
             rng_types=rng_types or (),
             synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches,
-            skips=skip_batches > 0,
             restores=restore_position or use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
-        source = source_of(self.base_dataloader)
-        self._read_from(source.skipping(skip_batches) if skip_batches else source, gradient, Progress(iteration))
 
 
 class SkipDataLoader(DataLoaderShard):

@@ -56,10 +56,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         # Of a plain loader nobody counts the epochs; the script has set that of its stream.
         epoch = getattr(dataloader.dataset, "epoch", 0)
         return DataLoaderShard.around(
-            source_of(dataloader).skipping(num_batches),
+            source_of(dataloader),
             progress=Progress(epoch if isinstance(epoch, int) else 0),
             skip_batches=num_batches,
-            skips=True,
         )
     if dataloader.batch_sampler is None:
         single = BatchSampler(dataloader.sampler, 1, False)

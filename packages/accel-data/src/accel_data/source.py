@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -43,6 +43,8 @@ __all__ = (
     "rebuilt",
     "with_states",
 )
+
+S = TypeVar("S", bound="Source")
 
 READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": False, "worker_init_fn": None}
 """Changes to a loader that reads sample ids in place of samples."""
@@ -138,6 +140,12 @@ class Source:
     def padded(self) -> Mapping[int, Padding]:
         """Padding of batches of the epoch opened last that do not contain it, by number; grows while they are read."""
         return {}
+
+    def over(self: S, local: LocalSource) -> S:
+        """The same source over what another one reads."""
+        other = copy.copy(self)
+        other.local = local
+        return other
 
     def skipping(self, steps: int) -> Source:
         """A source whose epochs begin `steps` steps later."""
