@@ -483,7 +483,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._like_this(self.source.with_sample_ids(), progress=progress, gradient_state=gradient, **attributes)
 
     def _state(self) -> dict[str, Any]:
-        return state_of(self)
+        return state_of(self.source, self.progress, self.restores, self.identify())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`.
@@ -495,7 +495,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: the loader restores positions, and cannot restore this one exactly.
         """
-        load_state(self, state_dict)
+        load_state(state_dict, self.source, self.progress, self.restores, self.identify())
 
 
 class _OpenEpoch:

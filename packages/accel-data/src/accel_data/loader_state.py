@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accel_data.order import RNGState
-from accel_data.progress import Position
+from accel_data.progress import Position, Progress
 from accel_data.source import Source
 from accel_data.stateful import steps_in
 from accel_state.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from accel_data.loader import PreparedLoader
 
 __all__ = ("load_state", "state_of")
 
@@ -28,17 +25,22 @@ _REPEATABLE_ORDER_REMEDY: Final = (
 )
 
 
-def state_of(loader: PreparedLoader) -> dict[str, Any]:
+def state_of(source: Source, progress: Progress, restores: bool, name: str) -> dict[str, Any]:
     """The position of a loader as plain values and tensors, equal on all processes except torchdata's state.
 
     torchdata's state is included, so that its loader and the original library can continue from it. If that state is
     complete, it is returned alone.
 
+    Args:
+        source: the source of the loader.
+        progress: the position of the loader.
+        restores: whether the loader restores positions.
+        name: the loader's name in messages.
+
     Raises:
         CheckpointError: the loader restores positions, and could not restore this one.
     """
-    source, progress = loader.source, loader.progress
-    local, iteration = source.local, progress.iteration
+    local, iteration, dataset = source.local, progress.iteration, source.local.base.dataset
     theirs = iteration.final_base or iteration.base if progress.resume is None else progress.resume.base
     if source.self_contained and (theirs or progress.resume is None):
         return dict(theirs or source.base_state() or {})
@@ -46,10 +48,10 @@ def state_of(loader: PreparedLoader) -> dict[str, Any]:
     position = progress.resume or progress.position(progress.replay or begun)
     if not local.continues_from_base:
         position = dataclasses.replace(position, base=None)
-    obstacle = local.obstacle() if loader.restores and position.steps else None
+    obstacle = local.obstacle() if restores and position.steps else None
     if obstacle is not None:
         raise CheckpointError(
-            f"{loader.identify()}: cannot save a position that can be restored.",
+            f"{name}: cannot save a position that can be restored.",
             obstacle,
             _REPEATABLE_ORDER_REMEDY,
         )
@@ -66,43 +68,50 @@ def state_of(loader: PreparedLoader) -> dict[str, Any]:
         "length": source.length(),
         "following": following.state_dict() if following is not None else None,
         "sample_seed": None if local.sample_seed is None else local.sample_seed.seed,
-        **({"mixture": loader.dataset.mixture_state()} if hasattr(loader.dataset, "mixture_state") else {}),
+        **({"mixture": dataset.mixture_state()} if hasattr(dataset, "mixture_state") else {}),
     }
 
 
-def load_state(loader: PreparedLoader, state: Mapping[str, Any]) -> None:
+def load_state(state: Mapping[str, Any], source: Source, progress: Progress, restores: bool, name: str) -> None:
     """Let the next iteration of a loader continue from a state; see `PreparedLoader.load_state_dict`.
+
+    Args:
+        state: what `state_of` returned, or a state of torchdata's loader.
+        source: the source of the loader.
+        progress: the position of the loader.
+        restores: whether the loader restores positions.
+        name: the loader's name in messages.
 
     Raises:
         CheckpointError: the loader restores positions, and cannot restore this one exactly.
     """
     if "version" not in state:
         # It was saved by Accelerate or torchdata.
-        epoch = loader.progress.epoch
-        if loader.restores:
-            loader.progress.move_to(epoch, _position_in(state, loader.source, epoch, loader.identify()))
+        epoch = progress.epoch
+        if restores:
+            progress.move_to(epoch, _position_in(state, source, epoch, name))
         return
+    local, dataset = source.local, source.local.base.dataset
     position = Position.from_state_dict(state)
-    if hasattr(loader.dataset, "load_mixture_state"):
-        loader.dataset.load_mixture_state(state.get("mixture"), position.epoch, position.samples or 0)
-    local = loader.source.local
+    if hasattr(dataset, "load_mixture_state"):
+        dataset.load_mixture_state(state.get("mixture"), position.epoch, position.samples or 0)
     same = state["sampler"] == local.identity()
     if local.sample_seed is not None and state["sample_seed"] is not None:
         local.sample_seed.seed = state["sample_seed"]
-    resumes = loader.restores and position.steps > 0
+    resumes = restores and position.steps > 0
     if resumes:
-        _check_restorable(loader, state)
+        _check_restorable(state, source, name)
     rng_state = position.rng_state if same else None
     following = state.get("following") if same else None
-    loader.progress.next_rng_state = None if following is None else RNGState.from_state_dict(following)
-    loader.progress.replay = rng_state if position.steps else None
+    progress.next_rng_state = None if following is None else RNGState.from_state_dict(following)
+    progress.replay = rng_state if position.steps else None
     if rng_state is not None and not position.steps:
         local.upcoming_rng(rng_state)
-    loader.progress.move_to(position.epoch, position if resumes else None)
+    progress.move_to(position.epoch, position if resumes else None)
 
 
-def _check_restorable(loader: PreparedLoader, state: Mapping[str, Any]) -> None:
-    source, local = loader.source, loader.source.local
+def _check_restorable(state: Mapping[str, Any], source: Source, name: str) -> None:
+    local = source.local
     obstacle = local.obstacle()
     if state["sampler"] != local.identity():
         obstacle = f"It was saved with {state['sampler']}; this loader has {local.identity()}."
@@ -115,7 +124,7 @@ def _check_restorable(loader: PreparedLoader, state: Mapping[str, Any]) -> None:
         )
     if obstacle is not None:
         raise CheckpointError(
-            f"{loader.identify()}: cannot restore its position in epoch {state['epoch']}.",
+            f"{name}: cannot restore its position in epoch {state['epoch']}.",
             obstacle,
             _REPEATABLE_ORDER_REMEDY,
         )
