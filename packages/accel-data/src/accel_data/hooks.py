@@ -81,7 +81,7 @@ def with_hook(batches: Generator[Any, None, None], hook: LoaderHook) -> Generato
     """The batches of an epoch, with calls of a hook."""
     hook.epoch_begins()
     requested, given = hook.batch_requested, hook.batch_given
-    # Else the epoch would go on as long as the traceback of an error of the hook exists.
+    # The traceback of an error that the hook raises must not keep the epoch open.
     with closing(batches):
         try:
             requested()
