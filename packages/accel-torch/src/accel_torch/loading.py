@@ -51,7 +51,7 @@ def load_state(
     """
     project, process = session.options.project, session.process
     for folder_to_load in session.hooks.folder_to_load:
-        input_dir = folder_to_load(session, input_dir)
+        input_dir = folder_to_load(session, input_dir, missing_ok)
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
     with ExitStack() as stack:

@@ -92,7 +92,7 @@ class RunRecorder(Hook):
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
-    def folder_to_load(self, session: Session, input_dir: Any) -> Any:
+    def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:
         """The checkpoint of the task in a resumed run, and no checkpoint in the uninterrupted one."""
         if input_dir is not None or not self._names_automatically:
             return input_dir
