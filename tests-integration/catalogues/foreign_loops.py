@@ -184,8 +184,9 @@ def main():
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for tokens in loader:
-        mask = tokens > 0
-        total = nn.functional.cross_entropy(model(tokens)[mask], tokens.roll(1, 1)[mask], reduction="sum")
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        mask = targets > 0
+        total = nn.functional.cross_entropy(model(inputs)[mask], targets[mask], reduction="sum")
         count = mask.sum().float()
         dist.all_reduce(count)
         loss = total * world / count
@@ -804,7 +805,11 @@ _FAULTS: Final = (
     ),
     Loop(
         "gradient_beside_shards",
-        _edited(_SHARDED, ("    fully_shard(model)\n", "    fully_shard(model, ignored_params={model.scale})\n")),
+        _edited(
+            _SHARDED,
+            ("    fully_shard(model)\n", "    fully_shard(model, ignored_params={model.scale})\n"),
+            ("            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n", ""),
+        ),
         "a parameter that fully_shard ignores is reduced by nobody",
         causes=("not averaged", "own gradient", "no synchronis"),
     ),

@@ -88,6 +88,7 @@ class Batches:
         self._with_epoch: set[int] = set()
         self._kept: list[Any] = []
         self.repeats = 0
+        self.padding = 0
         self.recording = True
         self.shuffled_without_epoch = False
 
@@ -155,8 +156,11 @@ class Batches:
 
     def _watch_order(self, loader: Any) -> None:
         sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and sampler.shuffle and id(sampler) not in self._with_epoch:
+        if not isinstance(sampler, DistributedSampler):
+            return
+        if sampler.shuffle and id(sampler) not in self._with_epoch:
             self.shuffled_without_epoch = True
+        self.padding = max(self.padding, sampler.total_size - len(sampler.dataset))  # type: ignore[arg-type]
 
     def _taken(self, loader: Any, key: str, inner: Any) -> Iterator[Any]:
         feed, batched = Feed(self._records, key), loader._auto_collation

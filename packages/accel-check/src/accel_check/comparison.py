@@ -137,6 +137,7 @@ class _Comparison:
         expected, found = self._one.step(0, call), self._several.steps(call)
         number = expected.number
         samples = list(self._samples(number, found))
+        frozen = list(self._parameters(number, expected, found, frozen=True))
         outputs = list(self._outputs(number, expected, found))
         buffers = list(self._buffers(number, expected, found))
         losses = list(self._losses(number, expected, found))
@@ -146,15 +147,15 @@ class _Comparison:
         if gradients and not before and not outputs:
             gradients = [self._with_scaling(gradients[0], expected, found)]
         rates = list(self._rates(number, expected, found))
-        parameters = [] if gradients or norms else list(self._parameters(number, expected, found))
-        decisive = [*samples, *buffers, *gradients, *norms, *rates, *parameters]
+        parameters = [] if gradients or norms else list(self._parameters(number, expected, found, frozen=False))
+        decisive = [*samples, *frozen, *buffers, *gradients, *norms, *rates, *parameters]
         if not decisive:
             return []
         forward = sorted([*buffers, *outputs], key=lambda one: self._order.get(one.module, len(self._order)))
         if gradients and (outputs or losses) and not buffers:
             gradients = [replace(gradients[0], cause=self._cause_with_forward(gradients[0], outputs, losses))]
         # A norm of gradients that differ tells nothing more.
-        return [*samples, *forward, *losses, *gradients, *([] if before else norms), *rates, *parameters]
+        return [*samples, *frozen, *forward, *losses, *gradients, *([] if before else norms), *rates, *parameters]
 
     @staticmethod
     def _cause_with_forward(gradient: Finding, outputs: Sequence[Finding], losses: Sequence[Finding]) -> str:
@@ -384,12 +385,15 @@ class _Comparison:
                     yield Finding(step, "learning rate", cause, ratio=ratio, detail=detail)
                     return
 
-    def _parameters(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _parameters(
+        self, step: int, expected: StepRecord, found: Sequence[StepRecord], frozen: bool
+    ) -> Iterator[Finding]:
+        """Compare the parameters with a gradient after the step, or those without."""
         wrong: dict[str, tuple[list[Tensor | None], Tensor]] = {}
         for name, piece in expected.parameters.items():
             value, start = piece.local, self._start.parameters.get(name)
             values = values_of([record.parameters.get(name) for record in found])
-            if start is None or start.local.shape != value.shape:
+            if start is None or start.local.shape != value.shape or frozen is (name in expected.gradients):
                 continue
             kept = ~self._noise.get(name, torch.zeros(value.shape, dtype=torch.bool))
             update = (value.double() - start.local.double())[kept].norm()

@@ -421,6 +421,11 @@ class Recorder:
                 "a pass over the data has the same order as the one before although it is shuffled: call "
                 "sampler.set_epoch(epoch) before each epoch"
             )
+        if self.batches.padding > 0:
+            self.remark(
+                f"the padding of the sampler repeats {self.batches.padding} samples in each epoch, which losses and "
+                "metrics count twice"
+            )
         for name, (changed, _) in self._copies.items():
             if not changed and self.calls > 1:
                 self.remark(f"{name} has the shapes of the trained model and does not change: is it a stale average?")
