@@ -63,7 +63,7 @@ def main(fault: str) -> None:
     classes[::5] = -100
     data = TensorDataset(torch.randn(72, 4), classes if fault == "tokens" else classes.clamp(min=0))
     given = DataLoader(data, batch_size=4, shuffle=True)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3 * accelerator.num_processes, 0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, given, scheduler)
     if fault != "alike":
         set_seed(4, device_specific=True)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_check.digests import sample_digests
+from accel_check.digests import digest, sample_digests
 from accel_check.records import read, write
 
 __all__ = ("Batches", "Feed", "join", "place_in_script")
@@ -75,11 +75,18 @@ class Batches:
         records: the folder of this rank.
         replayed: the folders of the ranks whose samples are joined; empty in the run that is recorded.
         given: called with the key of a pass and the digests of the samples of each batch that the script receives.
+        keeps: whether the samples are written for another run.
     """
 
     def __init__(
-        self, script_folder: str, records: Path, replayed: list[Path], given: Callable[[str, list[str]], None]
+        self,
+        script_folder: str,
+        records: Path,
+        replayed: list[Path],
+        given: Callable[[str, list[str]], None],
+        keeps: bool = True,
     ) -> None:
+        self._keeps = keeps
         self._script_folder, self._records, self._replayed, self._given = script_folder, records, replayed, given
         self._passes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
@@ -167,10 +174,11 @@ class Batches:
         order: list[str] = []
         for number, item in enumerate(inner):
             batch, samples = item
-            ids = [sample_digests([one])[0] for one in samples] if batched else sample_digests(samples)
+            ids = list(map(digest, samples)) if batched else sample_digests(samples)
             order += ids
             if self.recording:
-                write(feed.path(number), (batched, _cloned(samples)))
+                if self._keeps:
+                    write(feed.path(number), (batched, _cloned(samples)))
                 self._given(key, ids)
             yield batch
         self._compare_orders(loader, key.rpartition(" ")[0], order)
@@ -210,7 +218,8 @@ class Batches:
     def record_batch(self, key: str, number: int, batch: Any, ids: list[str]) -> None:
         """Record a batch of a prepared loader."""
         if self.recording:
-            write(Feed(self._records, key).path(number), (False, _cloned(batch)))
+            if self._keeps:
+                write(Feed(self._records, key).path(number), (False, _cloned(batch)))
             self._given(key, ids)
 
     def joined_batch(self, key: str, number: int) -> Any:

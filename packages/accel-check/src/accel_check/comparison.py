@@ -211,7 +211,7 @@ class _Comparison:
             elements = sum(part.elements for part in parts)
             if len(parts) < len(found) or any(part.calls != sums.calls for part in parts):
                 continue
-            if not sums.elements or elements % sums.elements:
+            if not sums.elements or not elements or elements % sums.elements:
                 continue
             copies = elements // sums.elements
             total, squares = sum(part.total for part in parts) / copies, sum(part.squares for part in parts) / copies

@@ -111,13 +111,18 @@ class Models:
             if root is not None:
                 yield from self._of(root, prefix, root.named_buffers())
 
-    def replicas(self) -> Iterator[nn.parallel.DistributedDataParallel]:
-        """The replicated models."""
+    def roots(self) -> Iterator[nn.Module]:
+        """The models, and all modules in them, so that a check of variables knows them."""
         for _, reference in self._roots:
             root = reference()
-            for module in root.modules() if root is not None else ():
-                if isinstance(module, nn.parallel.DistributedDataParallel):
-                    yield module
+            if root is not None:
+                yield from root.modules()
+
+    def replicas(self) -> Iterator[nn.parallel.DistributedDataParallel]:
+        """The replicated models."""
+        for module in self.roots():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                yield module
 
     def load(self, values: Callable[[str], Tensor | None]) -> list[str]:
         """Copy values into parameters and buffers; returns the names of those that have another shape."""

@@ -27,7 +27,9 @@ from accel_check.digests import digest, generators, sample_digests
 from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
 from accel_check.models import Models, piece_of
 from accel_check.records import OutputSums, Piece, RankFacts, Records, StepRecord, values_of, write
+from accel_check.resume_notes import ResumeNotes
 from accel_check.signs import divisor_of, unchanged_copies
+from accel_check.training_state import ResumeTask
 
 __all__ = ("Recorder", "StopRun", "Task")
 
@@ -58,7 +60,7 @@ class Task:
     follows: str = ""
     double: bool = False
     scratch: str = ""
-    resume: Any = None
+    resume: ResumeTask | None = None
 
     @property
     def is_reference(self) -> bool:
@@ -85,15 +87,17 @@ class Recorder:
         self.schedulers: list[weakref.ref[LRScheduler]] = []
         self.step = StepRecord()
         self.calls = 0
-        self.after_calls: list[Callable[[StepRecord], None]] = []
-        """Called after each recorded call of `step`."""
+        self.more_state: list[Callable[[], dict[str, dict[str, str]]]] = []
+        """Return digests of further state, by group and path."""
+        self.known: list[Callable[[], list[Any]]] = []
+        """Return objects whose state is compared already."""
         self.read_gradients: Callable[[], dict[str, Piece]] = self._own_gradients
         self.read_parameters: Callable[[], dict[str, Piece]] = self._own_parameters
         self.other = Records(Path(task.follows)) if task.follows else None
         replayed = [] if self.other is None else [
             Path(task.follows, f"rank_{one.rank}") for one in self.other.representatives()
         ]
-        self.batches = Batches(self.script_folder, self.folder, replayed, self.batch_given)
+        self.batches = Batches(self.script_folder, self.folder, replayed, self.batch_given, task.resume is None)
         self._numbers: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._depth = 0
@@ -102,9 +106,12 @@ class Recorder:
         self._begun: dict[str, str] = {}
         self._mark: dict[str, str] = {}
         self._unscaled: set[int] = set()
-        self._scalers: list[Any] = []
+        self.scalers: list[weakref.ref[Any]] = []
         self._copies: dict[str, Any] = {}
         self._ends_at = 0.0
+        self.resume = ResumeNotes(self, task.resume) if task.resume is not None else None
+        self._has_run = False
+        """Whether a model was called: loading may step an optimizer with zero gradients to create its states."""
         self.clipping = False
         """Whether gradients are being clipped, so that clipping inside of it is not recorded again."""
 
@@ -159,7 +166,7 @@ class Recorder:
 
     def _wrap_constructors(self) -> None:
         begin_optimizer, begin_scheduler = torch.optim.Optimizer.__init__, LRScheduler.__init__
-        unscale, scale = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.scale
+        unscale, begin_scaler = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.__init__
 
         def optimizer_made(optimizer: Any, *arguments: Any, **options: Any) -> None:
             begin_optimizer(optimizer, *arguments, **options)
@@ -173,15 +180,14 @@ class Recorder:
             unscale(scaler, optimizer)
             self._unscaled.add(id(optimizer))
 
-        def scaled(scaler: Any, outputs: Any) -> Any:
-            if all(one() is not scaler for one in self._scalers):
-                self._scalers.append(weakref.ref(scaler))
-            return scale(scaler, outputs)
+        def scaler_made(scaler: Any, *arguments: Any, **options: Any) -> None:
+            begin_scaler(scaler, *arguments, **options)
+            self.scalers.append(weakref.ref(scaler))
 
         torch.optim.Optimizer.__init__ = optimizer_made  # type: ignore[method-assign]
         LRScheduler.__init__ = scheduler_made  # type: ignore[method-assign]
         torch.amp.GradScaler.unscale_ = unscaled  # type: ignore[method-assign]
-        torch.amp.GradScaler.scale = scaled  # type: ignore[method-assign, assignment]
+        torch.amp.GradScaler.__init__ = scaler_made  # type: ignore[method-assign]
 
     def _wrap_meshes(self) -> None:
         """Note which ranks read the same samples: those of a mesh along which tensors or sequences are divided."""
@@ -229,13 +235,16 @@ class Recorder:
         if not outermost or not torch.is_grad_enabled() or not module.training:
             return
         if not self.models.knows(module):
-            self._adopt(module)
+            self.adopt(module)
+        self._has_run = self._has_run or self.models.knows(module)
+        if self.resume is not None and self._has_run:
+            self.resume.forward_begins()
         if not self.facts.reads_loader:
             self._mark = self._mark or generators()
             if self.models.knows(module):
                 self.step.rows += sample_digests(list(inputs))
 
-    def _adopt(self, root: nn.Module) -> None:
+    def adopt(self, root: nn.Module) -> None:
         """Record the state of a new model before its first step, and continue from that of the other run."""
         start = self.models.add(root)
         if start is None:
@@ -249,9 +258,10 @@ class Recorder:
             if optimizer is not None and self._is_outermost(optimizer):
                 start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
         self.facts.models = len(self.models)
-        write(self.folder / f"start_{self._starts}.pt", start)
-        self._starts += 1
-        self._load_start()
+        if self.resume is None:
+            write(self.folder / f"start_{self._starts}.pt", start)
+            self._starts += 1
+            self._load_start()
 
     @staticmethod
     def _is_outermost(optimizer: Any) -> bool:
@@ -315,7 +325,7 @@ class Recorder:
         if self.clipping or self.task.resume is not None:
             return
         self.step.before_clip = self.read_gradients() or self.step.before_clip
-        for reference in self._scalers:
+        for reference in self.scalers:
             scaler = reference()
             if scaler is not None and scaler.is_enabled() and scaler.get_scale() != 1 and not self._unscaled:
                 self.remark("gradients are clipped before the scaler's unscale_, so that the limit is too small")
@@ -347,7 +357,7 @@ class Recorder:
     def _step_begins(self, optimizer: Any, arguments: Any, options: Any) -> Any:
         self._depth += 1
         # Some optimizers step others inside of their own step.
-        if self._depth > 1 or not len(self.models):
+        if self._depth > 1 or not self._has_run:
             return None
         closure = (*arguments, *options.values(), None)[0]
         if not callable(closure):
@@ -362,12 +372,15 @@ class Recorder:
         return (recorded,), {}
 
     def _record_gradients(self, optimizer: Any) -> None:
-        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
-        if self._steps.get(number, 0) >= self.task.steps:
+        number = self._number(optimizer)
+        if self.steps_of(number) >= self.task.steps and self.resume is None:
             self._stop()
         step = self.step
         step.optimizer = number
-        step.number = self._steps.get(number, 0) + 1
+        step.number = self.steps_of(number) + 1
+        if self.resume is not None:
+            step.number += self.resume.task.resumed_at
+            self.resume.step_begins(step)
         step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         step.drew = bool(self._mark) and self._mark != generators()
         if self.task.resume is None:
@@ -380,10 +393,10 @@ class Recorder:
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
         self._depth -= 1
-        if self._depth or not len(self.models):
+        if self._depth or not self._has_run:
             return
         self._unscaled.clear()
-        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        number = self._number(optimizer)
         self._steps[number] = self._steps.get(number, 0) + 1
         self.calls += 1
         if not self.batches.recording:
@@ -395,11 +408,19 @@ class Recorder:
             step.parameters = self.read_parameters()
             step.buffers = {name: piece_of(one) for name, one in self.models.buffers()}
             unchanged_copies(sys._getframe(), self.script, self.models, self._copies)
-        for after in self.after_calls:
-            after(step)
+        last = self.resume is not None and self.resume.step_ends(step)
         write(self.folder / f"step_{self.calls}.pt", step)
-        if len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
+        if last:
+            raise StopRun
+        if self.resume is None and len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
             self._stop()
+
+    def _number(self, optimizer: Any) -> int:
+        return self._numbers.setdefault(id(optimizer), len(self._numbers))
+
+    def steps_of(self, number: int) -> int:
+        """The steps that an optimizer has made."""
+        return self._steps.get(number, 0)
 
     def _stop(self) -> None:
         """End the script, unless its second pass over the data is still to be seen."""
@@ -429,5 +450,7 @@ class Recorder:
         for name, (changed, _) in self._copies.items():
             if not changed and self.calls > 1:
                 self.remark(f"{name} has the shapes of the trained model and does not change: is it a stale average?")
+        if self.resume is not None:
+            self.facts.more |= self.resume.finish()
         self.batches.finish()
         write(self.folder / "facts.pt", self.facts)

@@ -82,7 +82,8 @@ class StepRecord:
         parameters, buffers: their values after the step.
         drew: whether the script drew random numbers between its batch and the step.
         dropout: the first module with active dropout, and a digest of the generator there.
-        state: digests of further state, by group and path; see `accel_check.resume`.
+        state: digests of the state before the first forward, by group and path; see `accel_check.training_state`.
+        digests: digests of the gradients at the step.
         variables: digests of variables of the script, and whether each keeps a state.
     """
 
@@ -105,6 +106,7 @@ class StepRecord:
     drew: bool = False
     dropout: tuple[str, str] | None = None
     state: dict[str, dict[str, str]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     variables: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
 
@@ -119,9 +121,9 @@ class RankFacts:
         reads_loader: whether a loader was read.
         models: the number of models.
         remarks: what one process does as well, in sentences.
-        drew: places where the script reads the world in which it runs.
         written: files that the script wrote outside of the checked calls.
-        failure: the end of the output if the script failed.
+        low_precision: whether a gradient has 16 bits.
+        more: further facts, by name, of the sessions of our Accelerator and of checks of resumed runs.
     """
 
     rank: int = 0
@@ -133,7 +135,6 @@ class RankFacts:
     remarks: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     low_precision: bool = False
-    lines: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
 

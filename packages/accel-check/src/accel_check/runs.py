@@ -218,11 +218,12 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     from accel_check.sessions import follow_sessions
 
     torch.set_num_threads(1)
-    # Ranks that begin with equal generators by accident would hide that the script does not seed them.
+    if task.resume is None:
+        # Ranks that begin with equal generators by accident would hide that the script does not seed them.
+        torch.manual_seed(4001 + rank)
     seed = 4001 + rank if task.resume is None else random.SystemRandom().randrange(2**31)
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
     if task.is_reference:
         shrink_world()
     recorder = Recorder(task, script.path, rank, world)

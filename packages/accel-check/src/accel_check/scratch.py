@@ -25,17 +25,17 @@ class Scratch:
 
     Args:
         folder: the folder.
+        own: folders of the check, whose paths stay as they are.
         saved: called with the path of each file that is written there.
     """
 
-    def __init__(self, folder: str, saved: Callable[[str], None]) -> None:
-        self.folder, self.saved = folder, saved
+    def __init__(self, folder: str, own: tuple[str, ...], saved: Callable[[str], None]) -> None:
+        self.folder, self.saved, self._own = folder, saved, (folder, *own)
 
     def to_write(self, path: Any) -> str:
         """The path to write instead of one of the script."""
         text = os.path.abspath(os.fspath(path))
-        if text.startswith(self.folder):
-            self.saved(text)
+        if text.startswith(self._own) or _is_library():
             return text
         inside = os.path.join(self.folder, text.lstrip(os.sep))
         os.makedirs(os.path.dirname(inside), exist_ok=True)
@@ -48,18 +48,25 @@ class Scratch:
         return inside if os.path.exists(inside) else path
 
 
+def _is_library() -> bool:
+    """Whether our library writes, whose sessions name a folder in the scratch folder themselves."""
+    frame = sys._getframe(3)
+    return str(frame.f_globals.get("__name__", "")).startswith("accel_")
+
+
 def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
 def redirect_saves(recorder: Recorder) -> Scratch:
     """Redirect `torch.save`, safetensors and `torch.distributed.checkpoint`, until this process ends."""
-    own = (recorder.task.folder, recorder.task.follows or recorder.task.folder)
 
     def saved(path: str) -> None:
         recorder.facts.more.setdefault("saved", []).append((recorder.calls, path))
 
-    scratch = Scratch(recorder.task.scratch, saved)
+    resume = recorder.resume
+    own = (recorder.task.folder, *([] if resume is None else [resume.task.checkpoints]))
+    scratch = Scratch(recorder.task.scratch, own, saved)
     save, load = torch.save, torch.load
 
     @functools.wraps(save)
@@ -112,16 +119,19 @@ def _redirect_safetensors(scratch: Scratch) -> None:
 
 def _note_other_files(recorder: Recorder, own: tuple[str, ...]) -> None:
     """List the other files that the script writes."""
-    outside = (*own, tempfile.gettempdir(), "/dev", "/proc", "/sys", str(Path.home() / ".cache"))
+    outside = (tempfile.gettempdir(), "/dev", "/proc", "/sys", str(Path.home() / ".cache"))
 
     def note(event: str, arguments: Any) -> None:
         if event != "open" or not isinstance(arguments[0], str):
             return
         path, mode, flags = arguments
+        path = os.path.abspath(path)
         writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & _WRITING
-        if writes and not os.path.abspath(path).startswith(outside) and "__pycache__" not in path:
-            if path not in recorder.facts.written:
-                recorder.facts.written.append(path)
+        if not writes or path.startswith(own):
+            return
+        recorder.facts.more.setdefault("opened", []).append((recorder.calls, path))
+        if not path.startswith(outside) and "__pycache__" not in path and path not in recorder.facts.written:
+            recorder.facts.written.append(path)
 
     sys.addaudithook(note)
 
