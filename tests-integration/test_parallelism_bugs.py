@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from catalogues.parallelism_bugs import CATALOGUE, PLANS
 
-from accel_torch.check_parity.command import ParityPlan, ParityReport, check
+from accel_check.check_parity import ParityPlan, check
+from accel_check.report import ParityReport
+from accel_check.runs import Script
 
 pytestmark = [pytest.mark.usefixtures("preloaded_python")]
 PRELOADED = ("accel_torch.accelerator", "accel_torch.check_parity.comparison")

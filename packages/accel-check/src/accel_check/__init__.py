@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: tuple[str, ...] = ()
+from accel_state.lazy import lazy_stub
+
+__getattr__, __dir__ = lazy_stub(__name__, __file__)

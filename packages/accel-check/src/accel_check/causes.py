@@ -18,6 +18,7 @@ __all__ = (
     "cause_of_norm",
     "cause_of_parameter",
     "is_near",
+    "is_permuted",
     "likeness",
     "listed",
 )
@@ -214,7 +215,7 @@ def cause_of_parameter(
         return "it is updated twice in a step: two optimizers or two parameter groups have it", like
     if any(_apart(tensor, present[0]) > limit for tensor in present):
         return "processes step with different gradients or optimizer states", like
-    if _permuted(wrong[0], wanted, limit):
+    if is_permuted(wrong[0], wanted):
         return "its elements are in another order: shards are concatenated wrongly", like
     if like.is_multiple:
         return "its update is scaled: learning rate, clipping or an optimizer state differs", like
@@ -236,9 +237,10 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _permuted(one: Tensor, other: Tensor, slack: float) -> bool:
-    sorted_apart = (one.flatten().sort().values - other.flatten().sort().values).abs()
-    return one.numel() > 1 and bool((sorted_apart <= slack).all())
+def is_permuted(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same elements in another order."""
+    first, second = one.double().flatten().sort().values, other.double().flatten().sort().values
+    return one.numel() > 2 and bool(torch.allclose(first, second, rtol=1e-6, atol=1e-9))
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -108,7 +108,14 @@ class _Comparison:
     def __init__(self, several: Records, one: Records, limits: Limits) -> None:
         self._several, self._one, self._limits = several, one, limits
         self._ranks = several.ranks
-        self._start = one.start()[0]
+        self._own_start = one.start()[0]
+        self._starts = several.start()
+        self._start: dict[str, Tensor] = {}
+        for name in self._own_start.parameters:
+            values = values_of([start.parameters.get(name) for start in self._starts])
+            value = next((value for value in values if value is not None), None)
+            if value is not None:
+                self._start[name] = value
         self._noise: dict[str, Tensor] = {}
         first = one.step(0, 1) if one.calls else StepRecord()
         self._order = {name: number for number, name in enumerate(first.outputs)}
@@ -116,8 +123,8 @@ class _Comparison:
     # ------------------------------------------------------------------ the state before the first step
 
     def start(self) -> Iterator[Finding]:
-        """Compare the initial parameters between the ranks."""
-        starts = self._several.start()
+        """Compare the initial parameters between the ranks, and their order with that in one process."""
+        starts = self._starts
         wrong, ranks = [], set()
         for name in starts[0].parameters:
             values = [value for value in values_of([one.parameters.get(name) for one in starts]) if value is not None]
@@ -129,6 +136,17 @@ class _Comparison:
         if wrong:
             cause = "processes begin with different initial weights: broadcast those of one process to all"
             yield self._finding(0, "parameter", cause, wrong[0], others=wrong[1:], ranks=tuple(sorted(ranks)))
+            return
+        # A script that is not seeded begins with other values, which one process takes over.
+        own = {name: piece.local for name, piece in self._own_start.parameters.items()}
+        moved = [
+            name
+            for name, value in self._start.items()
+            if own[name].shape == value.shape and not _same(value, own[name]) and causes.is_permuted(value, own[name])
+        ]
+        if moved:
+            cause = "its elements are in another order: a process has the shard of another one"
+            yield self._finding(0, "parameter", cause, moved[0], others=moved[1:])
 
     # ------------------------------------------------------------------ one step
 
@@ -222,27 +240,30 @@ class _Comparison:
         if wrong:
             # A module that contains others ends after them.
             name, ratio = wrong[0]
-            cause = self._bias_added_often(name, expected, found) or (
-                "forward computes something else in this module, or in code that computes its inputs"
-            )
+            others = tuple(other for other, _ in wrong[1:])
             detail = "" if ratio is None else f"its size is {ratio:.4g} of that in one process"
-            yield Finding(step, "output", cause, name, others=tuple(other for other, _ in wrong[1:]), detail=detail)
+            bias, cause = self._bias_added_often(name, expected, found)
+            if bias:
+                yield self._finding(step, "output", cause, bias, others=others)
+            else:
+                yield Finding(step, "output", cause, name, others=others, detail=detail)
 
-    def _bias_added_often(self, name: str, expected: StepRecord, found: Sequence[StepRecord]) -> str | None:
-        """Whether what the first layers see differs by a multiple of a bias."""
-        weights, gradients = self._start.parameters, expected.outputs[name]
+    def _bias_added_often(self, name: str, expected: StepRecord, found: Sequence[StepRecord]) -> tuple[str, str]:
+        """The bias of whose multiple the outputs of a module differ, and the cause."""
+        unknown = "", "forward computes something else in this module, or in code that computes its inputs"
+        gradients = expected.outputs[name]
         features = [record.outputs[name].features for record in found]
         if gradients.features is None or any(one is None for one in features):
-            return None
+            return unknown
         parts = [one for one in features if one is not None]
         copies = sum(record.outputs[name].elements for record in found) / gradients.elements
         apart = torch.stack(parts).sum(0) / copies - gradients.features
         rows = gradients.elements / max(len(gradients.features), 1)
-        for parameter, piece in weights.items():
+        for parameter, value in self._start.items():
             if parameter.endswith("bias"):
-                bias = piece.local.double()
+                bias = value.double()
                 # The difference passes through the layer that was seen first.
-                for map_name, matrix in [("", None), *self._matrices(name)]:
+                for matrix in (None, *self._matrices(name)):
                     moved = bias if matrix is None else (matrix @ bias if matrix.shape[-1] == len(bias) else None)
                     if moved is None or moved.shape != apart.shape:
                         continue
@@ -250,14 +271,14 @@ class _Comparison:
                     if like.is_multiple and like.ratio is not None and abs(like.ratio - round(like.ratio)) < 0.01:
                         times = round(like.ratio) + 1
                         often = "twice" if times == 2 else f"{times} times"
-                        return f"{parameter} is added {often}: each process adds the bias before the sum over processes"
-                    del map_name
-        return None
+                        cause = f"{parameter} is added {often}: each process adds the bias before the sum over processes"
+                        return parameter, cause
+        return unknown
 
-    def _matrices(self, module: str) -> Iterator[tuple[str, Tensor]]:
-        piece = self._start.parameters.get(f"{module}.weight" if module else "weight")
-        if piece is not None and piece.local.ndim == 2:
-            yield module, piece.local.double()
+    def _matrices(self, module: str) -> Iterator[Tensor]:
+        weight = self._start.get(f"{module}.weight" if module else "weight")
+        if weight is not None and weight.ndim == 2:
+            yield weight.double()
 
     def _losses(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
         readers = [facts.rank for facts in self._several.representatives()]
@@ -391,12 +412,12 @@ class _Comparison:
         """Compare the parameters with a gradient after the step, or those without."""
         wrong: dict[str, tuple[list[Tensor | None], Tensor]] = {}
         for name, piece in expected.parameters.items():
-            value, start = piece.local, self._start.parameters.get(name)
+            value, start = piece.local, self._start.get(name)
             values = values_of([record.parameters.get(name) for record in found])
-            if start is None or start.local.shape != value.shape or frozen is (name in expected.gradients):
+            if start is None or start.shape != value.shape or frozen is (name in expected.gradients):
                 continue
             kept = ~self._noise.get(name, torch.zeros(value.shape, dtype=torch.bool))
-            update = (value.double() - start.local.double())[kept].norm()
+            update = (value.double() - start.double())[kept].norm()
             rounding = 16 * torch.finfo(value.dtype).eps * float(value.double().norm()) if value.is_floating_point() else 0
             allowed = self._limits.update * float(update) + rounding
             if any(one is not None and _apart(one, value, kept) > allowed for one in values):
@@ -404,7 +425,7 @@ class _Comparison:
         if wrong:
             name = min(wrong, key=self._place)
             values, kept = wrong[name]
-            before = self._start.parameters[name].local
+            before = self._start[name]
             cause, like = causes.cause_of_parameter(values, before, expected.parameters[name].local, self._limits.update)
             yield self._finding(step, "parameter", cause, name, like, [other for other in wrong if other != name])
 

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -125,8 +124,7 @@ class Recorder:
             turn_off_dropout(self._dropout_called)
         if self.task.double:
             torch.set_default_dtype(torch.float64)
-        register_module_forward_pre_hook(self._forward_begins)
-        register_module_forward_hook(self._forward_ends, always_call=True)
+        self._wrap_modules()
         register_optimizer_step_pre_hook(self._step_begins)
         register_optimizer_step_post_hook(self._step_ends)
         self._wrap_backward()
@@ -134,6 +132,21 @@ class Recorder:
         self._wrap_constructors()
         self._wrap_meshes()
         self.batches.install()
+
+    def _wrap_modules(self) -> None:
+        """Follow calls of modules around all hooks, which may divide inputs and join outputs."""
+        call = nn.Module.__call__
+
+        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            self._forward_begins(module, (arguments, options))
+            try:
+                output = call(module, *arguments, **options)
+            finally:
+                self._stack.pop()
+            self._forward_ends(module, output)
+            return output
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
 
     def _wrap_backward(self) -> None:
         backward = torch.autograd.backward
@@ -242,7 +255,7 @@ class Recorder:
         if not self.facts.reads_loader:
             self._mark = self._mark or generators()
             if self.models.knows(module):
-                self.step.rows += sample_digests(list(inputs))
+                self.step.rows += sample_digests(inputs)
 
     def adopt(self, root: nn.Module) -> None:
         """Record the state of a new model before its first step, and continue from that of the other run."""
@@ -281,9 +294,7 @@ class Recorder:
 
         self.facts.more["other shapes"] = self.models.load(value)
 
-    def _forward_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._stack and self._stack[-1] is module:
-            self._stack.pop()
+    def _forward_ends(self, module: nn.Module, output: Any) -> None:
         name = self.models.name(module)
         if name is None or not torch.is_grad_enabled() or not module.training or self._depth:
             return

@@ -163,6 +163,7 @@ class SessionHook(Hook):
             raise SystemExit("check-resume: the script steps after each batch: it has no window. Remove --in_window.")
         save_state(session, resume.folder_of(step), safe_serialization=True)
         resume.saved(step)
+        self._waiting = None
 
     def _epoch_begins(self) -> None:
         """Load the checkpoint unless the script has done it."""

@@ -1,4 +1,4 @@
-"""The script that `accel_testing.parity.check_parity` runs: it calls a test's function with the test's batches.
+"""The script that `accel_check.parity` and `accel_check.resume` run: it calls a test's function with its batches.
 
 train_function.py BATCHES FILE FUNCTION
 """
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_torch.accelerator import Accelerator
 
-__all__ = ("GlobalBatches", "main")
+__all__ = ("GlobalBatches", "main", "samples_of")
 
 
 class GlobalBatches(Dataset[Any]):
@@ -27,7 +27,7 @@ class GlobalBatches(Dataset[Any]):
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
-        self.size = _samples_of(batches[0])
+        self.size = samples_of(batches[0])
 
     def __len__(self) -> int:
         return self.size * len(self._batches)
@@ -36,11 +36,12 @@ class GlobalBatches(Dataset[Any]):
         return _row(self._batches[index // self.size], index % self.size)
 
 
-def _samples_of(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return len(batch)
     values = list(batch.values()) if isinstance(batch, dict) else list(batch)
-    return _samples_of(values[0])
+    return samples_of(values[0])
 
 
 def _row(batch: Any, index: int) -> Any:
