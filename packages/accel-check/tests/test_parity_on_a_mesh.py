@@ -1,4 +1,4 @@
-"""`check_parity` finds nothing in any row of the table of axes, with every backend that trains on the CPU."""
+"""`accel_check.parity` finds nothing in any row of the table of axes, with every backend that trains on the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import accel_check
 from accel_plugins.manifest import Axis, Manifest
 from accel_testing.backends.sequences import COMBINATIONS, PLAN, SequenceModel, name_of, sequences
-from accel_testing.parity import check_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
-PRELOADED = ("accel_torch.accelerator", "accel_testing.parity")
+PRELOADED = ("accel_torch.accelerator", "accel_check.comparison", "accel_check.recorder")
 
 SAMPLES, STEPS = 8, 3
 
@@ -51,7 +51,7 @@ def test_a_row_of_the_table_equals_one_process(
     monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    report = check_parity(
+    report = accel_check.parity(
         train,
         batches(),
         processes=2 ** max(len(axes), 1),

@@ -278,4 +278,3 @@ def join(parts: list[Any]) -> Any:
             items = [item for part in parts for item in part]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return first
-

@@ -111,9 +111,7 @@ def cause_of_gradient(found: Sequence[Tensor | None], expected: Tensor, allowed:
     return _cause_of_ratio(like, facts)
 
 
-def _cause_between_ranks(
-    present: Sequence[tuple[int, Tensor]], expected: Tensor, allowed: float, facts: Facts
-) -> str:
+def _cause_between_ranks(present: Sequence[tuple[int, Tensor]], expected: Tensor, allowed: float, facts: Facts) -> str:
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for rank, one in present:
         groups.setdefault(facts.alike[rank] if rank < len(facts.alike) else (), []).append(one)

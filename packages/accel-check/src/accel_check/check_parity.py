@@ -75,7 +75,9 @@ class CheckParity:
             "compare each optimizer step. The script needs no change, and need not use this library."
         )
         parser.epilog = EXIT_CODES
-        parser.add_argument("--processes", type=int, help="The number of processes (default: product of the axes, or 2).")
+        parser.add_argument(
+            "--processes", type=int, help="The number of processes (default: product of the axes, or 2)."
+        )
         parser.add_argument("--backend", default="", help="Backend, as `accel backends` lists it, or axes.")
         parser.add_argument(
             "--axes",
@@ -127,9 +129,7 @@ def show_progress(text: str) -> None:
     print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress of a command
 
 
-def check(
-    script: Script, plan: ParityPlan, steps: int, progress: Callable[[str], None] | None = None
-) -> ParityReport:
+def check(script: Script, plan: ParityPlan, steps: int, progress: Callable[[str], None] | None = None) -> ParityReport:
     """Run a script in several processes and in one, and compare.
 
     Args:
@@ -190,7 +190,8 @@ class _Check:
     def _compared(self, several: Records, one: Records, precision: str) -> ParityReport:
         from accel_check.comparison import compare_runs, limits_of, remarks
 
-        compared, written = min(several.calls, one.calls), _written(several)
+        calls, written = min(several.calls, one.calls), _written(several)
+        compared = max(one.step(0, call).number for call in range(1, calls + 1))
         notes = remarks(several, one)
         shapes = one.ranks[0].more.get("other shapes") or []
         if shapes:
@@ -200,7 +201,7 @@ class _Check:
         findings = compare_runs(several, one, limits_of(several, one))
         if other_rows and not any(finding.step == 0 for finding in findings):
             return ParityReport("not verified", other_rows, findings, compared, precision, notes, written)
-        drew = [one.step(0, call).number for call in range(1, compared + 1) if one.step(0, call).drew]
+        drew = [one.step(0, call).number for call in range(1, calls + 1) if one.step(0, call).drew]
         if findings and findings[0].step in drew and findings[0].what not in ("samples", "dropout"):
             reason = (
                 f"the script draws random numbers in step {findings[0].step} outside dropout, and several processes "

@@ -210,7 +210,9 @@ class _Comparison:
         read = []
         for facts in self._ranks:
             records = [self._several.step(facts.rank, call) for call in range(1, self._several.calls + 1)]
-            read.append([(feed, one) for record in records for feed, one in zip(record.feeds, record.samples, strict=True)])
+            read.append(
+                [(feed, one) for record in records for feed, one in zip(record.feeds, record.samples, strict=True)]
+            )
         if all(one == read[0] for one in read):
             return False
         for one in read:
@@ -235,7 +237,10 @@ class _Comparison:
             total, squares = sum(part.total for part in parts) / copies, sum(part.squares for part in parts) / copies
             size = max((sums.elements * sums.squares) ** 0.5, 1e-30)
             limit = self._limits.gradient
-            if not (abs(total - sums.total) <= limit * size and abs(squares - sums.squares) <= limit * max(sums.squares, 1e-30)):
+            if not (
+                abs(total - sums.total) <= limit * size
+                and abs(squares - sums.squares) <= limit * max(sums.squares, 1e-30)
+            ):
                 wrong.append((name, (squares / sums.squares) ** 0.5 if sums.squares else None))
         if wrong:
             # A module that contains others ends after them.
@@ -271,7 +276,9 @@ class _Comparison:
                     if like.is_multiple and like.ratio is not None and abs(like.ratio - round(like.ratio)) < 0.01:
                         times = round(like.ratio) + 1
                         often = "twice" if times == 2 else f"{times} times"
-                        cause = f"{parameter} is added {often}: each process adds the bias before the sum over processes"
+                        cause = (
+                            f"{parameter} is added {often}: each process adds the bias before the sum over processes"
+                        )
                         return parameter, cause
         return unknown
 
@@ -295,9 +302,7 @@ class _Comparison:
                 yield Finding(step, "loss", causes.cause_of_loss(ratio, len(readers)), ratio=ratio, detail=detail)
                 return
 
-    def _gradients(
-        self, step: int, expected: StepRecord, found: Sequence[StepRecord], kind: str
-    ) -> list[Finding]:
+    def _gradients(self, step: int, expected: StepRecord, found: Sequence[StepRecord], kind: str) -> list[Finding]:
         theirs: dict[str, Piece] = getattr(expected, kind)
         parts: list[dict[str, Piece]] = [getattr(record, kind) for record in found]
         if kind == "before_clip" and not all(parts):
@@ -418,7 +423,9 @@ class _Comparison:
                 continue
             kept = ~self._noise.get(name, torch.zeros(value.shape, dtype=torch.bool))
             update = (value.double() - start.double())[kept].norm()
-            rounding = 16 * torch.finfo(value.dtype).eps * float(value.double().norm()) if value.is_floating_point() else 0
+            rounding = (
+                16 * torch.finfo(value.dtype).eps * float(value.double().norm()) if value.is_floating_point() else 0
+            )
             allowed = self._limits.update * float(update) + rounding
             if any(one is not None and _apart(one, value, kept) > allowed for one in values):
                 wrong[name] = values, kept
@@ -426,7 +433,9 @@ class _Comparison:
             name = min(wrong, key=self._place)
             values, kept = wrong[name]
             before = self._start[name]
-            cause, like = causes.cause_of_parameter(values, before, expected.parameters[name].local, self._limits.update)
+            cause, like = causes.cause_of_parameter(
+                values, before, expected.parameters[name].local, self._limits.update
+            )
             yield self._finding(step, "parameter", cause, name, like, [other for other in wrong if other != name])
 
     def _buffers(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
@@ -481,7 +490,9 @@ def dropout_seeds(several: Records) -> Iterator[Finding]:
                 cause = f"processes that share samples draw different masks of dropout: {advice}"
                 yield Finding(record.number, "dropout", cause, module, ranks=(rank, facts.rank))
                 return
-            same = next((one for group, (one, digest) in seen.items() if group != facts.alike and digest == state), None)
+            same = next(
+                (one for group, (one, digest) in seen.items() if group != facts.alike and digest == state), None
+            )
             if same is not None:
                 cause = f"processes with different samples draw the same masks of dropout: {advice}"
                 yield Finding(record.number, "dropout", cause, module, ranks=(same, facts.rank))
@@ -514,12 +525,18 @@ def remarks(several: Records, one: Records) -> list[str]:
 
 def limits_of(several: Records, one: Records) -> Limits:
     """The limits for two runs, by the numbers of their gradients."""
-    dtypes = {piece.local.dtype for record in [*several.steps(1), one.step(0, 1)] for piece in record.gradients.values()}
+    dtypes = {
+        piece.local.dtype for record in [*several.steps(1), one.step(0, 1)] for piece in record.gradients.values()
+    }
     return Limits.of(dtypes, any(facts.low_precision for facts in several.ranks))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return _apart(one, other) <= 8 * torch.finfo(one.dtype).eps * float(one.double().norm()) if one.is_floating_point() else torch.equal(one, other)
+    return (
+        _apart(one, other) <= 8 * torch.finfo(one.dtype).eps * float(one.double().norm())
+        if one.is_floating_point()
+        else torch.equal(one, other)
+    )
 
 
 def _apart(one: Tensor, other: Tensor, kept: Tensor | None = None) -> float:

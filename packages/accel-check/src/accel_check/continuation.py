@@ -177,7 +177,9 @@ def _other_world(run: Resumed) -> Iterator[Difference]:
         if one[0] != other[0]:
             break
         if one != other:
-            yield Difference(run.at, None, "samples", f"at position {position} of the global order after the checkpoint")
+            yield Difference(
+                run.at, None, "samples", f"at position {position} of the global order after the checkpoint"
+            )
             return
     for number in range(1, min(run.calls, run.resumed.calls) + 1):
         one, other = _mean_loss(run.straight.steps(run.call + number)), _mean_loss(run.resumed.steps(number))

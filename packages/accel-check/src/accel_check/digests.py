@@ -52,7 +52,11 @@ def sample_digests(batch: Any) -> list[str]:
 def generators() -> dict[str, str]:
     """Digests of the generators of torch, numpy and random."""
     state: Any = np.random.get_state(legacy=False)
-    return {"torch": digest(torch.get_rng_state()), "numpy": digest(state["state"]), "random": digest(random.getstate())}
+    return {
+        "torch": digest(torch.get_rng_state()),
+        "numpy": digest(state["state"]),
+        "random": digest(random.getstate()),
+    }
 
 
 def _chunks(value: Any) -> Iterator[bytes]:

@@ -141,8 +141,6 @@ class Models:
         return wrong
 
     @staticmethod
-    def _of(
-        root: nn.Module, prefix: str, named: Iterator[tuple[str, Any]]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _of(root: nn.Module, prefix: str, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
             yield prefix + plain_name(name), tensor

@@ -93,9 +93,11 @@ class Recorder:
         self.read_gradients: Callable[[], dict[str, Piece]] = self._own_gradients
         self.read_parameters: Callable[[], dict[str, Piece]] = self._own_parameters
         self.other = Records(Path(task.follows)) if task.follows else None
-        replayed = [] if self.other is None else [
-            Path(task.follows, f"rank_{one.rank}") for one in self.other.representatives()
-        ]
+        replayed = (
+            []
+            if self.other is None
+            else [Path(task.follows, f"rank_{one.rank}") for one in self.other.representatives()]
+        )
         self.batches = Batches(self.script_folder, self.folder, replayed, self.batch_given, task.resume is None)
         self._numbers: dict[int, int] = {}
         self._steps: dict[int, int] = {}

@@ -127,7 +127,9 @@ class ResumeNotes:
     def _others(self, paths: list[str], call: int, step: int) -> list[str]:
         """Files beside the checkpoint's that the script has opened itself."""
         scratch, found = self._recorder.task.scratch, []
-        folders = {"/" + os.path.relpath(path if os.path.isdir(path) else os.path.dirname(path), scratch) for path in paths}
+        folders = {
+            "/" + os.path.relpath(path if os.path.isdir(path) else os.path.dirname(path), scratch) for path in paths
+        }
         opened: list[tuple[int, str]] = self._recorder.facts.more.get("opened", [])
         for when, path in opened:
             if when == call and os.path.isfile(path) and any(Path(path).is_relative_to(folder) for folder in folders):

@@ -112,9 +112,7 @@ def environment_of(script: Script, processes: int, options: Sequence[str]) -> di
     return {**environment, **plan.environment}
 
 
-def run(
-    task: Task, script: Script, world: int, environment: Mapping[str, str], timeout: float
-) -> str | None:
+def run(task: Task, script: Script, world: int, environment: Mapping[str, str], timeout: float) -> str | None:
     """Run a script in forked processes, and return why the run failed; None if it did not.
 
     Args:

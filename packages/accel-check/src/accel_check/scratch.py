@@ -90,7 +90,9 @@ def _redirect_distributed(scratch: Scratch) -> None:
     for kind, change in ((FileSystemWriter, scratch.to_write), (FileSystemReader, scratch.to_read)):
         begin, reset = kind.__init__, kind.reset
 
-        def begun(self: Any, path: Any, *arguments: Any, _begin: Any = begin, _change: Any = change, **more: Any) -> None:
+        def begun(
+            self: Any, path: Any, *arguments: Any, _begin: Any = begin, _change: Any = change, **more: Any
+        ) -> None:
             _begin(self, _change(path), *arguments, **more)
 
         def again(self: Any, checkpoint_id: Any = None, _reset: Any = reset, _change: Any = change) -> None:
