@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import accel_check.started
+from accel_check.continuation import Resumed, compare_resumed, used_state
+from accel_check.digests import digests_of, sample_digests
+from accel_check.records import Piece, RankFacts, Records, Start, StepRecord, write
 from accel_testing.processes import run_command
-from accel_torch.check_resume.comparison import Notes, compare_notes, controls
-from accel_torch.check_resume.digests import digests_of, sample_digests
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
+PRELOADED = ("accel_torch.accelerator", "accel_check.continuation", "accel_check.recorder")
 
 SCRIPT = str(Path(__file__).with_name("resumed_script.py"))
 LOADERS = str(Path(__file__).with_name("resumed_loader_script.py"))
@@ -24,7 +27,7 @@ KINDS = runpy.run_path(LOADERS)["KINDS"]
 
 
 def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    command = [sys.executable, "-m", "accel_cli.main", "check-resume", "--cpu", "--json", *arguments]
+    command = [sys.executable, str(accel_check.started.__file__), "check-resume", "--cpu", "--json", *arguments]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command(command, timeout=280, env=environment)
     return finished.returncode, [json.loads(line) for line in finished.stdout.splitlines()]
@@ -33,8 +36,8 @@ def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def test_a_run_resumes_on_the_same_and_on_another_number_of_processes() -> None:
     code, (same, other) = check("--at", "4", "--steps", "3", "--processes", "2,3", SCRIPT)
     assert (code, same["verdict"], other["verdict"]) == (0, "equal", "equal"), (same, other)
-    used = ["loader 0", "generator numpy_random_seed", "generator torch_manual_seed", "scheduler 0", "optimizer 0"]
-    assert same["used"] == [*used, "weights of model 0", "registered object 0 (Linear)"]
+    used = ["generator numpy", "generator torch", "scheduler 0", "optimizer 0", "weights"]
+    assert same["used"] == [*used, "registered object 0 (Linear)"]
     assert same["unsaved"] == ["count in main()"]
 
 
@@ -95,71 +98,101 @@ def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...]) -> None:
 # ---------------------------------------------------------------- comparison
 
 
-def note(step: int, **pieces: str) -> dict[str, Any]:
-    """What a rank notes after a step."""
-    groups = {name.replace("_", " "): {"value": digest} for name, digest in pieces.items()}
-    return {"step": step, "pieces": groups, "full": groups, "samples": [[0, 0, [f"id {step}"]]], "losses": [step / 10]}
+class InMemory(Records):
+    """Records that are in memory, but for whole tensors."""
+
+    def __init__(self, folder: Path, ranks: list[list[StepRecord]], **more: Any) -> None:
+        self.folder, self._steps = folder, ranks
+        self.ranks = [RankFacts(rank, len(ranks), (rank,), more=more) for rank in range(len(ranks))]
+
+    def step(self, rank: int, index: int) -> StepRecord:
+        return self._steps[rank][index - 1]
+
+    @property
+    def calls(self) -> int:
+        return min(map(len, self._steps))
 
 
-def beginning(step: int, fresh: dict[str, str] | None = None, **pieces: str) -> dict[str, Any]:
-    """What a rank notes before its first step."""
-    made = note(step, **pieces)
-    fresh_groups = note(step, **(fresh or {}))["pieces"]
-    return {"step": step, "loaded": True, "pieces": made["pieces"], "full": made["full"], "fresh": fresh_groups}
+def step(number: int, **changed: Any) -> StepRecord:
+    """What a rank records in a step."""
+    record = StepRecord(0, number, losses=[number / 10], rates=[0.1], digests={"weight": f"g{number}"})
+    record.samples, record.feeds = [[f"id {number}"]], ["train.py:1"]
+    record.state = {"weights": {"weight": f"w{number}"}, "scheduler 0": {"last_epoch": str(number)}}
+    for name, value in changed.items():
+        setattr(record, name, value)
+    return record
 
 
-def straight_run() -> Notes:
-    steps = [note(step, weights=f"w{step}") for step in (1, 2, 3)]
-    saved = {**{name: steps[0][name] for name in ("step", "pieces", "full")}, "saved": True}
-    return Notes([[beginning(0, weights="w0"), steps[0], saved, *steps[1:]]])
+def run(folder: Path, *resumed: StepRecord, **more: Any) -> Resumed:
+    """A run that was resumed after step 1 of 3."""
+    straight = InMemory(folder, [[step(1), step(2), step(3)]])
+    return Resumed(straight, InMemory(folder, [list(resumed)], **more), 1, 1, 2)
 
 
-def test_runs_with_equal_notes_are_equal() -> None:
-    resumed = Notes([[beginning(1, weights="w1"), note(2, weights="w2"), note(3, weights="w3")]])
-    assert compare_notes(straight_run(), resumed, 1) is None
+def test_runs_with_equal_records_are_equal(tmp_path: Path) -> None:
+    assert compare_resumed(run(tmp_path, step(2), step(3))) is None
 
 
-def test_a_difference_in_the_loaded_state_comes_first() -> None:
-    resumed = Notes([[beginning(1, weights="w0"), note(2, weights="other"), note(3, weights="w3")]])
-    found = compare_notes(straight_run(), resumed, 1)
+def test_a_difference_in_the_loaded_state_comes_first(tmp_path: Path) -> None:
+    lost = {"weights": {"weight": "w2"}, "scheduler 0": {"last_epoch": "0"}}
+    found = compare_resumed(run(tmp_path, step(2, state=lost, losses=[9.0]), step(3)))
     assert found is not None
-    assert (found.loaded, found.step, found.rank, found.what) == (True, 1, 0, "weights: value")
+    assert (found.loaded, found.step, found.rank) == (True, 1, 0)
+    assert str(found).endswith("rank 0: scheduler 0: last_epoch (2 and 0)")
 
 
-def test_samples_are_named_before_the_weights_that_they_change() -> None:
-    later = {**note(2, weights="other"), "samples": [[0, 0, ["id 7"]]]}
-    found = compare_notes(straight_run(), Notes([[beginning(1, weights="w1"), later]]), 1)
+def test_samples_are_named_before_what_they_change(tmp_path: Path) -> None:
+    found = compare_resumed(run(tmp_path, step(2, samples=[["id 7"]], losses=[9.0]), step(3)))
     assert found is not None
-    assert str(found) == "differs first after step 2 on rank 0: samples (1 of 1 are others)"
+    assert str(found) == "differs first in step 2 on rank 0: samples (1 of 1 are others)"
 
 
-def test_a_run_that_ends_early_differs() -> None:
-    resumed = Notes([[beginning(1, weights="w1"), note(2, weights="w2")]])
-    found = compare_notes(straight_run(), resumed, 1)
+def test_a_run_that_ends_early_differs(tmp_path: Path) -> None:
+    found = compare_resumed(run(tmp_path, step(2)))
     assert found is not None
     assert (found.step, found.what) == (3, "the run")
 
 
-def test_another_number_of_processes_is_compared_by_full_state_and_global_order() -> None:
-    steps = [note(2, weights="w2"), note(3, weights="w3")]
-    other = [{**one, "samples": [[0, 0, [f"id {one['step'] + 2}"]]]} for one in steps]
-    loaded = beginning(1, weights="w1")
-    halves = [
-        [loaded, {**note(2), "samples": [[0, 0, ["id 2"]]]}],
-        [loaded, {**note(2), "samples": [[0, 0, ["id 3"]]]}],
-    ]
-    assert compare_notes(straight_run(), Notes(halves), 1) is None
-    found = compare_notes(straight_run(), Notes([[loaded, *steps], [loaded, *other]]), 1)
+def test_a_generator_that_the_script_does_not_use_may_differ(tmp_path: Path) -> None:
+    def drawn(record: StepRecord, state: str) -> StepRecord:
+        record.state["generator numpy"] = {"state": state}
+        return record
+
+    def found(straight: str, resumed: str) -> Any:
+        one = InMemory(tmp_path, [[drawn(step(1), "a"), drawn(step(2), straight), drawn(step(3), straight)]])
+        other = InMemory(tmp_path, [[drawn(step(2), resumed), drawn(step(3), resumed)]])
+        return compare_resumed(Resumed(one, other, 1, 1, 2))
+
+    assert found("a", "z") is None
+    assert found("b", "z").what == "generator numpy: state"
+
+
+def test_another_number_of_processes_is_compared_by_whole_tensors_and_global_order(tmp_path: Path) -> None:
+    def wrote(name: str, world: int, values: list[float]) -> Path:
+        folder, tensor = tmp_path / name, torch.tensor(values)
+        for rank, part in enumerate(tensor.chunk(world)):
+            piece = Piece(part, (4,), (rank * len(part),))
+            write(folder / f"rank_{rank}" / f"state_{2 if world == 1 else 1}.pt", Start({"weight": piece}))
+        return folder
+
+    def resumed(name: str, values: list[float], ids: tuple[str, str]) -> Resumed:
+        straight = InMemory(wrote(f"{name} one", 1, [1.0, 2.0, 3.0, 4.0]), [[step(1), step(2), step(3)]])
+        halves = [[step(2, samples=[[one]])] for one in ids]
+        return Resumed(straight, InMemory(wrote(f"{name} two", 2, values), halves), 1, 1, 2)
+
+    assert compare_resumed(resumed("equal", [1.0, 2.0, 3.0, 4.0], ("id 2", "id 3"))) is None
+    found = compare_resumed(resumed("order", [1.0, 2.0, 3.0, 4.0], ("id 3", "id 2")))
     assert found is not None
     assert found.what == "samples"
+    found = compare_resumed(resumed("weights", [1.0, 2.0, 3.0, 5.0], ("id 2", "id 3")))
+    assert found is not None
+    assert (found.what, found.loaded) == ("weight", True)
 
 
-def test_state_that_could_be_left_out_unseen_is_named() -> None:
-    straight = straight_run()
-    seen = Notes([[beginning(1, {"weights": "fresh"}, weights="w1")]])
-    unseen = Notes([[beginning(1, {"weights": "w1"}, weights="w1")]])
-    assert controls(straight, seen, 1) == (["weights"], [])
-    assert controls(straight, unseen, 1) == (["weights"], ["weights"])
+def test_state_that_could_be_left_out_unseen_is_named(tmp_path: Path) -> None:
+    fresh = {"scheduler 0": {"last_epoch": "2"}, "weights": {"weight": "w0"}}
+    used, unseen = used_state(run(tmp_path, step(2), step(3), fresh=fresh))
+    assert (used, unseen) == (["scheduler 0", "weights"], ["scheduler 0"])
 
 
 def test_digests_tell_values_types_and_shapes_apart() -> None:

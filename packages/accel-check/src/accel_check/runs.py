@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Script", "environment_of", "import_libraries", "run")
 
-_GRACE: Final = 20.0
+_GRACE: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
 _TICK: Final = 0.01
 _TAIL: Final = 15

@@ -121,7 +121,10 @@ def _redirect_safetensors(scratch: Scratch) -> None:
 
 def _note_other_files(recorder: Recorder, own: tuple[str, ...]) -> None:
     """List the other files that the script writes."""
-    outside = (tempfile.gettempdir(), "/dev", "/proc", "/sys", str(Path.home() / ".cache"))
+    temporary = tempfile.gettempdir()
+    outside = ("/dev", "/proc", "/sys", str(Path.home() / ".cache"))
+    if not recorder.script_folder.startswith(temporary):
+        outside = (*outside, temporary)
 
     def note(event: str, arguments: Any) -> None:
         if event != "open" or not isinstance(arguments[0], str):
