@@ -422,7 +422,8 @@ _CLEAN: Final = (
             ),
             (
                 "    order = torch.Generator().manual_seed(7)\n",
-                '    shards = mesh["dp"]\n    sampler = DistributedSampler(data, shards.size(), shards.get_local_rank())\n',
+                '    shards = mesh["dp"]\n'
+                "    sampler = DistributedSampler(data, shards.size(), shards.get_local_rank())\n",
             ),
             ("shuffle=True, generator=order", "sampler=sampler"),
             (
@@ -466,7 +467,8 @@ _CLEAN: Final = (
             ("            loss.backward()\n", "            scaler.scale(loss).backward()\n"),
             (
                 "            optimizer.step()\n",
-                "            scaler.unscale_(optimizer)\n            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
+                "            scaler.unscale_(optimizer)\n"
+                "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
                 "            scaler.step(optimizer)\n            scaler.update()\n",
             ),
         ),
@@ -482,7 +484,8 @@ _CLEAN: Final = (
                 "    def __init__(self, x, y):\n        self.x, self.y = x, y\n\n"
                 "    def __iter__(self):\n"
                 "        rank, world = dist.get_rank(), dist.get_world_size()\n"
-                "        for i in range(rank, len(self.x), world):\n            yield self.x[i], self.y[i]\n\n\ndef main",
+                "        for i in range(rank, len(self.x), world):\n"
+                "            yield self.x[i], self.y[i]\n\n\ndef main",
             ),
             ("    data = TensorDataset(x,", "    data = Stream(x,"),
             ("    sampler = DistributedSampler(data, shuffle=True, seed=3)\n", ""),
@@ -752,7 +755,8 @@ _FAULTS: Final = (
         _edited(
             CLEAN["scaler"].script,
             (
-                "            scaler.unscale_(optimizer)\n            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
+                "            scaler.unscale_(optimizer)\n"
+                "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
                 "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
             ),
         ),

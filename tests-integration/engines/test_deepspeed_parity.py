@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.settings.installed import importable
 import accel_check
 from accel_check.report import ParityReport
+from accel_state.settings.installed import importable
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),

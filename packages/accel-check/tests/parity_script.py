@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ from accel_torch import Accelerator, set_seed
 def made(fault: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
     if fault == "compiled":
-        compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
-        return compiled
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        return compiled  # type: ignore[no-any-return]
     return model
 
 
@@ -44,9 +45,10 @@ def train_sparsely() -> None:
     sparse, dense = torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[1].parameters())
     loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randint(3, (48,))), batch_size=4)
     model, sparse, dense, loader = accelerator.prepare(model, sparse, dense, loader)
+    optimizers: tuple[Any, ...] = (sparse, dense)
     for inputs, targets in loader:
         accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
-        for optimizer in (sparse, dense):
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 

@@ -87,7 +87,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main(kind: str) -> None:
     set_seed(3)
     made, options = KINDS[kind]
-    restores = {} if options.get("use_stateful_dataloader") else {"restore_position": True}
+    restores: dict[str, Any] = {} if options.get("use_stateful_dataloader") else {"restore_position": True}
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options, **restores))
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

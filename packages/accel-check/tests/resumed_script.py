@@ -58,7 +58,8 @@ def main(fault: str) -> None:
             if fault in ("sharded", "tensor-parallel"):
                 continue
             with torch.no_grad():
-                last = accelerator.unwrap_model(model)[2]
+                unwrapped: Any = accelerator.unwrap_model(model)
+                last = unwrapped[2]
                 for kept, parameter in zip(average.parameters(), last.parameters(), strict=True):
                     kept.lerp_(parameter, 0.1)
 

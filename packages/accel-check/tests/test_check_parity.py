@@ -368,7 +368,7 @@ def test_a_number_that_is_not_finite_differs() -> None:
 def test_samples_are_compared(
     ours: list[str], theirs: list[str], alike: tuple[int, ...] | None, cause: str | None
 ) -> None:
-    facts = {} if alike is None else {"alike": alike}
+    facts: dict[str, Any] = {} if alike is None else {"alike": alike}
     ranks = [step(samples=[ids], feeds=["train.py:1"]) for ids in (ours, theirs)]
     found = [one.cause for one in compared(*ranks, **facts) if one.what == "samples"]
     assert [cause in one for one in found if cause] == ([] if cause is None else [True])

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel_check.digests import digest, sample_digests
 from accel_check.records import read, write
 
-__all__ = ("Batches", "Feed", "join", "place_in_script")
+__all__ = ("Batches", "EndOfReplay", "Feed", "join", "place_in_script", "widened")
 
 
 class Feed(NamedTuple):
@@ -120,7 +120,7 @@ class Batches:
             self._kept.append(sampler)
             set_epoch(sampler, epoch)
 
-        DistributedSampler.set_epoch = set_and_note  # type: ignore[method-assign]
+        DistributedSampler.set_epoch = set_and_note  # type: ignore[method-assign, assignment]
 
     @staticmethod
     def _is_inner() -> bool:
@@ -180,7 +180,7 @@ class Batches:
                 if self._keeps:
                     write(feed.path(number), (batched, _cloned(samples)))
                 self._given(key, ids)
-            yield batch
+            yield widened(batch)
         self._compare_orders(loader, key.rpartition(" ")[0], order)
 
     def _compare_orders(self, loader: Any, place: str, order: list[str]) -> None:
@@ -208,9 +208,10 @@ class Batches:
                 return
             self._given(feeds[0].key, [])
             if parts[0][0]:
-                yield loader.collate_fn([sample for _, samples in parts for sample in samples])
+                batch = loader.collate_fn([sample for _, samples in parts for sample in samples])
             else:
-                yield loader.collate_fn(join([samples for _, samples in parts]))
+                batch = loader.collate_fn(join([samples for _, samples in parts]))
+            yield widened(batch)
             number += 1
 
     # ------------------------------------------------------------------ prepared loaders, which yield whole batches
@@ -256,6 +257,15 @@ class _Pass:
 def _cloned(value: Any) -> Any:
     # A view would take its whole storage into the file.
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def widened(batch: Any) -> Any:
+    """A batch whose numbers have 64 bits where the script's models have, as far as they had 32."""
+    if torch.get_default_dtype() is not torch.float64:
+        return batch
+    return pytree.tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf, batch
+    )
 
 
 def join(parts: list[Any]) -> Any:

@@ -162,7 +162,8 @@ class _Check:
         self._progress("imports torch")
         import_libraries(self._script)
         # 64 bits have next to no rounding; a script that sets narrower numbers fails, and runs as it is.
-        report = None if self._plan.mixed_precision else self._runs("float64", environments)
+        wide = self._plan.mixed_precision in ("", "no")
+        report = self._runs("float64", environments) if wide else None
         return report if report is not None else self._runs("float32", environments, last=True)  # type: ignore[return-value]
 
     def _runs(self, precision: str, environments: list[dict[str, str]], last: bool = False) -> ParityReport | None:

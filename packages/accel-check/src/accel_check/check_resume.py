@@ -311,8 +311,8 @@ class _Check:
 
     def _run(self, task: ResumeTask, script: Script, processes: int) -> tuple[Records, str | None]:
         """The records of one run, and why it failed."""
-        from accel_check.records import Records
         from accel_check.recorder import Task
+        from accel_check.records import Records
 
         self._runs += 1
         folder = self._folder / f"run_{self._runs}"

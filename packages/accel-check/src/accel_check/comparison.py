@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accel_check import causes
-from accel_check.records import Piece, RankFacts, Records, StepRecord, values_of
+from accel_check.records import Piece, Records, StepRecord, values_of
 
 __all__ = ("Finding", "Limits", "compare_runs", "remarks")
 
@@ -44,7 +44,7 @@ class Limits:
 
 
 _SMALL: Final = 1e-2
-"""The norm of the smallest gradient that is compared by its own size, as a fraction of the largest norm in the model."""
+"""The smallest norm of a gradient that is compared by its own size, as a fraction of the largest in the model."""
 
 
 @dataclass(frozen=True)
@@ -548,8 +548,3 @@ def _apart(one: Tensor, other: Tensor, kept: Tensor | None = None) -> float:
     apart = torch.where(one == other, 0.0, apart)
     distance = float((apart if kept is None else apart[kept]).norm())
     return distance if distance == distance else float("inf")
-
-
-def describe_rank(facts: RankFacts) -> str:
-    """A rank as text."""
-    return f"rank {facts.rank} of {facts.world}"

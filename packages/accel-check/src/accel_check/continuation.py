@@ -182,11 +182,11 @@ def _other_world(run: Resumed) -> Iterator[Difference]:
             )
             return
     for number in range(1, min(run.calls, run.resumed.calls) + 1):
-        one, other = _mean_loss(run.straight.steps(run.call + number)), _mean_loss(run.resumed.steps(number))
-        if one is None or other is None or one[1] != other[1]:
+        loss, resumed = _mean_loss(run.straight.steps(run.call + number)), _mean_loss(run.resumed.steps(number))
+        if loss is None or resumed is None or loss[1] != resumed[1]:
             continue
-        if abs(one[0] - other[0]) > LOSS_TOLERANCE * max(abs(one[0]), abs(other[0])):
-            detail = f"{one[0]:.8g} and {other[0]:.8g}, more than {LOSS_TOLERANCE:g} apart"
+        if abs(loss[0] - resumed[0]) > LOSS_TOLERANCE * max(abs(loss[0]), abs(resumed[0])):
+            detail = f"{loss[0]:.8g} and {resumed[0]:.8g}, more than {LOSS_TOLERANCE:g} apart"
             yield Difference(run.at + number, None, "loss", detail)
 
 

@@ -36,8 +36,8 @@ def parity(
     """Check that a training function computes the same in several processes as in one; see `accel check-parity`.
 
     Args:
-        train: called with an Accelerator and a prepared loader. It creates a model, prepares it, and makes one optimizer
-            step for each batch. It must be a top-level function of a module, because it is loaded from its file.
+        train: called with an Accelerator and a prepared loader. It creates a model, prepares it, and makes one
+            optimizer step for each batch. It must be a top-level function of a module, which is loaded from its file.
         batches: global batches: pytrees of tensors of shape (batch size, ...), all of one batch size. Each process
             receives its shard of each.
         processes: the number of processes.
@@ -74,10 +74,10 @@ def parity(
     options += [f"--launch={subprocess.list2cmdline(launch)}"] if launch else []
     (line,) = _lines("check-parity", options, train, batches)
     found = json.loads(line)
-    findings = [
-        Finding(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
-        for one in found["findings"]
-    ]
+    findings = []
+    for one in found["findings"]:
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
+        findings.append(Finding(**fields))
     known = {key: value for key, value in found.items() if key not in ("findings", "parameter", "module")}
     return ParityReport(**known, findings=findings)
 

@@ -199,10 +199,14 @@ class Recorder:
             begin_scaler(scaler, *arguments, **options)
             self.scalers.append(weakref.ref(scaler))
 
-        torch.optim.Optimizer.__init__ = optimizer_made  # type: ignore[method-assign]
-        LRScheduler.__init__ = scheduler_made  # type: ignore[method-assign]
-        torch.amp.GradScaler.unscale_ = unscaled  # type: ignore[method-assign]
-        torch.amp.GradScaler.__init__ = scaler_made  # type: ignore[method-assign]
+        kinds: list[tuple[Any, str, Callable[..., None]]] = [
+            (torch.optim.Optimizer, "__init__", optimizer_made),
+            (LRScheduler, "__init__", scheduler_made),
+            (torch.amp.GradScaler, "__init__", scaler_made),
+            (torch.amp.GradScaler, "unscale_", unscaled),
+        ]
+        for kind, name, followed in kinds:
+            setattr(kind, name, followed)
 
     def _wrap_meshes(self) -> None:
         """Note which ranks read the same samples: those of a mesh along which tensors or sequences are divided."""
@@ -303,6 +307,7 @@ class Recorder:
         sums = self.step.outputs.setdefault(name, OutputSums())
         sums.calls += 1
         for tensor in pytree.tree_leaves(output):
+            self.facts.low_precision |= getattr(tensor, "dtype", None) in (torch.float16, torch.bfloat16)
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not hasattr(tensor, "placements"):
                 values = tensor.detach().double()
                 sums.elements += values.numel()
@@ -310,8 +315,9 @@ class Recorder:
                 sums.squares += float(values.square().sum())
                 if values.ndim:
                     features = values.reshape(-1, values.shape[-1]).sum(0).cpu()
-                    same = sums.features is not None and sums.features.shape == features.shape
-                    sums.features = features + sums.features if same else features
+                    if sums.features is not None and sums.features.shape == features.shape:
+                        features = features + sums.features
+                    sums.features = features
 
     def _dropout_called(self) -> None:
         if self.step.dropout is None:
@@ -398,9 +404,6 @@ class Recorder:
         step.drew = bool(self._mark) and self._mark != generators()
         if self.task.resume is None:
             step.gradients = self.read_gradients() or step.after_backward
-            self.facts.low_precision |= any(
-                piece.local.dtype in (torch.float16, torch.bfloat16) for piece in step.gradients.values()
-            )
             if any(value != 0 for value in step.losses) and not step.gradients:
                 self.remark("the optimizer steps without any gradient although backward has run")
 

@@ -34,7 +34,7 @@ class Scratch:
 
     def to_write(self, path: Any) -> str:
         """The path to write instead of one of the script."""
-        text = os.path.abspath(os.fspath(path))
+        text: str = os.path.abspath(os.fspath(path))
         if text.startswith(self._own) or _is_library():
             return text
         inside = os.path.join(self.folder, text.lstrip(os.sep))
@@ -85,7 +85,7 @@ def redirect_saves(recorder: Recorder) -> Scratch:
 
 
 def _redirect_distributed(scratch: Scratch) -> None:
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
     for kind, change in ((FileSystemWriter, scratch.to_write), (FileSystemReader, scratch.to_read)):
         begin, reset = kind.__init__, kind.reset
@@ -98,7 +98,7 @@ def _redirect_distributed(scratch: Scratch) -> None:
         def again(self: Any, checkpoint_id: Any = None, _reset: Any = reset, _change: Any = change) -> None:
             _reset(self, None if checkpoint_id is None else _change(checkpoint_id))
 
-        kind.__init__, kind.reset = begun, again  # type: ignore[method-assign, assignment]
+        kind.__init__, kind.reset = begun, again  # type: ignore[method-assign]
 
 
 def _redirect_safetensors(scratch: Scratch) -> None:
@@ -122,7 +122,7 @@ def _redirect_safetensors(scratch: Scratch) -> None:
 def _note_other_files(recorder: Recorder, own: tuple[str, ...]) -> None:
     """List the other files that the script writes."""
     temporary = tempfile.gettempdir()
-    outside = ("/dev", "/proc", "/sys", str(Path.home() / ".cache"))
+    outside: tuple[str, ...] = ("/dev", "/proc", "/sys", str(Path.home() / ".cache"))
     if not recorder.script_folder.startswith(temporary):
         outside = (*outside, temporary)
 

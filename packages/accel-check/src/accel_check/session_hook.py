@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_check.batches import widened
 from accel_check.digests import digests_of, sample_digests
 from accel_check.models import Models, piece_of
 from accel_check.records import Piece
@@ -54,7 +55,7 @@ class SessionHook(Hook):
     def configure(self, options: Options) -> Options:
         """Keep the run out of the user's folders and trackers; in the run of one process, remove the plan."""
         project = options.project
-        folders = {
+        folders: dict[str, Any] = {
             name: self._inside(value)
             for name in ("project_dir", "logging_dir")
             if (value := getattr(project, name)) is not None
@@ -128,7 +129,7 @@ class SessionHook(Hook):
             if self._recorder.resume is not None:
                 session.pauses.used = self._recorder.resume.by_command = True
                 follower.begins = self._epoch_begins
-            if self._recorder.task.is_reference:
+            if self._recorder.resume is None:
                 loader.device_transfer = follower.replaced
 
     def folder_to_save(self, session: Session, output_dir: Any) -> Any:
@@ -303,5 +304,7 @@ class _LoaderFollower:
 
     def replaced(self, pairs: Iterator[tuple[Any, Any]], ahead: bool) -> Iterator[tuple[Any, Any]]:
         for number, (batch, rest) in enumerate(pairs):
-            joined = self._recorder.batches.joined_batch(self._key, number)
-            yield batch if joined is None else joined, rest
+            if self._recorder.task.is_reference:
+                joined = self._recorder.batches.joined_batch(self._key, number)
+                batch = batch if joined is None else joined
+            yield widened(batch), rest

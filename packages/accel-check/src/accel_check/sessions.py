@@ -15,8 +15,7 @@ def follow_sessions(recorder: Recorder) -> None:
     """Follow the sessions of this process, if accel-torch is installed."""
     if importlib.util.find_spec("accel_torch") is None:
         return
-    from accel_torch.hooks import PROCESS_HOOKS
-
     from accel_check.session_hook import SessionHook
+    from accel_torch.hooks import PROCESS_HOOKS
 
     PROCESS_HOOKS.append(SessionHook(recorder))

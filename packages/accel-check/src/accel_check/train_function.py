@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from accel_check.batches import widened
 from accel_torch.accelerator import Accelerator
 
 __all__ = ("GlobalBatches", "main", "samples_of")
@@ -70,7 +71,7 @@ def _function(file: str, name: str) -> Any:
 def main(batches: str, file: str, name: str) -> None:
     """Call a function with an Accelerator and with this process's shards of the global batches."""
     step = _function(file, name)
-    data = GlobalBatches(torch.load(batches, weights_only=False))
+    data = GlobalBatches(widened(torch.load(batches, weights_only=False)))
     accelerator = Accelerator()
     count = accelerator.session.strategy.shards().count
     step(accelerator, accelerator.prepare(DataLoader(data, batch_size=data.size // count)))

@@ -73,8 +73,8 @@ def state_of(recorder: Recorder) -> dict[str, dict[str, str]]:
     for number, scaler in _living(recorder.scalers):
         if scaler.is_enabled():
             found[f"scaler {number}"] = _readable(scaler.state_dict())
-    for name, state in generators().items():
-        found[f"generator {name}"] = {"state": state}
+    for name, drawn in generators().items():
+        found[f"generator {name}"] = {"state": drawn}
     for more in recorder.more_state:
         found |= more()
     return {group: paths for group, paths in found.items() if paths}
@@ -102,7 +102,7 @@ def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
 def optimizer_pieces(recorder: Recorder) -> dict[str, Piece]:
     """The parts of the optimizers' tensors that this process has, by name."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
-    found = {}
+    found: dict[str, Piece] = {}
     for number, optimizer in _living(recorder.optimizers):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
