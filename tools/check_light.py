@@ -56,6 +56,7 @@ LIGHT = (
     ("accel-plugins", "accel_plugins/shards.py"),
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),
+    *(("accel-check", f"accel_check/{module}.py") for module in ("__init__", "check_*", "report", "runs")),
     ("accel-megatron", "accel_megatron/__init__.py"),
     ("accel-megatron", "accel_megatron/config.py"),
     ("accel-megatron", "accel_megatron/manifest.py"),

@@ -16,6 +16,7 @@ OWN_PACKAGES: Final = frozenset(
         "accel_bigmodel",
         "accel_cli",
         "accel_data",
+        "accel_check",
         "accel_megatron",
         "accel_ops",
         "accel_plugins",
