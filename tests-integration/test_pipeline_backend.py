@@ -13,6 +13,7 @@ import pytest
 from accel_plugins.checkpoint.state import load_folder
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.single.manifest import MANIFEST as SINGLE
+from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.mesh import ParallelismConfig
 from accel_testing.accelerator import AcceleratorSuite, unwrapped_model
 from accel_testing.backends import BackendSuite, Case, tasks
@@ -22,6 +23,7 @@ from accel_testing.processes import Processes
 HERE = Path(__file__).parent
 SOURCE = HERE / "accel-backend-pipeline" / "src"
 MODEL = "pipeline_models:Classifier"
+PLAN = {"0": "colwise", "2": "rowwise"}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,23 @@ class TestTwoReplicasOfTwoStages(PipelineSuite):
 
 
 @pytest.mark.slow
+class TestTwoStagesOfDividedLayers(PipelineSuite):
+    parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(tp_size=2, axes={"pp": 2})
+    processes = 4
+
+    def case(self, **changes: Any) -> Case:
+        return super().case(**{"transforms": (TensorParallel(PLAN),), **changes})
+
+
+@pytest.mark.slow
+class TestFourStagesOfTwoProcesses(TestTwoStages):
+    def settings(self, case: Case) -> Any:
+        from accel_backend_pipeline import PipelineConfig
+
+        return PipelineConfig("interleaved")
+
+
+@pytest.mark.slow
 class TestTwoStagesThroughTheAccelerator(PipelineSuite, AcceleratorSuite):
     parallelism_config: ClassVar[ParallelismConfig | None] = ParallelismConfig(axes={"pp": 2})
 
@@ -82,9 +101,9 @@ def test_a_pipeline_trains_through_the_accelerator(importable: None, processes: 
 
 def train_and_save(case: Case, folder: str) -> dict[str, Any]:
     training = case.open()
-    losses, _ = training.train()
+    losses, norms = training.train()
     training.save(Path(folder))
-    return {"losses": losses, "weights": training.weights()}
+    return {"losses": losses, "norms": norms, "weights": training.weights()}
 
 
 def resume_alone(case: Case, folder: str) -> dict[str, Any]:
@@ -100,14 +119,20 @@ def case_of(schedule: str, axes: ParallelismConfig) -> Case:
     from accel_backend_pipeline import PipelineConfig
     from accel_backend_pipeline.manifest import MANIFEST
 
-    return Case(MANIFEST, PipelineConfig(schedule), model=MODEL, parallelism_config=axes, adam=True)
+    transforms = (TensorParallel(PLAN),) if axes.tp_enabled else ()
+    config = PipelineConfig(schedule)
+    return Case(MANIFEST, config, model=MODEL, parallelism_config=axes, transforms=transforms, adam=True, clip_norm=0.3)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize(
     "axes",
-    [ParallelismConfig(axes={"pp": 2}), ParallelismConfig(dp_replicate_size=2, axes={"pp": 2})],
-    ids=["stages", "replicas of stages"],
+    [
+        ParallelismConfig(axes={"pp": 2}),
+        ParallelismConfig(dp_replicate_size=2, axes={"pp": 2}),
+        ParallelismConfig(tp_size=2, axes={"pp": 2}),
+    ],
+    ids=["stages", "replicas of stages", "stages of divided layers"],
 )
 def test_a_pipeline_trains_as_one_process_which_loads_its_checkpoint(
     importable: None, processes: Callable[[int], Processes], tmp_path: Path, schedule: str, axes: ParallelismConfig
@@ -116,9 +141,10 @@ def test_a_pipeline_trains_as_one_process_which_loads_its_checkpoint(
     plain = Plain(case).run()
     for answer in processes(axes.total_size).run(train_and_save, case, str(tmp_path)):
         assert answer["losses"] == near(plain.losses)
+        assert answer["norms"] == near(plain.norms)
         assert answer["weights"] == near(plain.weights())
 
-    (alone,) = processes(1).run(resume_alone, Case(SINGLE, model=MODEL, adam=True), str(tmp_path))
+    (alone,) = processes(1).run(resume_alone, Case(SINGLE, model=MODEL, adam=True, clip_norm=0.3), str(tmp_path))
     assert alone["loaded"] == answer["weights"]
     plain.run(list(batches(case))[:2])
     assert alone["after"] == near(plain.weights())
