@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from pipeline_models import BuiltInParts
 
+from accel_plugins import Bundle
 from accel_plugins.checkpoint.state import load_folder
 from accel_plugins.prepared import PreparedObjects
 from accel_plugins.single.manifest import MANIFEST as SINGLE
@@ -148,6 +151,56 @@ def test_a_pipeline_trains_as_one_process_which_loads_its_checkpoint(
     assert alone["loaded"] == answer["weights"]
     plain.run(list(batches(case))[:2])
     assert alone["after"] == near(plain.weights())
+
+
+def train_in_parts(case: Case, folder: str) -> dict[str, Any]:
+    """Build, train and save a model whose layers of other processes have no memory; go on, and load it again."""
+    training = case.open()
+    torch.manual_seed(3 + training.process.rank)
+    with training.strategy.init_module() as part:
+        model = BuiltInParts(part)
+    in_memory = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    bundle = training.prepare(Bundle.of([model, torch.optim.Adam(model.parameters(), lr=0.05)]))
+    training.model, training.optimizer = bundle.models[0], bundle.optimizers[0]
+    start = training.weights()
+    losses, _ = training.train()
+    training.save(Path(folder))
+    weights = training.weights()
+    after, _ = training.train()
+    training.load(Path(folder))
+    loaded = training.weights()
+    return {
+        "in_memory": in_memory,
+        "start": start,
+        "losses": losses,
+        "weights": weights,
+        "loaded": loaded,
+        "after": after,
+        "after_loading": training.train()[0],
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_model_is_built_in_the_parts_of_each_process(
+    importable: None, processes: Callable[[int], Processes], tmp_path: Path, schedule: str
+) -> None:
+    case = case_of(schedule, ParallelismConfig(axes={"pp": 2})).but(clip_norm=None)
+    of_pipeline, of_one = tmp_path / "pipeline", tmp_path / "one"
+    of_pipeline.mkdir()
+    of_one.mkdir()
+    answers = processes(2).run(train_in_parts, case, str(of_pipeline))
+    alone_case = case.but(manifest=SINGLE, config=None, parallelism_config=None)
+    (alone,) = processes(1).run(train_in_parts, alone_case, str(of_one))
+    layers = {name.partition(".")[0] for name in alone["in_memory"]}
+    own = [{name.partition(".")[0] for name in answer["in_memory"]} for answer in answers]
+    assert layers == own[0] | own[1] == {"0", "2", "3", "4"}
+    assert not own[0] & own[1]
+    for answer in answers:
+        assert answer["start"] == alone["start"]
+        assert answer["losses"] == near(alone["losses"])
+        assert answer["weights"] == near(alone["weights"])
+        assert answer["loaded"] == answer["weights"]
+        assert answer["after_loading"] == answer["after"] == near(alone["after"])
 
 
 def test_samples_are_divided_along_the_axes_of_data_alone() -> None:
