@@ -19,8 +19,9 @@ from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.mesh import ParallelismConfig
 from accel_testing.accelerator import AcceleratorSuite, unwrapped_model
-from accel_testing.backends import BackendSuite, Case, tasks
+from accel_testing.backends import BackendSuite, Case
 from accel_testing.backends.reference_loop import Plain, batches, near
+from accel_testing.backends.runs import train
 from accel_testing.processes import Processes
 
 HERE = Path(__file__).parent
@@ -95,7 +96,7 @@ def test_a_pipeline_trains_through_the_accelerator(importable: None, processes: 
         training="accel_testing.accelerator:AcceleratorTraining", accumulation=2, clip_norm=0.5
     )
     plain = Plain(case).run()
-    for answer in processes(2).run(tasks.train, case):
+    for answer in processes(2).run(train, case):
         assert answer["losses"] == near(plain.losses)
         assert answer["norms"] == near(plain.norms)
         assert answer["weights"] == near(plain.weights())
