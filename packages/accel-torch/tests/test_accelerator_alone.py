@@ -30,6 +30,7 @@ from accel_torch import (
     DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 
@@ -456,6 +457,21 @@ def test_a_second_accelerator_may_name_the_same_backend() -> None:
     assert Accelerator(cpu=True, backend="single").session.strategy is first.session.strategy
     with pytest.raises(Conflict, match="created with backend='single'"):
         Accelerator(cpu=True, backend="ddp")
+
+
+def test_a_second_accelerator_cannot_change_the_settings_of_the_precision() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
+    again = Accelerator(kwargs_handlers=[AutocastKwargs(cache_enabled=False), GradScalerKwargs(init_scale=2.0)])
+    assert again.session.strategy is first.session.strategy
+    with pytest.raises(Conflict, match="created with AutocastKwargs") as refusal:
+        Accelerator(kwargs_handlers=[AutocastKwargs(enabled=False)])
+    assert "first" in refusal.value.remedy
+
+
+def test_a_second_accelerator_may_give_settings_that_say_nothing_new() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    again = Accelerator(kwargs_handlers=[AutocastKwargs(), ProfileKwargs(record_shapes=True)])
+    assert again.session.strategy is first.session.strategy
 
 
 AFTER_THE_START = (

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_plugins import resolve
 from accel_plugins.context import Context
 from accel_plugins.manifest import Manifest
-from accel_plugins.precision.select import choose
+from accel_plugins.precision.select import choose, settings_classes
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.current import Process, Run
 from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.kwargs import InitProcessGroupKwargs
+from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
 from accel_state.process import PartialState
 from accel_state.run_state import (
     AcceleratorState,
@@ -141,18 +141,51 @@ def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[Accelerator
     check_given(given)
     run = current.run_or_none()
     if run is not None and isinstance(run.strategy, Strategy):
+        _check_handlers(options, run)
         if run.strategy not in _users:
             run = run._replace(strategy=_reopened(run.strategy))
             current.set_run(run)
         return AcceleratorState(), _gradient(options, run.strategy), run.strategy
     gradient = GradientState.of(options.accumulation)
-    run = _run(options, current.process(), gradient, {**given, **options.plugins})
+    run = _run(options, current.process(), gradient, {**given, **options.plugins, _HANDLERS: options.handlers})
     current.set_run(run)
     if run.parallelism_config is not None:
         from accel_ops.rng import seed_again
 
         seed_again()
     return AcceleratorState(), gradient, run.strategy
+
+
+_HANDLERS: Final = "kwargs_handlers"
+
+
+def _check_handlers(options: Options, run: Run) -> None:
+    """Raise for settings objects that the active run would not use: those of its backend and of its precision.
+
+    Raises:
+        Conflict: one differs from that of the run.
+    """
+    if not options.handlers:
+        return
+    of_backend = resolve.config_among(_manifest_of(run.strategy), options.handlers)
+    for handler in options.handlers:
+        if handler is of_backend:
+            before = run.strategy.config
+        elif isinstance(handler, settings_classes(run.mixed_precision)):
+            before = next((one for one in run.given.get(_HANDLERS, ()) if type(one) is type(handler)), type(handler)())
+        else:
+            continue
+        if handler != before:
+            raise Conflict(
+                f"Cannot use {_shown(handler)} in this run.",
+                f"The run was created with {_shown(before)}, and all Accelerators of a process share one run.",
+                "Pass the same object to every Accelerator, or only to the first one.",
+            )
+
+
+def _shown(handler: KwargsHandler) -> str:
+    """A settings object as users write it, without the defaults."""
+    return f"{type(handler).__name__}({', '.join(f'{name}={value!r}' for name, value in handler.to_kwargs().items())})"
 
 
 def _open(manifest: Manifest, config: Any, context: Context) -> Strategy:
