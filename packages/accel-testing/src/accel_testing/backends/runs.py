@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,6 @@ def shard_of(training: Training) -> tuple[int, int]:
     return shards.count, shards.index
 
 
-def as_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def as_lists(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A state dict as plain lists."""
     return {name: value.tolist() for name, value in state.items()}
