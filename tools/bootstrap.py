@@ -37,7 +37,7 @@ PACKAGES = (
     "accel-cli[completion,wizard]",
     "accel-torch",
     "accel-megatron",
-    "accel-testing[backends,launchers,stores,trackers]",
+    "accel-testing[backends,commands,launchers,stores,trackers]",
     "accelerate",
 )
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_data import PreparedLoader
-from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ObjectKind, Shards
+from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ModelPart, ObjectKind, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.memory_plans import MemoryPlans
@@ -427,9 +427,27 @@ class LosesWhatIsBuilt(DDPStrategy):
     """Gives models that it builds memory, and no values that anybody drew."""
 
     @contextlib.contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        with super().init_module(True):
+    def init_module(self, empty_init: bool | None = None) -> Iterator[ModelPart]:
+        with super().init_module(True) as part:
+            yield part
+
+
+class SaysNotWhatIsBuilt(DDPStrategy):
+    """Builds models without saying which part of them."""
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[Any]:
+        with super().init_module(empty_init):
             yield
+
+
+class LeavesAStageOut(DDPStrategy):
+    """Builds the first of two stages on each process."""
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[ModelPart]:
+        with super().init_module(empty_init):
+            yield ModelPart([0], 2)
 
 
 class BackwardWithoutArguments(DDPStrategy):
@@ -583,6 +601,8 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (StaysInTraining, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
     (NeedsAnOptimizer, {}, "test_a_model_that_is_only_evaluated_needs_no_optimizer", ()),
     (LosesWhatIsBuilt, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
+    (SaysNotWhatIsBuilt, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
+    (LeavesAStageOut, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
     (BackwardWithoutArguments, {}, "test_backward_passes_its_arguments_on", ()),
     (StepsWithoutTheClosure, {}, "test_a_closure_computes_the_gradients_of_a_step_or_is_refused", ()),
     (ReadsAllWeightsOrNone, {}, "test_weights_go_into_a_plain_model_and_back", ()),
