@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_plugins.manifest import Capabilities, Manifest
 from accel_state.mesh import ParallelismConfig
-from accel_testing.backends.reference_loop import Case, Plain
+from accel_testing.backends.reference_loop import Case, Plain, near
 from accel_testing.backends.runs import train
 from accel_testing.processes import Processes
 
@@ -157,11 +157,7 @@ class SuiteBase:
 
     def near(self, expected: Any) -> Any:
         """An object that equals `expected` within the tolerance, in nested lists and dicts."""
-        if isinstance(expected, dict):
-            return {name: self.near(value) for name, value in expected.items()}
-        if isinstance(expected, list) and expected and isinstance(expected[0], (list, dict)):
-            return [self.near(value) for value in expected]
-        return pytest.approx(expected, rel=self.tolerance, abs=self.tolerance / 10)
+        return near(expected, rel=self.tolerance, abs=self.tolerance / 10)
 
     def written(self, answers: list[dict[str, Any]]) -> list[Any]:
         """The weights of processes that have complete ones; the first process must have them."""
