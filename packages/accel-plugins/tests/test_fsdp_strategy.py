@@ -18,7 +18,7 @@ from accel_plugins import Bundle, Context
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
-from accel_plugins.fsdp.policies import blocks_to_shard, shard_groups
+from accel_plugins.fsdp.sharding import blocks_to_shard, shard_groups
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend

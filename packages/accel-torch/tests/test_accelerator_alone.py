@@ -478,7 +478,7 @@ AFTER_THE_START = (
     *("accel_bigmodel", "accel_data.loader", "accel_ops", "accel_state.protocol", "accel_state.transport.control"),
     *("accel_plugins.checkpoint.save_policy", "accel_plugins.mesh", "accel_plugins.parameters", "accel_plugins.shards"),
     *("accel_plugins.precision.config", "accel_plugins.transforms", "accel_plugins.wrapped.optimizer"),
-    *("accel_state.choices", "accel_state.watch.calls", "accel_state.watch.seconds"),
+    *("accel_state.choices", "accel_state.watch.calls", "accel_state.watch.goodput"),
     *("accel_state.network", "accel_state.processors", "accel_state.transport.rendezvous", "accel_state.uncaught"),
     *("accel_torch.misuse", "accel_torch.prepare", "accel_torch.replicas", "accel_torch.saving", "accel_torch.step"),
 )

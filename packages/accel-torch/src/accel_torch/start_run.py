@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
-    from accel_torch.time_recorder import TimeRecorder
 
 __all__ = ("leave", "open_sessions", "start_run", "start_session", "transforms_of")
 
@@ -52,14 +51,14 @@ def start_session(options: Options) -> Session:
     """
     for hook in PROCESS_HOOKS:
         options = hook.configure(options)
-    recorder = _begin_records(options)
+    _begin_records(options)
     hooks = list(PROCESS_HOOKS)
     session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
-    if options.straggler_report and recorder is not None:
+    if options.straggler_report:
         from accel_torch.straggler import StragglerReport
 
-        session.report = StragglerReport(recorder.account)
+        session.report = StragglerReport()
     session.transforms = transforms_of(options, session.state.parallelism_config)
     if session.strategy.capabilities.elastic:
         session.hooks.enter(StepsOfShares(session.strategy, session.gradient))
@@ -79,8 +78,8 @@ def start_session(options: Options) -> Session:
     return session
 
 
-def _begin_records(options: Options) -> TimeRecorder | None:
-    """Begin what the options record of this process; the recorder of its time if they ask for one."""
+def _begin_records(options: Options) -> None:
+    """Begin what the options record of this process."""
     folder = options.project.project_dir or options.project.logging_dir
     if folder is not None:
         STATUS_RECORD.writes_to(folder)
@@ -91,8 +90,7 @@ def _begin_records(options: Options) -> TimeRecorder | None:
     if options.goodput or options.straggler_report:
         from accel_torch.time_recorder import record_time
 
-        return record_time(options)
-    return None
+        record_time(options)
 
 
 _users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()
