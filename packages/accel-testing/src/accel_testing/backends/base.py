@@ -15,14 +15,7 @@ from accel_testing.backends.reference_loop import Case, Plain, near
 from accel_testing.backends.runs import train
 from accel_testing.processes import Processes
 
-__all__ = (
-    "MicroBatches",
-    "Run",
-    "SuiteBase",
-    "needs",
-    "with_the_kits_models",
-)
-
+__all__ = ("SuiteBase", "needs", "with_the_kits_models")
 
 Run = Callable[..., list[Any]]
 T = TypeVar("T", bound=Callable[..., Any])
