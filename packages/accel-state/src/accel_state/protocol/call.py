@@ -24,12 +24,13 @@ from typing import Any, Final, NoReturn
 import torch
 
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
+from accel_state.library import caller
 from accel_state.protocol.description import CallDescription, mismatch_error
 from accel_state.protocol.exchange import NO_FINGERPRINT, REFUSES, HeaderExchange, is_common
 from accel_state.protocol.header import EagerHeader, HeaderFields
 from accel_state.protocol.turn import InterruptedCall, InterruptedExchange
 from accel_state.transport.base import Transport, Work
-from accel_state.watch.calls import Location, caller, locate
+from accel_state.watch.calls import Location, locate
 
 __all__ = ("HeaderCall", "PendingCall", "barrier", "start_all_gather_bytes")
 
