@@ -161,8 +161,8 @@ RECORDER = """
         def stop(self):
             pass
 
-    def called_for(settings, environ):
-        return "recorder_pool" if settings["recorder_pool"].given else None
+    def called_for(request):
+        return "recorder_pool" if request.settings["recorder_pool"].given else None
 
     MANIFEST = LauncherManifest(
         "recorder", "recorder:Recorder", "record", "recorder:RecorderSettings", called_for, priority=100
