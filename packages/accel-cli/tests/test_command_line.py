@@ -10,7 +10,7 @@ import pytest
 
 from accel_cli import main as entry
 from accel_cli.command import BUILT_IN, find_command, installed_commands, spelled
-from accel_state.errors import PluginError, SettingError
+from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.plugins import forget_plugins, plugins_of
 
 COMMAND_MODULE = """
@@ -184,6 +184,13 @@ def test_the_program_shows_itself_under_the_name_it_was_called_by(capsys):
 def test_flags_are_spelled_with_underscores_and_with_dashes():
     assert spelled("--cpu") == ("--cpu",)
     assert spelled("--main_process_ip") == ("--main_process_ip", "--main-process-ip")
+
+
+@pytest.mark.parametrize("name", ["check-parity", "check-resume"])
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(name, monkeypatch):
+    monkeypatch.setattr("accel_cli.command.COMMANDS.names", lambda: ("launch",))
+    with pytest.raises(Missing, match="pip install accel-check"):
+        find_command(name)
 
 
 def test_find_command_refuses_unknown_names():

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from accel_cli.launch.devices import visible
+from accel_cli.launch.failures import ending, shell_code
 from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine
 from accel_cli.launch.output import Relay
-from accel_cli.launch.report import ending, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
 from accel_cli.launch.signals import ENDING, Inbox

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -22,9 +21,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_cli.launch.failures import Failure
     from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.port import Port
-    from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
 
@@ -39,12 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from accel_cli.launch.report import Failure, first_failure, report, shell_code
+    from accel_cli.launch.failures import Failure, first_failure, report, shell_code
     from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
-    from accel_state.watch.runs import make_launch_folder
-    from accel_state.watch.seconds import close_accounts
+    from accel_state.watch.goodput import close_accounts
+    from accel_state.watch.runs import make_launch_folder, remove_launch_folder
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             folder = make_launch_folder()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.callback(remove_launch_folder, folder)
             # torch copies the error file of the process that failed first to this path, and warns if there is none.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
@@ -172,7 +171,7 @@ def _pass_on_usr1() -> None:
 
 
 def _failure(rank: int, failed: Any) -> Failure:
-    from accel_cli.launch.report import Failure, read_record
+    from accel_cli.launch.failures import Failure, read_record
 
     return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
 

@@ -182,7 +182,7 @@ class LaunchPlan(NamedTuple):
         hang_report_after: seconds in a collective after which the launcher prints where the processes are, or 0.
         hang_timeout: seconds in a collective after which it ends the run, or None.
         quiet: report nothing but the traceback of the process that failed first.
-        restart_policy: whether the processes are restarted after a failure; see `accel_cli.launch.restarts`.
+        restart_policy: whether the processes are restarted after a failure; see `accel_cli.launch.failures`.
         max_restarts: largest number of restarts.
         project_dir: folder of the run, or empty.
         details: data that only the launcher of the plan reads.

@@ -17,11 +17,22 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
+from accel_cli.launch.failures import (
+    PORT_TAKEN,
+    Cause,
+    Failure,
+    Fingerprint,
+    RestartPolicy,
+    find_cause,
+    first_failure,
+    read_record,
+    report,
+    shell_code,
+)
 from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.output import Relay
 from accel_cli.launch.port import Port
-from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_cli.launch.signals import ENDING, Inbox, is_in_foreground
@@ -30,13 +41,16 @@ from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills, with_variable
 from accel_state.untrusted import printable
-from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders, status_folder_in
+from accel_state.watch.runs import (
+    make_launch_folder,
+    remove_abandoned_folders,
+    remove_launch_folder,
+    status_folder_in,
+)
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.interface import LaunchRequest
-    from accel_cli.launch.restarts import Cause, Restarts
-    from accel_state.watch.goodput import LauncherLines
 
 __all__ = ("Local", "Supervisor", "environment_lines")
 
@@ -78,39 +92,32 @@ class Supervisor:
             with self._inbox as inbox:
                 return self._attempts(plan, base, folder, inbox)
         finally:
-            import shutil
-
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_launch_folder(folder)
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and restart them as long as the restart policy allows it."""
-        account, oom_killed = _account_of(plan), oom_kills()
-        restarts: Restarts | None = None
+        policy = RestartPolicy(plan.restart_policy, plan.max_restarts, oom_kills(), plan.quiet)
         code = 0
         for attempt in itertools.count():
             processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
-            code, refused = self._accounted(processes, inbox, account, attempt)
+            code, refused = self._accounted(processes, inbox, attempt)
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
-            restarts = restarts or _restarts_of(plan, oom_killed)
-            if not processes.restart(restarts, refused):
+            if not processes.restart(policy, refused):
                 if refused is not None:
                     raise refused
                 break
-            ended_by = restarts.wait(inbox.wait, ENDING)
+            ended_by = policy.wait(inbox.wait, ENDING)
             if ended_by is not None:
                 code = shell_code(-ended_by)
                 break
             processes.forget()
-        if account is not None:
-            account.over(code)
+        _record_in_run(plan, "over")
         return code
 
-    def _accounted(
-        self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
-    ) -> tuple[int, SettingError | None]:
+    def _accounted(self, processes: _Processes, inbox: Inbox, attempt: int) -> tuple[int, SettingError | None]:
         """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
-        unwritable = account.launch(attempt) if account is not None else None
+        unwritable = _record_in_run(processes.plan, "launch")
         if unwritable is not None and not attempt:
             told = f"{unwritable}. The records of its time and its failures may be lost."
             print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
@@ -122,8 +129,6 @@ class Supervisor:
             if processes.plan.restart_policy == "never" or re.search(PORT_TAKEN, str(error)) is None:
                 raise
             refused = error
-        if account is not None:
-            processes.tell(account)
         if code:
             processes.close_accounts()
         return code, refused
@@ -141,19 +146,13 @@ class Supervisor:
         self._inbox.post(signal.SIGTERM)
 
 
-def _account_of(plan: LaunchPlan) -> LauncherLines | None:
-    """The record of when the processes of a run began and ended, if the run has a folder."""
+def _record_in_run(plan: LaunchPlan, event: str) -> OSError | None:
+    """Record in the folder of the run, if it has one, that the run begins or ends; return the error if that is lost."""
     if not plan.project_dir or not plan.starts_ranks:
         return None
-    from accel_state.watch.goodput import LauncherLines
+    from accel_state.watch.goodput import launcher_line
 
-    return LauncherLines(plan.project_dir)
-
-
-def _restarts_of(plan: LaunchPlan, oom_killed: int) -> Restarts:
-    from accel_cli.launch.restarts import Restarts
-
-    return Restarts(plan, oom_killed)
+    return launcher_line(plan.project_dir, event)
 
 
 class Local(Supervisor):
@@ -425,7 +424,7 @@ class _Processes:
             return
         if self._watch_hangs.look():
             self._hung = self._watch_hangs.ended
-        elif ranks := self._ended_early():
+        elif ranks := self._watch_hangs.ended_early(self._codes_of_ended()):
             names = f"Process {ranks[0]} has" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))} have"
             self._hung = f"accel launch: {names} ended (exit code 0) while the others wait for all processes."
         if self._hung:
@@ -435,35 +434,27 @@ class _Processes:
                 process.told_to_end = process.alive
             self._signal_all(signal.SIGTERM)
 
-    def _ended_early(self) -> list[int]:
-        if not self.plan.starts_ranks or self._count == 1 or 0 not in self._codes_of_ended().values():
-            return []
-        from accel_cli.launch.early_end import ended_early
-
-        return ended_early(self._status_folder, self._codes_of_ended(), self._count)
-
     def _codes_of_ended(self) -> dict[int, int]:
         codes = {process.rank: process.popen.poll() for process in self._processes}
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def restart(self, restarts: Restarts, refused: SettingError | None) -> bool:
+    def restart(self, policy: RestartPolicy, refused: SettingError | None) -> bool:
         """Whether the processes of this failed attempt are restarted; `refused` says that the port was in use."""
-        from accel_cli.launch.restarts import port_taken
         from accel_state.watch.runs import folder_of_output
 
         ended = time.monotonic()
         if refused is not None:
-            return restarts.after(port_taken(refused), self._began, ended, self.plan.project_dir, False)
+            taken = Cause("outside", None, Fingerprint("port taken"), " ".join(str(refused).split()))
+            return policy.after(taken, self._began, ended, self.plan.project_dir, False)
         saved = any(process.popen.poll() == RESUME for process in self._processes)
         if saved or (self._signalled is not None and self._first is None):
             # It ended on request, or saved its state in order to be resumed.
             return False
-        cause = self._cause(restarts.killed_for_memory())
+        cause = self._cause(policy.killed_for_memory())
         folder = self.plan.project_dir or folder_of_output(self._status_folder)
-        return restarts.after(cause, self._began, ended, folder, self._signalled is not None)
+        return policy.after(cause, self._began, ended, folder, self._signalled is not None)
 
     def _cause(self, oom_killed: bool) -> Cause:
-        from accel_cli.launch.restarts import find_cause
         from accel_state.watch.status import read_records
 
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
@@ -472,17 +463,12 @@ class _Processes:
         samples = {rank: one.samples for rank, one in records.items()}
         return find_cause(self._failures(), codes, steps, samples, self._held_up_by, self._hung, oom_killed)
 
-    def tell(self, account: LauncherLines) -> None:
-        """Record when each process ended."""
-        for process in self._processes:
-            if process.ended is not None or not process.alive:
-                account.ended(process.rank, process.ended or time.time())
-
     def close_accounts(self) -> None:
         """Write the last lines of the time accounts of processes that were killed."""
-        from accel_state.watch.seconds import close_accounts
+        from accel_state.watch.goodput import close_accounts
 
-        close_accounts(self._status_folder)
+        ended = {one.rank: one.ended or time.time() for one in self._processes if not one.alive}
+        close_accounts(self._status_folder, ended)
 
     def forget(self) -> None:
         """Remove the files that the processes of this attempt have written for the launcher."""

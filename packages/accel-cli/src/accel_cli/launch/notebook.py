@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from accel_cli.launch.report import ending
+from accel_cli.launch.failures import ending
 from accel_cli.launch.run_script import PARENT_VARIABLE, follow_parent
 from accel_state.errors import LaunchError, NotOffered, NotReady, SettingError
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret

@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
+from accel_cli.launch.failures import shell_code
 from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.local import Local
-from accel_cli.launch.report import shell_code
 from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.signals import ENDING, Inbox
 from accel_cli.launch.torchrun import Torchrun
