@@ -200,6 +200,16 @@ def test_a_launcher_that_cannot_be_loaded_or_is_unknown_is_a_typed_error(accel, 
     assert accel("launch", job, env=recorder).returncode == 0
 
 
+def test_a_launcher_whose_reason_raises_is_a_typed_error(accel, script, recorder, tmp_path):
+    job = script("print('ran')")
+    path = tmp_path / "recorder.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("def called_for(request)", "def called_for()"))
+    done = accel("launch", job, env=recorder)
+    assert (done.returncode, "for 'recorder' raised TypeError" in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert accel("launch", "--launcher", "local", job, env=recorder).stdout == "ran\n"
+
+
 @pytest.mark.parametrize(("name", "target"), [("auto", "a:B"), ("two words", "a:B"), ("good", "nowhere")])
 def test_a_manifest_that_is_malformed_is_refused(name, target):
     with pytest.raises(PluginError):
