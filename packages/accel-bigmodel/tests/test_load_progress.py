@@ -9,7 +9,6 @@ from torch import nn
 
 from accel_bigmodel import load_checkpoint_in_model, progress, save_weights
 
-
 # Whoever ran before in this process may have started the run of one process.
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -42,7 +42,6 @@ __all__ = (
     "load_weights_file",
     "open_weights",
     "record_of_tensor",
-    "tensor_ranges",
 )
 
 _MOST_MAPPED_BYTES: Final = 128 << 20
@@ -304,24 +303,6 @@ def _map_safetensors(path: Path) -> dict[str, Any]:
             "The file is damaged or not a safetensors file: download it again, or load an older checkpoint. For a new "
             "dtype, install versions of safetensors and torch that support it.",
         ) from error
-
-
-def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """The first byte of each weight of a safetensors file and the byte after its last one, in the order of the file.
-
-    Raises:
-        CheckpointError: as `WeightFile`.
-    """
-    values = _values_in(path)
-    first = min((value.data_ptr() for value in values.values() if value.nbytes), default=0)
-    # The weights are the end of the file, without a gap.
-    begin = path.stat().st_size - sum(value.nbytes for value in values.values())
-    in_order = sorted(values.items(), key=lambda item: item[1].data_ptr())
-    return {
-        name: (begin + value.data_ptr() - first, begin + value.data_ptr() - first + value.nbytes)
-        for name, value in in_order
-        if value.nbytes
-    }
 
 
 def _map_torch(path: Path) -> dict[str, Any]:
