@@ -270,6 +270,8 @@ class AlignDevicesHook(ModelHook):
         with self._lock:
             self._running += 1
             if self._running > 1:
+                if self._block is not None:
+                    self.reader.share(self._block)
                 return
             try:
                 if self._in_place is None:
@@ -307,11 +309,14 @@ class AlignDevicesHook(ModelHook):
         with self._lock:
             self._running -= 1
             if self._running:
+                if self._block is not None:
+                    self.reader.leave(self._block)
                 return
             for tensor in self._offloaded:
                 tensor.owner[tensor.leaf] = tensor.placeholder
             loaded, self._loaded = self._loaded, {}
-            self.reader.release(self._block, loaded)
+            if self._block is not None:
+                self.reader.release(self._block, loaded)
 
     def _plan(self) -> dict[str, Tensor]:
         """The weights that are used in place; the others become the block that the reader reads each time."""
