@@ -295,7 +295,7 @@ def _map_safetensors(path: Path) -> dict[str, Any]:
         # A pipe would block, and a device may have no end.
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, AttributeError) as error:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
