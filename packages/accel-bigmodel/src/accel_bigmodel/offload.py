@@ -251,7 +251,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
             self._files[place] = WeightFile(Path(place))
-        return self._files[place].get(str(entry.get("weight_name", key)))
+        weight: Tensor = self._files[place].get(str(entry.get("weight_name", key)))
+        return weight
 
 
 class PrefixedDataset(Mapping[str, Any]):
