@@ -36,6 +36,7 @@ PACKAGES = (
     "accel-plugins",
     "accel-cli[completion,wizard]",
     "accel-torch",
+    "accel-check",
     "accel-megatron",
     "accel-testing[backends,launchers,stores,trackers]",
     "accelerate",

@@ -28,8 +28,8 @@ from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
 from accel_testing.backends import Case, Training
+from accel_testing.backends.gradients import clipped_plain, count_collectives
 from accel_testing.backends.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
-from accel_testing.backends.tasks import clipped_plain, count_collectives
 from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -40,6 +40,7 @@ from accel_plugins.fsdp.sharding import (
 from accel_plugins.manifest import Axis
 from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
+from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
 from accel_state.errors import Conflict, NotOffered
@@ -122,7 +123,7 @@ class FSDP2Strategy(ShardedStrategy):
             return arrived.layout.batch_shard
         return super().shards()
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[ModelPart]:
         """Models are built in shards; with tensor parallelism, only `prepare` shards them."""
         if self._mesh is None or submesh(self.context.mesh, Axis.TENSOR) is not None:
             return super().init_module(empty_init)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
@@ -28,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.dtensors import with_shard
 from accel_plugins.fsdp.named_policies import named_policy
+from accel_plugins.model_part import ModelPart, random_numbers_of_first
 from accel_state.errors import NotOffered
 from accel_state.settings.schema import plain_value
 
@@ -191,27 +191,21 @@ def is_built_in_shards(model: Module) -> bool:
 
 
 @contextmanager
-def build_in_shards(mesh: DeviceMesh, *, empty: bool = False) -> Iterator[None]:
+def build_in_shards(mesh: DeviceMesh, *, empty: bool = False) -> Iterator[ModelPart]:
     """Models that this thread creates inside contain only this process's shards; entered by every process.
 
     Args:
         mesh: the mesh; parameters are sharded over its last dimension.
         empty: skip initialisation: shards are allocated in `materialise`, and a checkpoint gives the values.
     """
-    own, first = torch.get_rng_state(), torch.get_rng_state().to(mesh.device_type)
-    dist.broadcast(first, 0)
-    torch.set_rng_state(first.cpu())
     mode = _Initialising(mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh, empty)
     handle = register_module_parameter_registration_hook(mode.note)
     try:
-        with mode:
-            yield
+        with random_numbers_of_first(), mode:
+            yield ModelPart()
     finally:
         handle.remove()
         mode.close()
-        if not torch.equal(own, first.cpu()):
-            # Afterwards this process continues with its own random numbers.
-            torch.set_rng_state(own)
 
 
 class _Initialising(TorchFunctionMode):
