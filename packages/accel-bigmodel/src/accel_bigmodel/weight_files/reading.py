@@ -26,6 +26,7 @@ from accel_bigmodel.weight_files.names import (
     is_safetensors,
     read_index,
 )
+from accel_state.devices.select import family_of
 from accel_state.errors import CheckpointError, CheckpointNameError
 from accel_state.untrusted import open_regular, printable
 
@@ -262,13 +263,26 @@ def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda s
         advance(copy.size)
         return copy.size
 
+    copies = list(copies)
+    devices = {copy.target.device for copy in copies}
+    # What was given to a device before may still use the memory of the targets.
+    _wait_for(devices)
     read = 0
     with ThreadPoolExecutor(_THREADS, "accel-load") as pool:
         for batch in _batches(copies):
             read += sum(pool.map(run, batch))
             if (file := batch[0].weight.file) is not None:
                 file.close()
+    # The streams of the caller know nothing of the copies that other threads have started.
+    _wait_for(devices)
     return read
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until devices with streams have done all that they were given."""
+    for device in devices:
+        if device.type != "meta" and family_of(device).spec.pins_memory:
+            torch.get_device_module(device).synchronize(device)
 
 
 def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
