@@ -22,7 +22,7 @@ from accel_bigmodel.device_map import DISK, DeviceMap, device_of_name, resolve_d
 from accel_bigmodel.dispatch import dispatch_layout
 from accel_bigmodel.failed_load import LoadGuard, load_guard
 from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.loading import Loading, LoadReport, compare, load_progress, refuse_empty, tensors_of
+from accel_bigmodel.loading import Loading, LoadReport, compare_names, load_progress, refuse_empty, tensors_of
 from accel_bigmodel.placement import MaxMemory, device_map_by_policy
 from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import canonical_name
@@ -341,7 +341,7 @@ class _View:
                 return
             raise
         stored = open_weights(sources)
-        self.report = compare(self.model, self.layout, stored, self.strict)
+        self.report = compare_names(self.model, self.layout, stored, self.strict)
         self.stored = {name: weight for name, weight in stored.items() if name in self.layout.weights}
 
     def described(self) -> str:
