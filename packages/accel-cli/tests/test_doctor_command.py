@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from accel_cli.commands.doctor import Doctor
 from accel_cli.doctor.examine import ERROR, EXAMINATIONS, OK, WARNING
-from accel_cli.doctor.nodes import Member, compare, meet
+from accel_cli.doctor.nodes import Member, compare_members, meet
 from accel_cli.launch.addresses import is_own_address
 from accel_state.errors import LaunchError, SettingError
 from accel_testing.processes import ReservedPort
@@ -32,7 +32,7 @@ SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
 
 
 def told(*members, machines=2):
-    return [(finding.subject, finding.verdict, finding.told) for finding in compare(members, machines, 60)]
+    return [(finding.subject, finding.verdict, finding.told) for finding in compare_members(members, machines, 60)]
 
 
 def test_machines_that_agree():

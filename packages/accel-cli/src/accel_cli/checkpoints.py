@@ -23,7 +23,7 @@ from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import integer, list_of, printable, record
 
-__all__ = ("Folder", "Store", "as_lines", "copy", "described_lines", "place_of")
+__all__ = ("Folder", "Store", "as_lines", "checkpoint_place", "copy", "described_lines")
 
 _POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -146,7 +146,7 @@ class Store(NamedTuple):
         return _described(self.url, found.manifest, remote.verify(found))
 
 
-def place_of(path: str, failed: str) -> Folder | Store:
+def checkpoint_place(path: str, failed: str) -> Folder | Store:
     """The folder or the store of a path or URL.
 
     Args:

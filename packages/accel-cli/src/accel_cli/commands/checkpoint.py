@@ -73,13 +73,13 @@ class CheckpointCommand:
 
     def _answer(self, arguments: Namespace, failed: str) -> tuple[int, Any, list[str]]:
         """The exit code, and the answer as data and as lines."""
-        from accel_cli.checkpoints import as_lines, copy, described_lines, place_of
+        from accel_cli.checkpoints import as_lines, checkpoint_place, copy, described_lines
 
         action, path = arguments.action, arguments.path
         if action == "copy":
             target = copy(path, arguments.target)
             return 0, {"path": target}, [f"Copied {path} to {target}."]
-        place = place_of(path, failed)
+        place = checkpoint_place(path, failed)
         if action == "info":
             described = place.describe()
             return 0, described, described_lines(described)

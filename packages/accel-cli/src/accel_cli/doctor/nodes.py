@@ -25,7 +25,7 @@ from accel_state.network import DEFAULT_PORT
 from accel_state.settings.installed import installed_version
 from accel_state.untrusted import dict_of, integer, list_of, parse_json, printable, record, text
 
-__all__ = ("Member", "clear_for_launch", "compare", "meet", "meet_machines")
+__all__ = ("Member", "clear_for_launch", "compare_members", "meet", "meet_machines")
 
 _MEETING: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meeting.py")
 _LAUNCH_TIMEOUT_S: Final = 120.0
@@ -71,7 +71,7 @@ class Member:
     unreachable: Mapping[str, str] = field(default_factory=dict)
 
 
-def compare(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
+def compare_members(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
     """Find the problems between the machines; without any, return a single finding with the verdict `OK`.
 
     Args:
@@ -158,7 +158,7 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
     if not met["error"]:
         told = [Member(**{name: one[name] for name in (*_FACTS, "unreachable")}) for one in met["members"]]
         # The main machine is the first in every report.
-        return compare(sorted(told, key=lambda one: one.rank), machines, timeout)
+        return compare_members(sorted(told, key=lambda one: one.rank), machines, timeout)
     if serves:
         failed, obstacle = f"Cannot accept the other machines on port {port}.", "The port cannot be used"
         remedy = "Set another --main_process_port."

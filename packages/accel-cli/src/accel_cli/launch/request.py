@@ -322,7 +322,7 @@ def _check_machines(request: LaunchRequest) -> None:
     if processes.value is None:
         return
     if processes.value % machines.value:
-        obstacle = f"Every machine starts the same number of processes; the total is not a multiple of {machines.value}."
+        obstacle = "Every machine starts the same number of processes."
         remedy = f"Set --num_processes to a multiple of {machines.value}."
         raise _contradiction(processes, machines, obstacle, remedy)
     if processes.value // machines.value > _MAX_PROCESSES_PER_MACHINE:
