@@ -81,7 +81,8 @@ def import_libraries(script: Script) -> None:
     text = Path(script.path).read_text(encoding="utf-8", errors="replace")
     # The Trainer of transformers uses the library as well.
     if "accel" in text or "transformers" in text:
-        names += [name for name in ("accel_torch.accelerator",) if importlib.util.find_spec("accel_torch")]
+        own = ("accel_torch.accelerator", "accel_check.session_hook")
+        names += own if importlib.util.find_spec("accel_torch") else ()
     for name in names:
         importlib.import_module(name)
 

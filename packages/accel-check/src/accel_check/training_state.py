@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_check.digests import digest, digests_of, generators
+from accel_check.digests import digest, digests_of, generators, leaves
 from accel_check.models import piece_of
 from accel_check.records import Piece
 
@@ -89,7 +89,7 @@ def _living(references: list[Any]) -> Iterable[tuple[int, Any]]:
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "a parameter")
         found |= {f"{name}.{path}": value for path, value in digests_of(state).items()}
@@ -113,8 +113,6 @@ def optimizer_pieces(recorder: Recorder) -> dict[str, Piece]:
 
 def _readable(state: Any) -> dict[str, str]:
     """Numbers as text, and digests of everything else."""
-    from accel_check.digests import leaves
-
     return {
         path: repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else digest(leaf)
         for path, leaf in leaves(state)
