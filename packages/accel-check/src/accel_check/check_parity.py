@@ -220,7 +220,7 @@ class _Check:
     def _run(
         self, folder: Path, follows: str, world: int, environment: Mapping[str, str], precision: str
     ) -> str | None:
-        from accel_check.recorder import Task
+        from accel_check.task import Task
 
         scratch = str(folder.with_name(f"{folder.name}_scratch"))
         task = Task(str(folder), self._steps, follows, precision == "float64", scratch)

@@ -22,7 +22,7 @@ from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from accel_check.records import Records
-    from accel_check.training_state import ResumeTask
+    from accel_check.task import ResumeTask
 
 __all__ = ("COMMAND", "CheckResume", "Outcome", "ResumePlan", "check")
 
@@ -215,7 +215,7 @@ class _Check:
         return [self._resumed(straight, at, kept[at], count, task) for at in steps for count in plan.processes]
 
     def _task(self, steps: Sequence[int]) -> ResumeTask:
-        from accel_check.training_state import ResumeTask
+        from accel_check.task import ResumeTask
 
         return ResumeTask(
             tuple(steps),
@@ -311,8 +311,8 @@ class _Check:
 
     def _run(self, task: ResumeTask, script: Script, processes: int) -> tuple[Records, str | None]:
         """The records of one run, and why it failed."""
-        from accel_check.recorder import Task
         from accel_check.records import Records
+        from accel_check.task import Task
 
         self._runs += 1
         folder = self._folder / f"run_{self._runs}"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from accel_check.digests import digests_of
 from accel_check.models import piece_of
 from accel_check.records import Start, StepRecord, write
-from accel_check.training_state import ResumeTask, optimizer_pieces, state_of, variables_of
+from accel_check.task import ResumeTask
+from accel_check.training_state import optimizer_pieces, state_of, variables_of
 
 if TYPE_CHECKING:
     from accel_check.recorder import Recorder

@@ -27,7 +27,7 @@ from accel_state.errors import NotOffered, SettingError
 from accel_state.network import get_free_port
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Task
+    from accel_check.task import Task
 
 __all__ = ("Script", "environment_of", "import_libraries", "run")
 
@@ -213,6 +213,7 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
 
     from accel_check.one_process import shrink_world
     from accel_check.recorder import Recorder, StopRun
+    from accel_check.resume_notes import ResumeNotes
     from accel_check.scratch import redirect_saves
     from accel_check.sessions import follow_sessions
 
@@ -226,9 +227,11 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     if task.is_reference:
         shrink_world()
     recorder = Recorder(task, script.path, rank, world)
+    notes = None if task.resume is None else ResumeNotes(recorder, task.resume)
+    recorder.follower = notes
     recorder.install()
     redirect_saves(recorder)
-    follow_sessions(recorder)
+    follow_sessions(recorder, notes)
     sys.argv = [script.path, *script.arguments]
     sys.path[0] = str(Path(script.path).resolve().parent)
     code = 0

@@ -64,8 +64,8 @@ def redirect_saves(recorder: Recorder) -> Scratch:
     def saved(path: str) -> None:
         recorder.facts.more.setdefault("saved", []).append((recorder.calls, path))
 
-    resume = recorder.resume
-    own = (recorder.task.folder, *([] if resume is None else [resume.task.checkpoints]))
+    resume = recorder.task.resume
+    own = (recorder.task.folder, *([] if resume is None else [resume.checkpoints]))
     scratch = Scratch(recorder.task.scratch, own, saved)
     save, load = torch.save, torch.load
 

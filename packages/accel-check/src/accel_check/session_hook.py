@@ -27,6 +27,7 @@ from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:
     from accel_check.recorder import Recorder
+    from accel_check.resume_notes import ResumeNotes
     from accel_plugins.context import Context
     from accel_torch.options import Options
     from accel_torch.session import Session
@@ -39,10 +40,11 @@ class SessionHook(Hook):
 
     Args:
         recorder: the recorder of this process.
+        notes: the notes of a check of a resumed run; None in another check.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, notes: ResumeNotes | None) -> None:
+        self._recorder, self._notes = recorder, notes
         self._session: weakref.ref[Session] | None = None
         self._loaders = 0
         self._scratch = Path(recorder.task.scratch)
@@ -61,7 +63,7 @@ class SessionHook(Hook):
             if (value := getattr(project, name)) is not None
         }
         project = dataclasses.replace(project, **folders)
-        if self._recorder.resume is not None:
+        if self._notes is not None:
             # The folders of both runs are named by `folder_to_save` and `folder_to_load`.
             self._names_automatically = project.automatic_checkpoint_naming
             project = dataclasses.replace(project, automatic_checkpoint_naming=False)
@@ -85,10 +87,10 @@ class SessionHook(Hook):
         """Note the data shard of this process."""
         self._session = weakref.ref(session)
         recorder = self._recorder
-        if recorder.resume is not None:
+        if self._notes is not None:
             recorder.more_state.append(self._registered)
             recorder.known.append(self._prepared)
-            if recorder.resume.task.resumed_at:
+            if self._notes.task.resumed_at:
                 add_hook(session.prepared.load_hooks, self._before_load)
             return
         shards = session.strategy.shards()
@@ -126,10 +128,10 @@ class SessionHook(Hook):
             follower = _LoaderFollower(self._recorder, self._loaders)
             self._loaders += 1
             loader.hook = follower
-            if self._recorder.resume is not None:
-                session.pauses.used = self._recorder.resume.by_command = True
+            if self._notes is not None:
+                session.pauses.used = self._notes.by_command = True
                 follower.begins = self._epoch_begins
-            if self._recorder.resume is None:
+            if self._notes is None:
                 loader.device_transfer = follower.replaced
 
     def folder_to_save(self, session: Session, output_dir: Any) -> Any:
@@ -141,7 +143,7 @@ class SessionHook(Hook):
 
     def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:
         """The counterpart in the scratch folder; the folder itself if it has none and must exist."""
-        resume = self._recorder.resume
+        resume = self._notes
         if input_dir is None:
             if resume is None or not self._names_automatically:
                 return None
@@ -153,7 +155,7 @@ class SessionHook(Hook):
 
     def after_boundary(self, loader: Any, first: bool) -> None:
         """Save a checkpoint between two batches if the check asks for it."""
-        resume, session = self._recorder.resume, None if self._session is None else self._session()
+        resume, session = self._notes, None if self._session is None else self._session()
         if first or resume is None or session is None:
             return
         before, self._waiting = self._waiting, resume.due() if resume.task.in_window else None
@@ -168,7 +170,7 @@ class SessionHook(Hook):
 
     def _epoch_begins(self) -> None:
         """Load the checkpoint unless the script has done it."""
-        resume, session = self._recorder.resume, None if self._session is None else self._session()
+        resume, session = self._notes, None if self._session is None else self._session()
         if self._begun or resume is None or session is None:
             return
         self._begun = True
@@ -241,7 +243,7 @@ class SessionHook(Hook):
         return None if other is None or not other.ranks else other.ranks[0].more.get(name)
 
     def _inside(self, folder: Any) -> str:
-        text, resume = os.path.abspath(os.fspath(folder)), self._recorder.resume
+        text, resume = os.path.abspath(os.fspath(folder)), self._notes
         own = (str(self._scratch), *([] if resume is None else [resume.task.checkpoints]))
         return text if text.startswith(own) else str(self._scratch / text.lstrip(os.sep))
 

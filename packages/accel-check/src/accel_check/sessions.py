@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_check.recorder import Recorder
+    from accel_check.resume_notes import ResumeNotes
 
 __all__ = ("follow_sessions",)
 
 
-def follow_sessions(recorder: Recorder) -> None:
-    """Follow the sessions of this process, if accel-torch is installed."""
+def follow_sessions(recorder: Recorder, notes: ResumeNotes | None) -> None:
+    """Follow the sessions of this process, if accel-torch is installed.
+
+    Args:
+        recorder: the recorder of this process.
+        notes: the notes of a check of a resumed run; None in another check.
+    """
     if importlib.util.find_spec("accel_torch") is None:
         return
     from accel_check.session_hook import SessionHook
     from accel_torch.hooks import PROCESS_HOOKS
 
-    PROCESS_HOOKS.append(SessionHook(recorder))
+    PROCESS_HOOKS.append(SessionHook(recorder, notes))

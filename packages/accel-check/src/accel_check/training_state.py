@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,37 +19,12 @@ from accel_check.records import Piece
 if TYPE_CHECKING:
     from accel_check.recorder import Recorder
 
-__all__ = ("ResumeTask", "optimizer_pieces", "state_of", "variables_of")
+__all__ = ("optimizer_pieces", "state_of", "variables_of")
 
 _NOT_OF_SCHEDULES: Final = ("_step_count", "_get_lr_called_within_step", "_is_initial")
 """What differs in right resumes by `last_epoch=`."""
 _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
-
-
-@dataclass(frozen=True)
-class ResumeTask:
-    """What a check of a resumed run does in one run.
-
-    Args:
-        save_at: steps after which a checkpoint is kept.
-        last_step: the step after which the run ends.
-        resumed_at: step whose checkpoint the run loads; 0 for the uninterrupted run.
-        checkpoint: the checkpoint that the run loads.
-        checkpoints: folder of the checkpoints that are kept.
-        in_window: whether a checkpoint is saved one batch after its step, inside an accumulation window.
-        saved_on: the number of processes of the uninterrupted run.
-        resumes_itself: whether the script loads the checkpoint, by its arguments.
-    """
-
-    save_at: tuple[int, ...]
-    last_step: int
-    resumed_at: int = 0
-    checkpoint: str = ""
-    checkpoints: str = ""
-    in_window: bool = False
-    saved_on: int = 1
-    resumes_itself: bool = False
 
 
 def state_of(recorder: Recorder) -> dict[str, dict[str, str]]:
