@@ -31,7 +31,7 @@ PACKAGES = (
     "accel-state[console,memory]",
     "accel-ops",
     "accel-data[torchdata]",
-    "accel-bigmodel[plots]",
+    "accel-bigmodel",
     "accel-tracking[plots,tensorboard]",
     "accel-plugins",
     "accel-cli[completion,wizard]",

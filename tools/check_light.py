@@ -36,7 +36,17 @@ LIGHT = (
     ("accel-state", "accel_state/settings/**/*.py"),
     *(
         ("accel-state", f"accel_state/watch/{module}.py")
-        for module in ("goodput", "processes", "record", "report", "runs", "seconds", "stacks", "status")
+        for module in (
+            "calls",
+            "flight_recorder",
+            "goodput",
+            "processes",
+            "record",
+            "report",
+            "runs",
+            "stacks",
+            "status",
+        )
     ),
     ("accel-plugins", "accel_plugins/__init__.py"),
     ("accel-plugins", "accel_plugins/**/manifest.py"),

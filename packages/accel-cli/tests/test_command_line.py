@@ -206,24 +206,6 @@ os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *sys.argv[2:]]
 """
 
 
-@pytest.mark.parametrize("streams", ["0", "1", "2", "012"])
-def test_a_run_whose_launcher_has_closed_streams_reads_and_writes_nothing(tmp_path, script, streams):
-    job = script(
-        "import os, pathlib, sys\n"
-        "rank = int(os.environ['RANK'])\n"
-        "streams = [os.readlink(f'/proc/self/fd/{number}') for number in map(int, sys.argv[2]) if number or not rank]\n"
-        "print('hello')\n"
-        "pathlib.Path(sys.argv[1], f'streams{rank}').write_text(' '.join(streams))\n"
-    )
-    words = ["launch", "--quiet", "--cpu", "--num_processes", "2", *(["--prefix_output"] if streams == "1" else [])]
-    words = [sys.executable, "-c", CLOSED, streams, *words, str(job), str(tmp_path), streams]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    for rank in (0, 1):
-        seen = (tmp_path / f"streams{rank}").read_text().split()
-        assert all(one == "/dev/null" or one.startswith("pipe:") for one in seen)
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_full_disk_is_a_typed_error():
     with open("/dev/full", "w") as full:

@@ -14,6 +14,7 @@ from accel_check.digests import digests_of, sample_digests
 from accel_check.models import Models, piece_of
 from accel_check.records import Piece
 from accel_check.training_state import state_of
+from accel_data.hooks import LoaderHook
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.prepared import add_hook
 from accel_plugins.shards import Shards
@@ -274,10 +275,8 @@ class _OneOfMany(SingleStrategy):
         return 1
 
 
-class _LoaderFollower:
+class _LoaderFollower(LoaderHook):
     """Follows one loader; see `accel_data.hooks.LoaderHook` and `DeviceTransfer`."""
-
-    waits = None
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self._number = recorder, number

@@ -52,8 +52,7 @@ _SEPARATE: Final = {"check-parity": "accel-check", "check-resume": "accel-check"
 class Command(Protocol):
     """One command of `accel`.
 
-    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser. The
-    list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
+    The list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
     """
 
     @property
