@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +29,7 @@ from accel_state.network import get_free_port
 if TYPE_CHECKING:
     from accel_check.task import Task
 
-__all__ = ("Script", "environment_of", "import_libraries", "run")
+__all__ = ("Script", "environment_of", "import_libraries", "run", "run_forked", "run_path")
 
 _GRACE: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
@@ -121,21 +121,38 @@ def run(task: Task, script: Script, world: int, environment: Mapping[str, str], 
         environment: their variables, without those of the rank.
         timeout: seconds after which the run is stopped.
     """
-    folder = Path(task.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": str(world)}
     place |= {"LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
+    shared = {**environment, **place}
+    return run_forked(
+        Path(task.folder), shared, range(world), lambda rank: _run_script(task, script, rank, world), timeout
+    )
+
+
+def run_forked(
+    folder: Path, environment: Mapping[str, str], ranks: Iterable[int], body: Callable[[int], int], timeout: float
+) -> str | None:
+    """Run a function in a forked process for each rank, and return why it failed; None if it did not.
+
+    Args:
+        folder: folder for the output of the processes.
+        environment: their variables, without those of the rank.
+        ranks: the ranks.
+        body: called with the rank in each process; returns its exit code.
+        timeout: seconds after which they are stopped.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     running: dict[int, int] = {}
-    for rank in range(world):
-        variables = {**environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for rank in ranks:
+        variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with warnings.catch_warnings():
             # The forked process does not use the threads of this one.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
-            _become_rank(task, script, rank, world, variables)
+            _become_rank(folder, rank, variables, body)
         running[process] = rank
     try:
         codes = _wait(running, timeout)
@@ -180,8 +197,8 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def _become_rank(task: Task, script: Script, rank: int, world: int, variables: Mapping[str, str]) -> None:
-    """Run the script as one rank, and end this process."""
+def _become_rank(folder: Path, rank: int, variables: Mapping[str, str], body: Callable[[int], int]) -> None:
+    """Run a function as one rank, and end this process."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -189,13 +206,13 @@ def _become_rank(task: Task, script: Script, rank: int, world: int, variables: M
             ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        output = os.open(Path(task.folder, f"output_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(folder / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         silent = os.open(os.devnull, os.O_RDONLY)
         for old, new in ((silent, 0), (output, 1), (output, 2)):
             os.dup2(old, new)
         os.environ.clear()
         os.environ.update(variables)
-        code = _run_script(task, script, rank, world)
+        code = body(rank)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -230,11 +247,9 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     recorder.install()
     redirect_saves(recorder)
     follow_sessions(recorder, notes)
-    sys.argv = [script.path, *script.arguments]
-    sys.path[0] = str(Path(script.path).resolve().parent)
     code = 0
     try:
-        runpy.run_path(str(Path(script.path).resolve()), run_name="__main__")
+        run_path(script)
     except StopRun:
         pass
     except SystemExit as ended:
@@ -244,6 +259,13 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     recorder.finish()
     _meet(Path(task.folder), rank, world)
     return code
+
+
+def run_path(script: Script) -> None:
+    """Run a script in this process, as `python script arguments` does."""
+    sys.argv = [script.path, *script.arguments]
+    sys.path[0] = str(Path(script.path).resolve().parent)
+    runpy.run_path(str(Path(script.path).resolve()), run_name="__main__")
 
 
 def _meet(folder: Path, rank: int, world: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_check.recorder import Recorder
     from accel_check.resume_notes import ResumeNotes
 
-__all__ = ("follow_sessions",)
+__all__ = ("follow_sessions", "refuse_sessions")
 
 
 def follow_sessions(recorder: Recorder, notes: ResumeNotes | None) -> None:
@@ -25,3 +25,21 @@ def follow_sessions(recorder: Recorder, notes: ResumeNotes | None) -> None:
     from accel_torch.hooks import PROCESS_HOOKS
 
     PROCESS_HOOKS.append(SessionHook(recorder, notes))
+
+
+def refuse_sessions() -> None:
+    """End a script that uses the Accelerator, whose processes agree through a store that a plan has not."""
+    if importlib.util.find_spec("accel_torch") is None:
+        return
+    from accel_torch.hooks import PROCESS_HOOKS, Hook
+
+    class Refuse(Hook):
+        """Refuses every session."""
+
+        def configure(self, options: Any) -> Any:
+            """End the script."""
+            raise SystemExit(
+                "the script uses the Accelerator: `accel estimate-memory --training` estimates plans of such scripts"
+            )
+
+    PROCESS_HOOKS.append(Refuse())
