@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
@@ -120,48 +121,62 @@ def check(
     tell = progress or (lambda text: None)
     tell("imports torch")
     import_libraries(script)
-    __import__("accel_check.fake_world")
-    records: list[PlanRecord] = []
+    importlib.import_module("accel_check.fake_world")
     with tempfile.TemporaryDirectory(prefix="accel-check-plan-") as folder:
-        tried = [0]
-        while tried and not (records and records[-1].failure):
-            rank = tried.pop(0)
-            tell(f"runs rank {rank} of {processes}")
+        runs = _Runs(script, processes, Path(folder), timeout)
+        tell(f"runs rank 0 of {processes}, and tracks its memory")
+        (first,) = runs.records([0], tracks_memory=True)
+        if first.failure and not first.needs_values:
+            # The tracker cannot follow every model.
+            (first,) = runs.records([0], tracks_memory=False)
+        records = [first]
+        others = sorted({*first.neighbours, min(1, processes - 1), processes - 1, *ranks} - {0})
+        if others and not first.failure:
+            tell(f"runs the ranks {', '.join(map(str, others))}")
             # Tracking makes a run several times slower.
-            record = _run(script, rank, processes, Path(folder), timeout, tracks_memory=rank == 0)
-            if record.failure and not rank and not record.needs_values:
-                record = _run(script, rank, processes, Path(folder), timeout, tracks_memory=False)
-            records.append(record)
-            if len(records) == 1:
-                others = {*records[0].neighbours, min(1, processes - 1), processes - 1, *ranks}
-                tried = sorted(others - {0})
+            records += runs.records(others, tracks_memory=False)
     return _judged(records, processes, memory)
 
 
-def _run(script: Script, rank: int, processes: int, folder: Path, timeout: float, tracks_memory: bool) -> PlanRecord:
-    from accel_check.fake_world import FakeRank, PlanRecord
-    from accel_check.records import read, write
-    from accel_check.sessions import refuse_sessions
+class _Runs:
+    """The runs of one check."""
 
-    path, script_folder = folder / f"rank_{rank}.pt", f"{Path(script.path).resolve().parent}/"
+    def __init__(self, script: Script, processes: int, folder: Path, timeout: float) -> None:
+        self._script, self._processes, self._folder, self._timeout = script, processes, folder, timeout
 
-    def body(rank: int) -> int:
+    def records(self, ranks: Sequence[int], tracks_memory: bool) -> list[PlanRecord]:
+        """What some ranks do, each in a process of its own."""
+        from accel_check.fake_world import PlanRecord
+        from accel_check.records import read
+
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(self._processes)}
+        place |= {"LOCAL_WORLD_SIZE": str(self._processes), "GROUP_RANK": "0"}
+        for rank in ranks:
+            self._path(rank).unlink(missing_ok=True)
+        failure = run_forked(
+            self._folder, {**os.environ, **place}, ranks, lambda rank: self._record(rank, tracks_memory), self._timeout
+        )
+        return [
+            read(self._path(rank)) if self._path(rank).is_file() else PlanRecord(rank, failure=failure or "it ended")
+            for rank in ranks
+        ]
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.pt"
+
+    def _record(self, rank: int, tracks_memory: bool) -> int:
+        """Run the script in this process as a rank, and write its record."""
         import torch
+
+        from accel_check.fake_world import FakeRank
+        from accel_check.records import write
+        from accel_check.sessions import refuse_sessions
 
         torch.set_num_threads(1)
         refuse_sessions()
-        fake = FakeRank(rank, processes, script_folder, tracks_memory)
-        record = fake.run(lambda: run_path(script))
-        write(path, record)
+        fake = FakeRank(rank, self._processes, f"{Path(self._script.path).resolve().parent}/", tracks_memory)
+        write(self._path(rank), fake.run(lambda: run_path(self._script)))
         return 0
-
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(processes)}
-    place |= {"LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0"}
-    failure = run_forked(folder, {**os.environ, **place}, [rank], body, timeout)
-    if failure is not None or not path.is_file():
-        return PlanRecord(rank, failure=failure or "it recorded nothing")
-    record: PlanRecord = read(path)
-    return record
 
 
 def _judged(records: list[PlanRecord], processes: int, memory: int | None) -> PlanReport:
@@ -188,7 +203,7 @@ def _judged(records: list[PlanRecord], processes: int, memory: int | None) -> Pl
     if memory is not None and not peak:
         report.verdict, report.reason = (
             "not verified",
-            "torch's memory tracker does not take a module that is called twice",
+            "torch's memory tracker cannot follow the model",
         )
     if report.findings:
         report.verdict, report.reason = "differs", f"the plan for {processes} processes is not sound"
@@ -228,9 +243,10 @@ def _unlike(records: Sequence[PlanRecord]) -> list[str]:
                 f"rank {first.rank} calls {len(ours)} collectives in two steps, and rank {other.rank} {len(theirs)}"
             ]
         place = f" ({calls[at].place})" if calls[at].place else ""
+        (one, size), (two, another) = ours[at], theirs[at]
         return [
-            f"collective {at + 1} is {ours[at][0]} of {ours[at][1]} elements on rank {first.rank}, and {theirs[at][0]} of "
-            f"{theirs[at][1]} on rank {other.rank}{place}"
+            f"collective {at + 1} is {one} of {size} elements on rank {first.rank}, and {two} of {another} on rank "
+            f"{other.rank}{place}"
         ]
     return []
 
