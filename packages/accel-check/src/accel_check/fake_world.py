@@ -259,7 +259,7 @@ class FakeRank:
 
     def _replace_replicas(self) -> None:
         """Replace DDP, whose reducer reads values, by one that sends the same buckets."""
-        _Replicas.sent = staticmethod(self._reduced)
+        _Replicas.note.append(self._reduced)
         nn.parallel.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
         nn.parallel.distributed.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
 
@@ -321,8 +321,9 @@ class FakeRank:
         storages = {tensor.untyped_storage()._cdata for tensor in tensors if not isinstance(tensor, DTensor)}
         for name, parameter in self.parameters():
             gradient = parameter.grad
-            plain = gradient is not None and not isinstance(gradient, DTensor)
-            if plain and gradient.untyped_storage()._cdata in storages:
+            if gradient is None or isinstance(gradient, DTensor):
+                continue
+            if gradient.untyped_storage()._cdata in storages:
                 self.record.reduced[name] = self.record.reduced.get(name, 0) + 1
 
     def _reduced(self, parameters: list[Any]) -> None:
@@ -363,7 +364,7 @@ class FakeRank:
         sharded = [one for _, one in self.parameters() if isinstance(one, DTensor) and one.grad is not None]
         record.sharded = sum(one.to_local().numel() for one in sharded), record.sharded[1]
         if self._tracker is not None:
-            (found, *_) = self._tracker.get_tracker_snapshot("peak").values()
+            found = next(iter(self._tracker.get_tracker_snapshot("peak").values()))
             record.memory = {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
         raise Planned
 
@@ -413,8 +414,8 @@ def _split(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
 class _Replicas(nn.Module):
     """Stands for DistributedDataParallel: sends the gradients of each bucket when backward has ended."""
 
-    sent: ClassVar[Callable[[list[Any]], None]]
-    """Called with the parameters of a bucket that was sent."""
+    note: ClassVar[list[Callable[[list[Any]], None]]] = []
+    """Called with the parameters of each bucket that was sent."""
 
     def __init__(self, module: nn.Module, *_: Any, bucket_cap_mb: float | None = None, **options: Any) -> None:
         super().__init__()
@@ -443,7 +444,7 @@ class _Replicas(nn.Module):
     def _queue(self, _: Tensor) -> None:
         if self.require_backward_grad_sync and not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._send)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._send)
 
     def _send(self) -> None:
         self._queued = False
@@ -454,4 +455,5 @@ class _Replicas(nn.Module):
             for parameter in present:
                 assert parameter.grad is not None
                 parameter.grad.copy_(buffer[: parameter.numel()].view_as(parameter))
-            self.sent(present)
+            for note in self.note:
+                note(present)
