@@ -18,6 +18,7 @@ from accel_check import causes
 from accel_check.batches import join
 from accel_check.comparison import Limits, compare_runs, remarks
 from accel_check.records import OutputSums, Piece, RankFacts, Records, Start, StepRecord, values_of
+from accel_check.report import PARITY_SCHEMA
 from accel_state.errors import SettingError
 from accel_testing.processes import run_command
 
@@ -31,7 +32,14 @@ def check(*arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, str(accel_check.started.__file__), "check-parity", "--json", *arguments]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command(command, timeout=280, env=environment)
-    return finished.returncode, json.loads(finished.stdout) if finished.stdout else {}
+    report = json.loads(finished.stdout) if finished.stdout else {}
+    if report:
+        fields: Any = PARITY_SCHEMA["properties"]
+        assert list(fields) == PARITY_SCHEMA["required"]
+        assert sorted(report) == sorted(fields)
+        assert report["verdict"] in fields["verdict"]["enum"]
+        assert all(sorted(one) == sorted(fields["findings"]["items"]["required"]) for one in report["findings"])
+    return finished.returncode, report
 
 
 def test_two_processes_compute_what_one_process_computes() -> None:
