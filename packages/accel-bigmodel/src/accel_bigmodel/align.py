@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ __all__ = (
     "attach_execution_device_hook",
     "has_offloaded_params",
     "refuse_second_offload",
+    "take_new_weights",
 )
 
 
@@ -302,6 +304,25 @@ class AlignDevicesHook(ModelHook):
             "Remove the hooks before you set weights: remove_hook_from_submodules(model).",
         )
 
+    def take_new_weights(self) -> None:
+        """Let weights that were set in the module since it was offloaded replace the offloaded ones."""
+        new: dict[str, Tensor] = {}
+        for tensor in self._offloaded:
+            present = tensor.owner.get(tensor.leaf)
+            if present is not None and present is not tensor.placeholder and not present.is_meta:
+                new[tensor.name] = present.detach()
+                tensor.owner[tensor.leaf] = tensor.placeholder
+        if not new:
+            return
+        weights: Any = self.weights_map
+        if isinstance(weights, PrefixedDataset):
+            named = {f"{weights.prefix}{name}": weight for name, weight in new.items()}
+            older: Any = weights.dataset
+            self.weights_map = PrefixedDataset(ChainMap(named, older), weights.prefix)
+        else:
+            self.weights_map = ChainMap(new, weights)
+        self._in_place = self._block = None
+
     def _unload(self) -> None:
         """Restore the placeholders when no thread runs the module any more."""
         with self._lock:
@@ -339,9 +360,11 @@ class AlignDevicesHook(ModelHook):
         if self._handle is not None:
             self._handle.remove()
         if self.offload:
+            offloaded = {tensor.name for tensor in self._offloaded}
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    weight = self.weights_map.get(name) if self.weights_map is not None else None
+                    # A buffer that stayed in the module may have changed since.
+                    weight = self.weights_map.get(name) if self.weights_map and name in offloaded else None
                     set_module_tensor_to_device(module, name, device, value=weight)
         return module
 
@@ -429,6 +452,13 @@ def _offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
             yield hook
         if isinstance(hook, SequentialHook):
             waiting += hook.hooks
+
+
+def take_new_weights(model: nn.Module) -> None:
+    """Let weights that a load has set in a model with offloaded weights replace the offloaded ones."""
+    for module in model.modules():
+        for hook in _offloading_hooks(module):
+            hook.take_new_weights()
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

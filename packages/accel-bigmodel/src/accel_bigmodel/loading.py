@@ -18,6 +18,7 @@ from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.offload import offload_weight, save_offload_index
 from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.placeholder import Placeholder
 from accel_bigmodel.placement import check_room
 from accel_bigmodel.progress import progress
 from accel_bigmodel.sizes import get_non_persistent_buffers
@@ -261,7 +262,8 @@ def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> No
             device.
     """
     tensors = tensors_of(model)
-    lost = [name for name in report.missing if tensors[name].is_meta]
+    # A placeholder stands for an offloaded weight, which the model has.
+    lost = [name for name in report.missing if tensors[name].is_meta and type(tensors[name]) is not Placeholder]
     if lost:
         raise CheckpointError(
             f"Cannot use {type(model).__name__} with the weights of {str(checkpoint)!r}.",
