@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -47,6 +48,9 @@ _LIBRARIES: Final = (
 )
 
 
+_OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
+
+
 class Script:
     """A script with its arguments.
 
@@ -80,7 +84,7 @@ def import_libraries(script: Script) -> None:
     names = [*_LIBRARIES, "accel_check.recorder"]
     text = Path(script.path).read_text(encoding="utf-8", errors="replace")
     # The Trainer of transformers uses the library as well.
-    if "accel" in text or "transformers" in text:
+    if _OURS.search(text):
         own = ("accel_torch.accelerator", "accel_check.session_hook")
         names += own if importlib.util.find_spec("accel_torch") else ()
     for name in names:

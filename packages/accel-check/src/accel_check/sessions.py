@@ -21,10 +21,20 @@ def follow_sessions(recorder: Recorder, notes: ResumeNotes | None) -> None:
     """
     if importlib.util.find_spec("accel_torch") is None:
         return
-    from accel_check.session_hook import SessionHook
-    from accel_torch.hooks import PROCESS_HOOKS
+    from accel_torch.hooks import PROCESS_HOOKS, Hook
 
-    PROCESS_HOOKS.append(SessionHook(recorder, notes))
+    class Follow(Hook):
+        """Is replaced by the hook that follows sessions when there is one: other scripts are spared its imports."""
+
+        def configure(self, options: Any) -> Any:
+            """Called with the arguments of the first Accelerator."""
+            from accel_check.session_hook import SessionHook
+
+            hook = SessionHook(recorder, notes)
+            PROCESS_HOOKS[PROCESS_HOOKS.index(self)] = hook
+            return hook.configure(options)
+
+    PROCESS_HOOKS.append(Follow())
 
 
 def refuse_sessions() -> None:
