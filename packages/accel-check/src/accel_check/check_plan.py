@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_check.check_parity import show_progress
 from accel_check.report import CODES, EXIT_CODES
-from accel_check.runs import Script, import_libraries, run_forked, run_path
+from accel_check.runs import CheckedScript, import_libraries, run_forked, run_path
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class CheckPlan:
                 "It has the ranks from 0 to one less than that number.",
                 "Give at least one process, and ranks among them.",
             )
-        script = Script(arguments.script, arguments.script_arguments)
+        script = CheckedScript(arguments.script, arguments.script_arguments)
         progress = None if arguments.json else show_progress
         report = check(script, arguments.processes, arguments.ranks, arguments.memory, arguments.timeout, progress)
         print(json.dumps(asdict(report)) if arguments.json else report)  # noqa: T201 - what the command is for
@@ -101,7 +101,7 @@ class CheckPlan:
 
 
 def check(
-    script: Script,
+    script: CheckedScript,
     processes: int,
     ranks: Sequence[int] = (),
     memory: int | None = None,
@@ -141,7 +141,7 @@ def check(
 class _Runs:
     """The runs of one check."""
 
-    def __init__(self, script: Script, processes: int, folder: Path, timeout: float) -> None:
+    def __init__(self, script: CheckedScript, processes: int, folder: Path, timeout: float) -> None:
         self._script, self._processes, self._folder, self._timeout = script, processes, folder, timeout
 
     def records(self, ranks: Sequence[int], tracks_memory: bool) -> list[PlanRecord]:
@@ -169,13 +169,13 @@ class _Runs:
         import torch
 
         from accel_check.fake_world import FakeRank
-        from accel_check.records import write
+        from accel_check.records import write_record
         from accel_check.sessions import refuse_sessions
 
         torch.set_num_threads(1)
         refuse_sessions()
         fake = FakeRank(rank, self._processes, f"{Path(self._script.path).resolve().parent}/", tracks_memory)
-        write(self._path(rank), fake.run(lambda: run_path(self._script)))
+        write_record(self._path(rank), fake.run(lambda: run_path(self._script)))
         return 0
 
 

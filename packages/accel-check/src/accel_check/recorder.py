@@ -24,18 +24,18 @@ from accel_check.batches import Batches
 from accel_check.digests import digest, generators, sample_digests
 from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
 from accel_check.models import Models, piece_of
-from accel_check.records import OutputSums, Piece, RankFacts, Records, StepRecord, values_of, write
+from accel_check.records import OutputSums, RankFacts, Records, StepRecord, TensorPart, values_of, write_record
 from accel_check.signs import divisor_of, unchanged_copies
 from accel_check.task import Task
 
-__all__ = ("Recorder", "StepFollower", "StopRun")
+__all__ = ("StepFollower", "StepRecorder", "StopScript")
 
 _MORE_STEPS: Final = 1000
 _MORE_SECONDS: Final = 30.0
 """How long a script whose sampler never got an epoch trains on, unrecorded, until its second pass."""
 
 
-class StopRun(SystemExit):
+class StopScript(SystemExit):
     """Ends a script after its last compared step."""
 
 
@@ -55,7 +55,7 @@ class StepFollower(Protocol):
         """Called at the end; returns facts about this process."""
 
 
-class Recorder:
+class StepRecorder:
     """Records what one process computes.
 
     Args:
@@ -78,8 +78,8 @@ class Recorder:
         """Return digests of further state, by group and path."""
         self.known: list[Callable[[], list[Any]]] = []
         """Return objects whose state is compared already."""
-        self.read_gradients: Callable[[], dict[str, Piece]] = self._own_gradients
-        self.read_parameters: Callable[[], dict[str, Piece]] = self._own_parameters
+        self.read_gradients: Callable[[], dict[str, TensorPart]] = self._own_gradients
+        self.read_parameters: Callable[[], dict[str, TensorPart]] = self._own_parameters
         self.other = Records(Path(task.follows)) if task.follows else None
         replayed = (
             []
@@ -266,7 +266,7 @@ class Recorder:
                 start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
         self.facts.models = len(self.models)
         if self.follower is None:
-            write(self.folder / f"start_{self._starts}.pt", start)
+            write_record(self.folder / f"start_{self._starts}.pt", start)
             self._starts += 1
             self._load_start()
 
@@ -353,10 +353,10 @@ class Recorder:
         """Whether gradients can be read without a collective."""
         return self.read_gradients == self._own_gradients
 
-    def _own_gradients(self) -> dict[str, Piece]:
+    def _own_gradients(self) -> dict[str, TensorPart]:
         return {name: piece_of(one.grad) for name, one in self.models.parameters() if one.grad is not None}
 
-    def _own_parameters(self) -> dict[str, Piece]:
+    def _own_parameters(self) -> dict[str, TensorPart]:
         return {name: piece_of(one) for name, one in self.models.parameters()}
 
     # ------------------------------------------------------------------ steps
@@ -413,9 +413,9 @@ class Recorder:
             step.buffers = {name: piece_of(one) for name, one in self.models.buffers()}
             unchanged_copies(sys._getframe(), self.script, self.models, self._copies)
         last = self.follower is not None and self.follower.step_ends(step)
-        write(self.folder / f"step_{self.calls}.pt", step)
+        write_record(self.folder / f"step_{self.calls}.pt", step)
         if last:
-            raise StopRun
+            raise StopScript
         if self.follower is None and len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
             self._stop()
 
@@ -433,11 +433,11 @@ class Recorder:
             self._ends_at = time.monotonic() + _MORE_SECONDS
             return
         if self.batches.recording:
-            raise StopRun
+            raise StopScript
 
     def _go_on(self) -> None:
         if self.batches.repeats or self.calls > _MORE_STEPS or time.monotonic() > self._ends_at:
-            raise StopRun
+            raise StopScript
 
     def finish(self) -> None:
         """Write the facts about this process."""
@@ -457,4 +457,4 @@ class Recorder:
         if self.follower is not None:
             self.facts.more |= self.follower.finish()
         self.batches.finish()
-        write(self.folder / "facts.pt", self.facts)
+        write_record(self.folder / "facts.pt", self.facts)

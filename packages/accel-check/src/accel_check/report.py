@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from accel_check.comparison import Finding
+    from accel_check.comparison import ParityFinding
 
 __all__ = ("CODES", "EXIT_CODES", "PARITY_SCHEMA", "ParityReport")
 
@@ -66,7 +66,7 @@ class ParityReport:
 
     verdict: str
     reason: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ParityFinding] = field(default_factory=list)
     steps: int = 0
     precision: str = ""
     remarks: list[str] = field(default_factory=list)

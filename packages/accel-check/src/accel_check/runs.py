@@ -30,7 +30,7 @@ from accel_state.network import get_free_port
 if TYPE_CHECKING:
     from accel_check.task import Task
 
-__all__ = ("Script", "environment_of", "import_libraries", "run", "run_forked", "run_path")
+__all__ = ("CheckedScript", "import_libraries", "launch_environment", "run", "run_forked", "run_path")
 
 _GRACE: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
@@ -51,7 +51,7 @@ _LIBRARIES: Final = (
 _OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
 
 
-class Script:
+class CheckedScript:
     """A script with its arguments.
 
     Args:
@@ -74,12 +74,12 @@ class Script:
             )
         self.path, self.arguments = path, tuple(arguments)
 
-    def with_arguments(self, more: Sequence[str]) -> Script:
+    def with_arguments(self, more: Sequence[str]) -> CheckedScript:
         """The script with further arguments."""
-        return Script(self.path, [*self.arguments, *more])
+        return CheckedScript(self.path, [*self.arguments, *more])
 
 
-def import_libraries(script: Script) -> None:
+def import_libraries(script: CheckedScript) -> None:
     """Import what the processes of a run need, so that each fork has it."""
     names = [*_LIBRARIES, "accel_check.recorder"]
     text = Path(script.path).read_text(encoding="utf-8", errors="replace")
@@ -91,7 +91,7 @@ def import_libraries(script: Script) -> None:
         importlib.import_module(name)
 
 
-def environment_of(script: Script, processes: int, options: Sequence[str]) -> dict[str, str]:
+def launch_environment(script: CheckedScript, processes: int, options: Sequence[str]) -> dict[str, str]:
     """The variables that `accel launch` would give to the processes.
 
     Args:
@@ -115,7 +115,7 @@ def environment_of(script: Script, processes: int, options: Sequence[str]) -> di
     return {**environment, **plan.environment}
 
 
-def run(task: Task, script: Script, world: int, environment: Mapping[str, str], timeout: float) -> str | None:
+def run(task: Task, script: CheckedScript, world: int, environment: Mapping[str, str], timeout: float) -> str | None:
     """Run a script in forked processes, and return why the run failed; None if it did not.
 
     Args:
@@ -226,12 +226,12 @@ def _become_rank(folder: Path, rank: int, variables: Mapping[str, str], body: Ca
         os._exit(code)
 
 
-def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
+def _run_script(task: Task, script: CheckedScript, rank: int, world: int) -> int:
     import numpy as np
     import torch
 
     from accel_check.one_process import shrink_world
-    from accel_check.recorder import Recorder, StopRun
+    from accel_check.recorder import StepRecorder, StopScript
     from accel_check.resume_notes import ResumeNotes
     from accel_check.scratch import redirect_saves
     from accel_check.sessions import follow_sessions
@@ -245,7 +245,7 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     np.random.seed(seed)
     if task.is_reference:
         shrink_world()
-    recorder = Recorder(task, script.path, rank, world)
+    recorder = StepRecorder(task, script.path, rank, world)
     notes = None if task.resume is None else ResumeNotes(recorder, task.resume)
     recorder.follower = notes
     recorder.install()
@@ -254,7 +254,7 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     code = 0
     try:
         run_path(script)
-    except StopRun:
+    except StopScript:
         pass
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -265,7 +265,7 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     return code
 
 
-def run_path(script: Script) -> None:
+def run_path(script: CheckedScript) -> None:
     """Run a script in this process, as `python script arguments` does."""
     sys.argv = [script.path, *script.arguments]
     sys.path[0] = str(Path(script.path).resolve().parent)

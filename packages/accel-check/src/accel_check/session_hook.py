@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from accel_check.batches import widened
 from accel_check.digests import digests_of, sample_digests
 from accel_check.models import Models, piece_of
-from accel_check.records import Piece
-from accel_check.training_state import state_of
+from accel_check.records import TensorPart
+from accel_check.training_state import training_state
 from accel_data.hooks import LoaderHook
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.prepared import add_hook
@@ -27,7 +27,7 @@ from accel_torch.saving import save_state
 from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
     from accel_check.resume_notes import ResumeNotes
     from accel_plugins.context import Context
     from accel_torch.options import Options
@@ -44,7 +44,7 @@ class SessionHook(Hook):
         notes: the notes of a check of a resumed run; None in another check.
     """
 
-    def __init__(self, recorder: Recorder, notes: ResumeNotes | None) -> None:
+    def __init__(self, recorder: StepRecorder, notes: ResumeNotes | None) -> None:
         self._recorder, self._notes = recorder, notes
         self._session: weakref.ref[Session] | None = None
         self._loaders = 0
@@ -189,7 +189,7 @@ class SessionHook(Hook):
         if session is not None:
             for model in session.prepared.models:
                 self._recorder.adopt(model)
-            self._recorder.facts.more["fresh"] = state_of(self._recorder)
+            self._recorder.facts.more["fresh"] = training_state(self._recorder)
 
     def _registered(self) -> dict[str, dict[str, str]]:
         session = None if self._session is None else self._session()
@@ -219,17 +219,17 @@ class SessionHook(Hook):
         for index, model in enumerate(session.prepared.models if session is not None else ()):
             yield Models.prefix(index), strategy_model(model)
 
-    def _gradients(self) -> dict[str, Piece]:
+    def _gradients(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, Piece] = {}
+        found: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
             found |= {prefix + name: piece_of(one) for name, one in session.strategy.gradients(model).items()}
         return found
 
-    def _parameters(self) -> dict[str, Piece]:
+    def _parameters(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, Piece] = {}
+        found: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
             buffers = {name for name, _ in session.strategy.unwrap(model).named_buffers()}
@@ -278,7 +278,7 @@ class _OneOfMany(SingleStrategy):
 class _LoaderFollower(LoaderHook):
     """Follows one loader; see `accel_data.hooks.LoaderHook` and `DeviceTransfer`."""
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: StepRecorder, number: int) -> None:
         self._recorder, self._number = recorder, number
         self._epoch, self._batch = -1, 0
         self.begins: Callable[[], None] | None = None

@@ -6,13 +6,13 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
     from accel_check.resume_notes import ResumeNotes
 
 __all__ = ("follow_sessions", "refuse_sessions")
 
 
-def follow_sessions(recorder: Recorder, notes: ResumeNotes | None) -> None:
+def follow_sessions(recorder: StepRecorder, notes: ResumeNotes | None) -> None:
     """Follow the sessions of this process, if accel-torch is installed.
 
     Args:

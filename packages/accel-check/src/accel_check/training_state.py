@@ -14,12 +14,12 @@ from torch import nn
 
 from accel_check.digests import digest, digests_of, generators, leaves
 from accel_check.models import piece_of
-from accel_check.records import Piece
+from accel_check.records import TensorPart
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
 
-__all__ = ("optimizer_pieces", "state_of", "variables_of")
+__all__ = ("optimizer_pieces", "training_state", "variables_of")
 
 _NOT_OF_SCHEDULES: Final = ("_step_count", "_get_lr_called_within_step", "_is_initial")
 """What differs in right resumes by `last_epoch=`."""
@@ -27,7 +27,7 @@ _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
 
 
-def state_of(recorder: Recorder) -> dict[str, dict[str, str]]:
+def training_state(recorder: StepRecorder) -> dict[str, dict[str, str]]:
     """Digests of models, optimizers, schedulers, scalers and generators, by group and path."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
     found = {
@@ -73,10 +73,10 @@ def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
     return found
 
 
-def optimizer_pieces(recorder: Recorder) -> dict[str, Piece]:
+def optimizer_pieces(recorder: StepRecorder) -> dict[str, TensorPart]:
     """The parts of the optimizers' tensors that this process has, by name."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorPart] = {}
     for number, optimizer in _living(recorder.optimizers):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
