@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import accel_check
 import accel_check.started
 from accel_check import causes
-from accel_check.batches import join
+from accel_check.batches import join_shards
 from accel_check.comparison import Limits, compare_runs, remarks
-from accel_check.records import OutputSums, Piece, RankFacts, Records, Start, StepRecord, values_of
+from accel_check.records import OutputSums, RankFacts, Records, StartRecord, StepRecord, TensorPart, values_of
+from accel_check.report import PARITY_SCHEMA
 from accel_state.errors import SettingError
 from accel_testing.processes import run_command
 
@@ -31,7 +32,14 @@ def check(*arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, str(accel_check.started.__file__), "check-parity", "--json", *arguments]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command(command, timeout=280, env=environment)
-    return finished.returncode, json.loads(finished.stdout) if finished.stdout else {}
+    report = json.loads(finished.stdout) if finished.stdout else {}
+    if report:
+        fields: Any = PARITY_SCHEMA["properties"]
+        assert list(fields) == PARITY_SCHEMA["required"]
+        assert sorted(report) == sorted(fields)
+        assert report["verdict"] in fields["verdict"]["enum"]
+        assert all(sorted(one) == sorted(fields["findings"]["items"]["required"]) for one in report["findings"])
+    return finished.returncode, report
 
 
 def test_two_processes_compute_what_one_process_computes() -> None:
@@ -212,7 +220,7 @@ def test_a_function_of_a_test_is_resumed() -> None:
 class InMemory(Records):
     """Records that are in memory."""
 
-    def __init__(self, starts: list[Start], ranks: list[list[StepRecord]], **facts: Any) -> None:
+    def __init__(self, starts: list[StartRecord], ranks: list[list[StepRecord]], **facts: Any) -> None:
         self.ranks = [
             RankFacts(**{"rank": rank, "world": len(ranks), "alike": (rank,), **facts}) for rank in range(len(ranks))
         ]
@@ -225,7 +233,7 @@ class InMemory(Records):
     def calls(self) -> int:
         return min(map(len, self._steps))
 
-    def start(self) -> list[Start]:
+    def start(self) -> list[StartRecord]:
         return self._starts
 
 
@@ -233,8 +241,8 @@ WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 GRADIENT = torch.linspace(1, 2, 12, dtype=torch.float64).reshape(3, 4)
 
 
-def whole(tensor: Tensor) -> dict[str, Piece]:
-    return {"body.weight": Piece(tensor, tuple(tensor.shape))}
+def whole(tensor: Tensor) -> dict[str, TensorPart]:
+    return {"body.weight": TensorPart(tensor, tuple(tensor.shape))}
 
 
 def step(gradient: Tensor = GRADIENT, rate: float = 0.1, rows: float = 4, **more: Any) -> StepRecord:
@@ -248,7 +256,7 @@ def step(gradient: Tensor = GRADIENT, rate: float = 0.1, rows: float = 4, **more
 
 
 def compared(*ranks: StepRecord, expected: StepRecord | None = None, **facts: Any) -> list[Any]:
-    starts = [Start(whole(WEIGHT)) for _ in ranks]
+    starts = [StartRecord(whole(WEIGHT)) for _ in ranks]
     one = InMemory(starts[:1], [[expected or step(rows=8)]])
     return compare_runs(InMemory(starts, [[rank] for rank in ranks], **facts), one, Limits(1e-7, 1e-5))
 
@@ -298,8 +306,8 @@ def test_norms_of_shards_are_told_from_that_of_the_model() -> None:
 def test_a_shard_that_is_scaled_by_its_own_norm_is_named() -> None:
     def shard(factor: float, begin: int, rows: int) -> StepRecord:
         part = GRADIENT[begin : begin + rows]
-        before = {"body.weight": Piece(part, (3, 4), (begin, 0))}
-        after = {"body.weight": Piece(part * factor, (3, 4), (begin, 0))}
+        before = {"body.weight": TensorPart(part, (3, 4), (begin, 0))}
+        after = {"body.weight": TensorPart(part * factor, (3, 4), (begin, 0))}
         return step(gradients=after, after_backward=before)
 
     expected = step(GRADIENT * 0.5, rows=8, after_backward=whole(GRADIENT))
@@ -314,7 +322,7 @@ def test_a_rate_that_differs_is_named() -> None:
 
 def test_a_buffer_is_named_before_the_outputs_that_it_changes() -> None:
     def scaled(value: float, total: float, rows: int) -> StepRecord:
-        buffers = {"body.scale": Piece(torch.full((), value), ())}
+        buffers = {"body.scale": TensorPart(torch.full((), value), ())}
         return step(buffers=buffers, outputs={"body": OutputSums(1, 3 * rows, total, 3.75 * rows)})
 
     first, second = compared(scaled(0.0, 9.0, 4), scaled(0.0, 9.0, 4), expected=scaled(1.0, 3.0, 8))
@@ -323,7 +331,7 @@ def test_a_buffer_is_named_before_the_outputs_that_it_changes() -> None:
 
 def test_a_layer_that_normalises_over_its_own_samples_is_told_from_other_buffers() -> None:
     def mean(value: float, rows: int = 4) -> StepRecord:
-        return step(buffers={"norm.running_mean": Piece(torch.full((2,), value), (2,))}, rows=rows)
+        return step(buffers={"norm.running_mean": TensorPart(torch.full((2,), value), (2,))}, rows=rows)
 
     (found,) = compared(mean(0.5), mean(1.5), expected=mean(1.0, 8))
     assert (found.what, found.parameter) == ("buffer", "norm.running_mean")
@@ -331,7 +339,7 @@ def test_a_layer_that_normalises_over_its_own_samples_is_told_from_other_buffers
 
 
 def test_processes_that_begin_differently_are_found_before_their_steps() -> None:
-    starts = [Start(whole(WEIGHT)), Start(whole(WEIGHT + 1))]
+    starts = [StartRecord(whole(WEIGHT)), StartRecord(whole(WEIGHT + 1))]
     several, one = InMemory(starts, [[step()], [step()]]), InMemory(starts[:1], [[step(rows=8)]])
     (found,) = compare_runs(several, one, Limits(1e-7, 1e-5))
     assert (found.step, found.what, found.parameter, found.ranks) == (0, "parameter", "body.weight", (1,))
@@ -340,9 +348,9 @@ def test_processes_that_begin_differently_are_found_before_their_steps() -> None
 
 def test_a_permuted_shard_is_told_from_another_start() -> None:
     def found(values: Tensor) -> list[str]:
-        starts = [Start(whole(values)) for _ in range(2)]
+        starts = [StartRecord(whole(values)) for _ in range(2)]
         several = InMemory(starts, [[step(parameters=whole(values - 0.1 * GRADIENT))]] * 2)
-        one = InMemory([Start(whole(WEIGHT))], [[step(rows=8, parameters=whole(values - 0.1 * GRADIENT))]])
+        one = InMemory([StartRecord(whole(WEIGHT))], [[step(rows=8, parameters=whole(values - 0.1 * GRADIENT))]])
         return [one.cause for one in compare_runs(several, one, Limits(1e-7, 1e-5))]
 
     assert "in another order" in found(WEIGHT.flip(0))[0]
@@ -395,7 +403,7 @@ def test_generators_of_dropout_differ_where_samples_do(
 
 def test_zero_gradients_still_losses_and_double_divisions_are_remarked() -> None:
     still = [step(GRADIENT * 0, losses=[1.0, 1.0], divisors=[4.0, 4.0])] * 2
-    alone = InMemory([Start(whole(WEIGHT))], [still])
+    alone = InMemory([StartRecord(whole(WEIGHT))], [still])
     zero, divided, loss = remarks(alone, alone)
     assert zero == "parameters without a gradient, or with a zero gradient: body.weight"
     assert "divided by 4 with 2 micro-batches" in divided
@@ -422,21 +430,21 @@ def test_elements_whose_gradient_is_rounding_may_move_anywhere() -> None:
 
 
 def test_parts_of_all_ranks_make_a_tensor() -> None:
-    parts = [Piece(WEIGHT[:2], (3, 4), (0, 0)), Piece(WEIGHT[2:], (3, 4), (2, 0)), None]
+    parts = [TensorPart(WEIGHT[:2], (3, 4), (0, 0)), TensorPart(WEIGHT[2:], (3, 4), (2, 0)), None]
     (made,) = values_of(parts)
     assert made is not None
     assert torch.equal(made, WEIGHT)
-    assert len(values_of([*parts, Piece(WEIGHT[2:] + 1, (3, 4), (2, 0))])) == 2
+    assert len(values_of([*parts, TensorPart(WEIGHT[2:] + 1, (3, 4), (2, 0))])) == 2
 
 
 def test_slices_of_a_batch_are_joined() -> None:
     one = {"inputs": torch.ones(2, 3), "texts": ["a", "b"], "pair": (torch.zeros(2), torch.tensor(1))}
-    made = join([one, one])
+    made = join_shards([one, one])
     assert made["inputs"].shape == (4, 3)
     assert made["texts"] == ["a", "b", "a", "b"]
     assert made["pair"][0].shape == (4,)
     with pytest.raises(RuntimeError):
-        join([torch.ones(2, 3), torch.ones(2, 4)])
+        join_shards([torch.ones(2, 3), torch.ones(2, 4)])
 
 
 def test_a_bias_that_each_process_adds_is_named() -> None:
@@ -447,7 +455,7 @@ def test_a_bias_that_each_process_adds_is_named() -> None:
         sums.features = rows * times * bias
         return StepRecord(0, 1, outputs={"down": sums}, gradients=whole(GRADIENT * times), parameters=whole(WEIGHT))
 
-    start = Start({"down.bias": Piece(bias, (2,)), **whole(WEIGHT)})
+    start = StartRecord({"down.bias": TensorPart(bias, (2,)), **whole(WEIGHT)})
     several = InMemory([start, start], [[outputs(4, 2)], [outputs(4, 2)]], alike=(0, 1))
     found = compare_runs(several, InMemory([start], [[outputs(4, 1)]]), Limits(1e-7, 1e-5))
     assert "down.bias is added twice" in found[0].cause

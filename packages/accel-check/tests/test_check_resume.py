@@ -15,7 +15,7 @@ import torch
 import accel_check.started
 from accel_check.continuation import Resumed, compare_resumed, used_state
 from accel_check.digests import digests_of, sample_digests
-from accel_check.records import Piece, RankFacts, Records, Start, StepRecord, write
+from accel_check.records import RankFacts, Records, StartRecord, StepRecord, TensorPart, write_record
 from accel_testing.processes import run_command
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -171,8 +171,8 @@ def test_another_number_of_processes_is_compared_by_whole_tensors_and_global_ord
     def wrote(name: str, world: int, values: list[float]) -> Path:
         folder, tensor = tmp_path / name, torch.tensor(values)
         for rank, part in enumerate(tensor.chunk(world)):
-            piece = Piece(part, (4,), (rank * len(part),))
-            write(folder / f"rank_{rank}" / f"state_{2 if world == 1 else 1}.pt", Start({"weight": piece}))
+            piece = TensorPart(part, (4,), (rank * len(part),))
+            write_record(folder / f"rank_{rank}" / f"state_{2 if world == 1 else 1}.pt", StartRecord({"weight": piece}))
         return folder
 
     def resumed(name: str, values: list[float], ids: tuple[str, str]) -> Resumed:

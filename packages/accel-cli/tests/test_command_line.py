@@ -186,7 +186,7 @@ def test_flags_are_spelled_with_underscores_and_with_dashes():
     assert spelled("--main_process_ip") == ("--main_process_ip", "--main-process-ip")
 
 
-@pytest.mark.parametrize("name", ["check-parity", "check-resume"])
+@pytest.mark.parametrize("name", ["check-parity", "check-plan", "check-resume"])
 def test_a_command_of_a_package_that_is_not_installed_names_the_package(name, monkeypatch):
     monkeypatch.setattr("accel_cli.command.COMMANDS.names", lambda: ("launch",))
     with pytest.raises(Missing, match="pip install accel-check"):

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_check.digests import digest, sample_digests
-from accel_check.records import read, write
+from accel_check.records import read, write_record
 
-__all__ = ("Batches", "EndOfReplay", "Feed", "join", "place_in_script", "widened")
+__all__ = ("Batches", "EndOfReplay", "Feed", "join_shards", "place_in_script", "widened")
 
 
 class Feed(NamedTuple):
@@ -178,7 +178,7 @@ class Batches:
             order += ids
             if self.recording:
                 if self._keeps:
-                    write(feed.path(number), (batched, _cloned(samples)))
+                    write_record(feed.path(number), (batched, _cloned(samples)))
                 self._given(key, ids)
             yield widened(batch)
         self._compare_orders(loader, key.rpartition(" ")[0], order)
@@ -210,7 +210,7 @@ class Batches:
             if parts[0][0]:
                 batch = loader.collate_fn([sample for _, samples in parts for sample in samples])
             else:
-                batch = loader.collate_fn(join([samples for _, samples in parts]))
+                batch = loader.collate_fn(join_shards([samples for _, samples in parts]))
             yield widened(batch)
             number += 1
 
@@ -220,18 +220,18 @@ class Batches:
         """Record a batch of a prepared loader."""
         if self.recording:
             if self._keeps:
-                write(Feed(self._records, key).path(number), (False, _cloned(batch)))
+                write_record(Feed(self._records, key).path(number), (False, _cloned(batch)))
             self._given(key, ids)
 
     def joined_batch(self, key: str, number: int) -> Any:
         """The joined batch of a prepared loader; None if the other run did not read it."""
         paths = [Feed(folder, key).path(number) for folder in self._replayed]
         parts = [read(path)[1] for path in paths if path.is_file()]
-        return join(parts) if parts else None
+        return join_shards(parts) if parts else None
 
     def finish(self) -> None:
         """Write the lengths that the script has asked for."""
-        write(self._records / "lengths.pt", self._lengths)
+        write_record(self._records / "lengths.pt", self._lengths)
 
 
 class EndOfReplay(SystemExit):
@@ -268,7 +268,7 @@ def widened(batch: Any) -> Any:
     )
 
 
-def join(parts: list[Any]) -> Any:
+def join_shards(parts: list[Any]) -> Any:
     """Concatenate the shards of a batch: tensors along their first dimension, and lists of other objects.
 
     Raises:
@@ -278,12 +278,12 @@ def join(parts: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(parts) if first.ndim else first
     if isinstance(first, dict):
-        made = {key: join([part[key] for part in parts]) for key in first}
+        made = {key: join_shards([part[key] for part in parts]) for key in first}
         kind: Any = type(first)
         return made if kind is dict else kind(made)
     if isinstance(first, (list, tuple)):
         if any(isinstance(item, (torch.Tensor, dict, list, tuple)) for item in first):
-            items = [join(list(column)) for column in zip(*parts, strict=True)]
+            items = [join_shards(list(column)) for column in zip(*parts, strict=True)]
         else:
             items = [item for part in parts for item in part]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_check.report import EXIT_CODES, ParityReport
-from accel_check.runs import Script, environment_of, import_libraries, run
+from accel_check.runs import CheckedScript, import_libraries, launch_environment, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class CheckParity:
             )
         launch_options = tuple(shlex.split(arguments.launch))
         plan = ParityPlan(processes, backend, axes, arguments.mixed_precision, launch_options, arguments.timeout)
-        script = Script(arguments.script, arguments.script_arguments)
+        script = CheckedScript(arguments.script, arguments.script_arguments)
         report = check(script, plan, arguments.steps, None if arguments.json else show_progress)
         print(report.as_json() if arguments.json else report)  # noqa: T201 - what the command is for
         return report.code
@@ -129,7 +129,9 @@ def show_progress(text: str) -> None:
     print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress of a command
 
 
-def check(script: Script, plan: ParityPlan, steps: int, progress: Callable[[str], None] | None = None) -> ParityReport:
+def check(
+    script: CheckedScript, plan: ParityPlan, steps: int, progress: Callable[[str], None] | None = None
+) -> ParityReport:
     """Run a script in several processes and in one, and compare.
 
     Args:
@@ -149,15 +151,15 @@ class _Check:
     """The runs of one check."""
 
     def __init__(
-        self, script: Script, plan: ParityPlan, steps: int, folder: Path, progress: Callable[[str], None]
+        self, script: CheckedScript, plan: ParityPlan, steps: int, folder: Path, progress: Callable[[str], None]
     ) -> None:
         self._script, self._plan, self._steps, self._folder, self._progress = script, plan, steps, folder, progress
 
     def report(self) -> ParityReport:
         """Run in several processes, then in one, and compare."""
         environments = [
-            environment_of(self._script, self._plan.processes, self._plan.options()),
-            environment_of(self._script, 1, self._plan.options_of_one()),
+            launch_environment(self._script, self._plan.processes, self._plan.options()),
+            launch_environment(self._script, 1, self._plan.options_of_one()),
         ]
         self._progress("imports torch")
         import_libraries(self._script)
@@ -220,7 +222,7 @@ class _Check:
     def _run(
         self, folder: Path, follows: str, world: int, environment: Mapping[str, str], precision: str
     ) -> str | None:
-        from accel_check.recorder import Task
+        from accel_check.task import Task
 
         scratch = str(folder.with_name(f"{folder.name}_scratch"))
         task = Task(str(folder), self._steps, follows, precision == "float64", scratch)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_check.check_parity import show_progress
 from accel_check.report import CODES, EXIT_CODES
-from accel_check.runs import Script, environment_of, import_libraries, run
+from accel_check.runs import CheckedScript, import_libraries, launch_environment, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from accel_check.records import Records
-    from accel_check.training_state import ResumeTask
+    from accel_check.task import ResumeTask
 
 __all__ = ("COMMAND", "CheckResume", "Outcome", "ResumePlan", "check")
 
@@ -162,7 +162,7 @@ class CheckResume:
             (*options, *shlex.split(arguments.launch)),
             arguments.timeout,
         )
-        script = Script(arguments.script, arguments.script_arguments)
+        script = CheckedScript(arguments.script, arguments.script_arguments)
         outcomes = check(script, plan, None if arguments.json else show_progress)
         for outcome in outcomes:
             print(json.dumps(vars(outcome)) if arguments.json else outcome)  # noqa: T201 - what the command is for
@@ -170,7 +170,7 @@ class CheckResume:
         return CODES[next(name for name in ("differs", "not verified", "equal") if name in verdicts)]
 
 
-def check(script: Script, plan: ResumePlan, progress: Callable[[str], None] | None = None) -> list[Outcome]:
+def check(script: CheckedScript, plan: ResumePlan, progress: Callable[[str], None] | None = None) -> list[Outcome]:
     """Run a script without interruption, then resume it from each checkpoint, and compare.
 
     Args:
@@ -188,7 +188,7 @@ def check(script: Script, plan: ResumePlan, progress: Callable[[str], None] | No
 class _Check:
     """The runs of one check."""
 
-    def __init__(self, script: Script, plan: ResumePlan, folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(self, script: CheckedScript, plan: ResumePlan, folder: Path, progress: Callable[[str], None]) -> None:
         self._script, self._plan, self._folder, self._progress = script, plan, folder, progress
         self._runs = 0
 
@@ -197,7 +197,7 @@ class _Check:
         from accel_check.records import Records
 
         plan, steps = self._plan, sorted(set(self._plan.at))
-        environment_of(self._script, plan.processes[0], plan.options)
+        launch_environment(self._script, plan.processes[0], plan.options)
         self._progress("imports torch")
         import_libraries(self._script)
         task = self._task(steps)
@@ -215,7 +215,7 @@ class _Check:
         return [self._resumed(straight, at, kept[at], count, task) for at in steps for count in plan.processes]
 
     def _task(self, steps: Sequence[int]) -> ResumeTask:
-        from accel_check.training_state import ResumeTask
+        from accel_check.task import ResumeTask
 
         return ResumeTask(
             tuple(steps),
@@ -309,14 +309,14 @@ class _Check:
         reason = f"everything is equal for {run_.calls} steps"
         return Outcome(at, processes, "equal", reason, None, None, "", tuple(used), unsaved, tuple(unseen))
 
-    def _run(self, task: ResumeTask, script: Script, processes: int) -> tuple[Records, str | None]:
+    def _run(self, task: ResumeTask, script: CheckedScript, processes: int) -> tuple[Records, str | None]:
         """The records of one run, and why it failed."""
-        from accel_check.recorder import Task
         from accel_check.records import Records
+        from accel_check.task import Task
 
         self._runs += 1
         folder = self._folder / f"run_{self._runs}"
-        environment = environment_of(self._script, processes, self._plan.options)
+        environment = launch_environment(self._script, processes, self._plan.options)
         whole = Task(str(folder), task.last_step, scratch=str(self._folder / f"scratch_{self._runs}"), resume=task)
         failure = run(whole, script, processes, environment, self._plan.timeout)
         return Records(folder), failure

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from accel_check import causes
-from accel_check.records import Piece, Records, StepRecord, values_of
+from accel_check.records import Records, StepRecord, TensorPart, values_of
 
-__all__ = ("Finding", "Limits", "compare_runs", "remarks")
+__all__ = ("Limits", "ParityFinding", "compare_runs", "remarks")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _SMALL: Final = 1e-2
 
 
 @dataclass(frozen=True)
-class Finding:
+class ParityFinding:
     """One difference.
 
     Args:
@@ -83,7 +83,7 @@ class Finding:
         return f"{when}: {self.what}{f' of {name}' if name else ''} differs{where}{ratio}{detail}{more}: {self.cause}"
 
 
-def compare_runs(several: Records, one: Records, limits: Limits) -> list[Finding]:
+def compare_runs(several: Records, one: Records, limits: Limits) -> list[ParityFinding]:
     """The differences of the first step that has any, causes before consequences; empty if all steps are equal.
 
     Args:
@@ -122,7 +122,7 @@ class _Comparison:
 
     # ------------------------------------------------------------------ the state before the first step
 
-    def start(self) -> Iterator[Finding]:
+    def start(self) -> Iterator[ParityFinding]:
         """Compare the initial parameters between the ranks, and their order with that in one process."""
         starts = self._starts
         wrong, ranks = [], set()
@@ -150,7 +150,7 @@ class _Comparison:
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, call: int) -> list[Finding]:
+    def step(self, call: int) -> list[ParityFinding]:
         """Compare the results of one call of `step`."""
         expected, found = self._one.step(0, call), self._several.steps(call)
         number = expected.number
@@ -176,17 +176,19 @@ class _Comparison:
         return [*samples, *frozen, *forward, *losses, *gradients, *([] if before else norms), *rates, *parameters]
 
     @staticmethod
-    def _cause_with_forward(gradient: Finding, outputs: Sequence[Finding], losses: Sequence[Finding]) -> str:
+    def _cause_with_forward(
+        gradient: ParityFinding, outputs: Sequence[ParityFinding], losses: Sequence[ParityFinding]
+    ) -> str:
         known = any(text in gradient.cause for text in ("averaged", "added", "no_sync", "zero"))
         return gradient.cause if known else "it follows from the difference above"
 
-    def _samples(self, step: int, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _samples(self, step: int, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         first: dict[tuple[int, ...], tuple[int, list[list[str]]]] = {}
         for facts, record in zip(self._ranks, found, strict=True):
             rank, theirs = first.setdefault(facts.alike, (facts.rank, record.samples))
             if theirs != record.samples:
                 cause = "processes that must read the same samples (tp, cp, sp) read different ones"
-                yield Finding(step, "samples", cause, ranks=(rank, facts.rank))
+                yield ParityFinding(step, "samples", cause, ranks=(rank, facts.rank))
                 return
         if self._repeats:
             return
@@ -200,7 +202,9 @@ class _Comparison:
             if shared > len(first) - 1 or (shared and shared == len(ids)):
                 cause = "processes train on the same samples, so they learn no more than one process"
                 other = seen[next(one for one in ids if one in seen)]
-                yield Finding(step, "samples", cause, detail=f"{shared} of {len(ids)} samples", ranks=(other, rank))
+                yield ParityFinding(
+                    step, "samples", cause, detail=f"{shared} of {len(ids)} samples", ranks=(other, rank)
+                )
                 return
             seen |= dict.fromkeys(ids, rank)
 
@@ -223,7 +227,7 @@ class _Comparison:
                 return True
         return False
 
-    def _outputs(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _outputs(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         """Modules whose outputs differ in their sums over all processes."""
         wrong = []
         for name, sums in expected.outputs.items():
@@ -251,7 +255,7 @@ class _Comparison:
             if bias:
                 yield self._finding(step, "output", cause, bias, others=others)
             else:
-                yield Finding(step, "output", cause, name, others=others, detail=detail)
+                yield ParityFinding(step, "output", cause, name, others=others, detail=detail)
 
     def _bias_added_often(self, name: str, expected: StepRecord, found: Sequence[StepRecord]) -> tuple[str, str]:
         """The bias of whose multiple the outputs of a module differ, and the cause."""
@@ -287,24 +291,26 @@ class _Comparison:
         if weight is not None and weight.ndim == 2:
             yield weight.double()
 
-    def _losses(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _losses(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         readers = [facts.rank for facts in self._several.representatives()]
         for index, value in enumerate(expected.losses):
             losses = [found[rank].losses[index] for rank in readers if index < len(found[rank].losses)]
             if len(losses) < len(readers):
-                yield Finding(step, "loss", "processes run backward less often than one process")
+                yield ParityFinding(step, "loss", "processes run backward less often than one process")
                 return
             mean = sum(losses) / len(losses)
             allowed = self._limits.gradient * max(abs(value), 1e-3, *(abs(one) for one in losses))
             if abs(mean - value) > allowed or mean != mean:
                 ratio = mean / value if value else None
                 detail = f"mean over the processes {mean:.6g}, one process {value:.6g}"
-                yield Finding(step, "loss", causes.cause_of_loss(ratio, len(readers)), ratio=ratio, detail=detail)
+                yield ParityFinding(step, "loss", causes.cause_of_loss(ratio, len(readers)), ratio=ratio, detail=detail)
                 return
 
-    def _gradients(self, step: int, expected: StepRecord, found: Sequence[StepRecord], kind: str) -> list[Finding]:
-        theirs: dict[str, Piece] = getattr(expected, kind)
-        parts: list[dict[str, Piece]] = [getattr(record, kind) for record in found]
+    def _gradients(
+        self, step: int, expected: StepRecord, found: Sequence[StepRecord], kind: str
+    ) -> list[ParityFinding]:
+        theirs: dict[str, TensorPart] = getattr(expected, kind)
+        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in found]
         if kind == "before_clip" and not all(parts):
             return []
         largest = max((float(piece.local.double().norm()) for piece in theirs.values()), default=0.0)
@@ -349,7 +355,10 @@ class _Comparison:
 
     @staticmethod
     def _is_scaled_alike(
-        values: Sequence[Tensor | None], value: Tensor, wrong: dict[str, list[Tensor | None]], theirs: dict[str, Piece]
+        values: Sequence[Tensor | None],
+        value: Tensor,
+        wrong: dict[str, list[Tensor | None]],
+        theirs: dict[str, TensorPart],
     ) -> bool:
         first = next(iter(wrong))
         one, other = values[0], wrong[first][0]
@@ -366,7 +375,7 @@ class _Comparison:
     def _place(self, name: str) -> int:
         return self._order.get(name.rpartition(".")[0], len(self._order))
 
-    def _with_scaling(self, finding: Finding, expected: StepRecord, found: Sequence[StepRecord]) -> Finding:
+    def _with_scaling(self, finding: ParityFinding, expected: StepRecord, found: Sequence[StepRecord]) -> ParityFinding:
         """Name clipping by the norm of one shard: gradients were right after backward, and each rank scaled its own."""
         factors = []
         for record in found:
@@ -388,17 +397,17 @@ class _Comparison:
         cause = "each process clips by the norm of its own shard: add the squares over the processes"
         return replace(finding, what="norm", cause=cause, ratio=None, detail=f"gradients are scaled by {detail}")
 
-    def _norms(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _norms(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         for index, value in enumerate(expected.norms):
             norms = [record.norms[index] for record in found if index < len(record.norms)]
             allowed = self._limits.gradient * max(abs(value), 1e-30)
             if norms and not all(abs(norm - value) <= allowed for norm in norms):
                 ratio = next(norm for norm in norms if not abs(norm - value) <= allowed) / value if value else None
                 detail = f"{', '.join(f'{norm:.6g}' for norm in norms)} by process, one process {value:.6g}"
-                yield Finding(step, "norm", causes.cause_of_norm(norms, value), ratio=ratio, detail=detail)
+                yield ParityFinding(step, "norm", causes.cause_of_norm(norms, value), ratio=ratio, detail=detail)
                 return
 
-    def _rates(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _rates(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         for facts, record in zip(self._ranks, found, strict=True):
             for one, other in zip(record.rates, expected.rates, strict=False):
                 if abs(one - other) > 1e-6 * max(abs(other), 1e-12):
@@ -408,12 +417,12 @@ class _Comparison:
                         "more or less often"
                     )
                     ratio = one / other if other else None
-                    yield Finding(step, "learning rate", cause, ratio=ratio, detail=detail)
+                    yield ParityFinding(step, "learning rate", cause, ratio=ratio, detail=detail)
                     return
 
     def _parameters(
         self, step: int, expected: StepRecord, found: Sequence[StepRecord], frozen: bool
-    ) -> Iterator[Finding]:
+    ) -> Iterator[ParityFinding]:
         """Compare the parameters with a gradient after the step, or those without."""
         wrong: dict[str, tuple[list[Tensor | None], Tensor]] = {}
         for name, piece in expected.parameters.items():
@@ -438,7 +447,7 @@ class _Comparison:
             )
             yield self._finding(step, "parameter", cause, name, like, [other for other in wrong if other != name])
 
-    def _buffers(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[Finding]:
+    def _buffers(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         wrong = []
         for name, piece in expected.buffers.items():
             values = values_of([record.buffers.get(name) for record in found])
@@ -453,7 +462,7 @@ class _Comparison:
 
     # ------------------------------------------------------------------ dropout
 
-    def dropout(self) -> Iterator[Finding]:
+    def dropout(self) -> Iterator[ParityFinding]:
         """Compare the generators at the first active dropout of each step."""
         if self._ranks[0].shards_known:
             yield from dropout_seeds(self._several)
@@ -467,13 +476,13 @@ class _Comparison:
         like: causes.Likeness | None = None,
         others: Sequence[str] = (),
         ranks: tuple[int, ...] = (),
-    ) -> Finding:
+    ) -> ParityFinding:
         ratio = like.ratio if like is not None and like.is_multiple else None
         detail = like.text if like is not None and ratio is None else ""
-        return Finding(step, what, cause, name.rpartition(".")[0], name, ratio, detail, tuple(others), ranks)
+        return ParityFinding(step, what, cause, name.rpartition(".")[0], name, ratio, detail, tuple(others), ranks)
 
 
-def dropout_seeds(several: Records) -> Iterator[Finding]:
+def dropout_seeds(several: Records) -> Iterator[ParityFinding]:
     """Equal generators of ranks with different samples, or different ones of ranks that share samples."""
     advice = (
         "seed by the data shard (equal on the ranks of one shard, another on each shard), after the model is "
@@ -488,14 +497,14 @@ def dropout_seeds(several: Records) -> Iterator[Finding]:
             rank, theirs = seen.setdefault(facts.alike, (facts.rank, state))
             if theirs != state:
                 cause = f"processes that share samples draw different masks of dropout: {advice}"
-                yield Finding(record.number, "dropout", cause, module, ranks=(rank, facts.rank))
+                yield ParityFinding(record.number, "dropout", cause, module, ranks=(rank, facts.rank))
                 return
             same = next(
                 (one for group, (one, digest) in seen.items() if group != facts.alike and digest == state), None
             )
             if same is not None:
                 cause = f"processes with different samples draw the same masks of dropout: {advice}"
-                yield Finding(record.number, "dropout", cause, module, ranks=(same, facts.rank))
+                yield ParityFinding(record.number, "dropout", cause, module, ranks=(same, facts.rank))
                 return
 
 

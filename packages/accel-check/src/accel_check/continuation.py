@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_check.records import Records, Start, StepRecord, read, values_of
+from accel_check.records import Records, StartRecord, StepRecord, read, values_of
 
 __all__ = ("Difference", "Resumed", "compare_resumed", "compare_runs", "unsaved_variables", "used_state")
 
@@ -205,9 +205,9 @@ def _whole_state(run: Resumed) -> Iterator[Difference]:
                 yield Difference(run.at, None, name, loaded=True)
 
 
-def _whole(records: Records, rank: int, call: int) -> Start:
+def _whole(records: Records, rank: int, call: int) -> StartRecord:
     path = records.folder / f"rank_{rank}" / f"state_{call}.pt"
-    start: Start = read(path) if path.is_file() else Start()
+    start: StartRecord = read(path) if path.is_file() else StartRecord()
     return start
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_check.check_resume import Outcome
-from accel_check.comparison import Finding
+from accel_check.comparison import ParityFinding
 from accel_check.report import CODES, ParityReport
 from accel_state.errors import SettingError
 
@@ -77,7 +77,7 @@ def parity(
     findings = []
     for one in found["findings"]:
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
-        findings.append(Finding(**fields))
+        findings.append(ParityFinding(**fields))
     known = {key: value for key, value in found.items() if key not in ("findings", "parameter", "module")}
     return ParityReport(**known, findings=findings)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accel_check.records import Piece, Start
+from accel_check.records import StartRecord, TensorPart
 
 __all__ = ("Models", "piece_of", "plain_name")
 
@@ -25,16 +25,16 @@ def plain_name(name: str) -> str:
     return name
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Tensor) -> TensorPart:
     """A copy of the part of a tensor that this process has; no collective is called."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Piece(tensor.to_local().to("cpu", copy=True), shape, tuple(offset))
+        return TensorPart(tensor.to_local().to("cpu", copy=True), shape, tuple(offset))
     # Gradients of sparse embeddings have rows in any order, some of them twice.
     dense = tensor.to_dense() if tensor.is_sparse else tensor
-    return Piece(dense.to("cpu", copy=True), tuple(dense.shape))
+    return TensorPart(dense.to("cpu", copy=True), tuple(dense.shape))
 
 
 class Models:
@@ -62,7 +62,7 @@ class Models:
         """The name of a module; None for one that is not part of a model."""
         return self._names.get(module)
 
-    def add(self, root: nn.Module) -> Start | None:
+    def add(self, root: nn.Module) -> StartRecord | None:
         """Add a model, and return its parameters and buffers; None if it has no parameter of its own."""
         own = [parameter for parameter in root.parameters() if id(parameter) not in self._parameters]
         if not own:
@@ -74,16 +74,16 @@ class Models:
                 self._names[module] = prefix + plain_name(f"{name}.")[:-1]
         for name, parameter in root.named_parameters():
             self._parameters.setdefault(id(parameter), prefix + plain_name(name))
-        start = Start()
+        start = StartRecord()
         for name, tensor in self._of(root, prefix, root.named_parameters()):
             start.parameters[name] = piece_of(tensor)
         for name, tensor in self._of(root, prefix, root.named_buffers()):
             start.buffers[name] = piece_of(tensor)
         return start
 
-    def add_outside(self, optimizer: int, groups: Iterable[Mapping[str, Any]]) -> Start:
+    def add_outside(self, optimizer: int, groups: Iterable[Mapping[str, Any]]) -> StartRecord:
         """Name parameters of an optimizer that no model has, and return them."""
-        start = Start()
+        start = StartRecord()
         for group, one in enumerate(groups):
             for index, parameter in enumerate(one["params"]):
                 if id(parameter) not in self._parameters:

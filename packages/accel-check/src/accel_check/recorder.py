@@ -11,9 +11,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,49 +24,38 @@ from accel_check.batches import Batches
 from accel_check.digests import digest, generators, sample_digests
 from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
 from accel_check.models import Models, piece_of
-from accel_check.records import OutputSums, Piece, RankFacts, Records, StepRecord, values_of, write
-from accel_check.resume_notes import ResumeNotes
+from accel_check.records import OutputSums, RankFacts, Records, StepRecord, TensorPart, values_of, write_record
 from accel_check.signs import divisor_of, unchanged_copies
-from accel_check.training_state import ResumeTask
+from accel_check.task import Task
 
-__all__ = ("Recorder", "StopRun", "Task")
+__all__ = ("StepFollower", "StepRecorder", "StopScript")
 
 _MORE_STEPS: Final = 1000
 _MORE_SECONDS: Final = 30.0
 """How long a script whose sampler never got an epoch trains on, unrecorded, until its second pass."""
 
 
-class StopRun(SystemExit):
+class StopScript(SystemExit):
     """Ends a script after its last compared step."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the processes of a run record.
+class StepFollower(Protocol):
+    """Follows the steps that a recorder sees; `accel_check.resume_notes` does."""
 
-    Args:
-        folder: folder for their records.
-        steps: steps of each optimizer to record.
-        follows: folder of the run of several processes whose samples this one process reads; empty in that run.
-        double: whether floating-point numbers are 64 bits wide by default.
-        scratch: folder for what the script saves.
-        resume: what a check of a resumed run records; None in a check of parity.
-    """
+    def forward_begins(self) -> None:
+        """Called before each forward of a model."""
 
-    folder: str
-    steps: int
-    follows: str = ""
-    double: bool = False
-    scratch: str = ""
-    resume: ResumeTask | None = None
+    def step_begins(self, step: StepRecord) -> None:
+        """Called with the record of a step before it."""
 
-    @property
-    def is_reference(self) -> bool:
-        """Whether this is the run of one process that follows the run of several."""
-        return bool(self.follows)
+    def step_ends(self, step: StepRecord) -> bool:
+        """Called with the record of a step after it; returns whether it is the last one."""
+
+    def finish(self) -> dict[str, Any]:
+        """Called at the end; returns facts about this process."""
 
 
-class Recorder:
+class StepRecorder:
     """Records what one process computes.
 
     Args:
@@ -90,8 +78,8 @@ class Recorder:
         """Return digests of further state, by group and path."""
         self.known: list[Callable[[], list[Any]]] = []
         """Return objects whose state is compared already."""
-        self.read_gradients: Callable[[], dict[str, Piece]] = self._own_gradients
-        self.read_parameters: Callable[[], dict[str, Piece]] = self._own_parameters
+        self.read_gradients: Callable[[], dict[str, TensorPart]] = self._own_gradients
+        self.read_parameters: Callable[[], dict[str, TensorPart]] = self._own_parameters
         self.other = Records(Path(task.follows)) if task.follows else None
         replayed = (
             []
@@ -110,7 +98,7 @@ class Recorder:
         self.scalers: list[weakref.ref[Any]] = []
         self._copies: dict[str, Any] = {}
         self._ends_at = 0.0
-        self.resume = ResumeNotes(self, task.resume) if task.resume is not None else None
+        self.follower: StepFollower | None = None
         self._has_run = False
         """Whether a model was called: loading may step an optimizer with zero gradients to create its states."""
         self.clipping = False
@@ -256,8 +244,8 @@ class Recorder:
         if not self.models.knows(module):
             self.adopt(module)
         self._has_run = self._has_run or self.models.knows(module)
-        if self.resume is not None and self._has_run:
-            self.resume.forward_begins()
+        if self.follower is not None and self._has_run:
+            self.follower.forward_begins()
         if not self.facts.reads_loader:
             self._mark = self._mark or generators()
             if self.models.knows(module):
@@ -277,8 +265,8 @@ class Recorder:
             if optimizer is not None and self._is_outermost(optimizer):
                 start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
         self.facts.models = len(self.models)
-        if self.resume is None:
-            write(self.folder / f"start_{self._starts}.pt", start)
+        if self.follower is None:
+            write_record(self.folder / f"start_{self._starts}.pt", start)
             self._starts += 1
             self._load_start()
 
@@ -365,10 +353,10 @@ class Recorder:
         """Whether gradients can be read without a collective."""
         return self.read_gradients == self._own_gradients
 
-    def _own_gradients(self) -> dict[str, Piece]:
+    def _own_gradients(self) -> dict[str, TensorPart]:
         return {name: piece_of(one.grad) for name, one in self.models.parameters() if one.grad is not None}
 
-    def _own_parameters(self) -> dict[str, Piece]:
+    def _own_parameters(self) -> dict[str, TensorPart]:
         return {name: piece_of(one) for name, one in self.models.parameters()}
 
     # ------------------------------------------------------------------ steps
@@ -392,14 +380,14 @@ class Recorder:
 
     def _record_gradients(self, optimizer: Any) -> None:
         number = self._number(optimizer)
-        if self.steps_of(number) >= self.task.steps and self.resume is None:
+        if self.steps_of(number) >= self.task.steps and self.follower is None:
             self._stop()
         step = self.step
         step.optimizer = number
-        step.number = self.steps_of(number) + 1
-        if self.resume is not None:
-            step.number += self.resume.task.resumed_at
-            self.resume.step_begins(step)
+        resumed_at = 0 if self.task.resume is None else self.task.resume.resumed_at
+        step.number = resumed_at + self.steps_of(number) + 1
+        if self.follower is not None:
+            self.follower.step_begins(step)
         step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         step.drew = bool(self._mark) and self._mark != generators()
         if self.task.resume is None:
@@ -424,11 +412,11 @@ class Recorder:
             step.parameters = self.read_parameters()
             step.buffers = {name: piece_of(one) for name, one in self.models.buffers()}
             unchanged_copies(sys._getframe(), self.script, self.models, self._copies)
-        last = self.resume is not None and self.resume.step_ends(step)
-        write(self.folder / f"step_{self.calls}.pt", step)
+        last = self.follower is not None and self.follower.step_ends(step)
+        write_record(self.folder / f"step_{self.calls}.pt", step)
         if last:
-            raise StopRun
-        if self.resume is None and len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
+            raise StopScript
+        if self.follower is None and len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
             self._stop()
 
     def _number(self, optimizer: Any) -> int:
@@ -445,11 +433,11 @@ class Recorder:
             self._ends_at = time.monotonic() + _MORE_SECONDS
             return
         if self.batches.recording:
-            raise StopRun
+            raise StopScript
 
     def _go_on(self) -> None:
         if self.batches.repeats or self.calls > _MORE_STEPS or time.monotonic() > self._ends_at:
-            raise StopRun
+            raise StopScript
 
     def finish(self) -> None:
         """Write the facts about this process."""
@@ -466,7 +454,7 @@ class Recorder:
         for name, (changed, _) in self._copies.items():
             if not changed and self.calls > 1:
                 self.remark(f"{name} has the shapes of the trained model and does not change: is it a stale average?")
-        if self.resume is not None:
-            self.facts.more |= self.resume.finish()
+        if self.follower is not None:
+            self.facts.more |= self.follower.finish()
         self.batches.finish()
-        write(self.folder / "facts.pt", self.facts)
+        write_record(self.folder / "facts.pt", self.facts)

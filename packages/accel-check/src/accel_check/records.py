@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ("OutputSums", "Piece", "RankFacts", "Records", "Start", "StepRecord", "values_of", "write")
+__all__ = ("OutputSums", "RankFacts", "Records", "StartRecord", "StepRecord", "TensorPart", "values_of", "write_record")
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that a process has.
 
     Args:
@@ -53,11 +53,11 @@ class OutputSums:
 
 
 @dataclass
-class Start:
+class StartRecord:
     """Parameters and buffers before the first step that uses them."""
 
-    parameters: dict[str, Piece] = field(default_factory=dict)
-    buffers: dict[str, Piece] = field(default_factory=dict)
+    parameters: dict[str, TensorPart] = field(default_factory=dict)
+    buffers: dict[str, TensorPart] = field(default_factory=dict)
 
 
 @dataclass
@@ -96,13 +96,13 @@ class StepRecord:
     divisors: list[float] = field(default_factory=list)
     unsynchronised: list[bool] = field(default_factory=list)
     outputs: dict[str, OutputSums] = field(default_factory=dict)
-    after_backward: dict[str, Piece] = field(default_factory=dict)
-    before_clip: dict[str, Piece] = field(default_factory=dict)
-    gradients: dict[str, Piece] = field(default_factory=dict)
+    after_backward: dict[str, TensorPart] = field(default_factory=dict)
+    before_clip: dict[str, TensorPart] = field(default_factory=dict)
+    gradients: dict[str, TensorPart] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    parameters: dict[str, Piece] = field(default_factory=dict)
-    buffers: dict[str, Piece] = field(default_factory=dict)
+    parameters: dict[str, TensorPart] = field(default_factory=dict)
+    buffers: dict[str, TensorPart] = field(default_factory=dict)
     drew: bool = False
     dropout: tuple[str, str] | None = None
     state: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class RankFacts:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-def write(path: Path, value: Any) -> None:
+def write_record(path: Path, value: Any) -> None:
     """Write a record under a name that appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
@@ -177,13 +177,13 @@ class Records:
         """The number of calls of `step` that every rank recorded."""
         return min((len(list(self.folder.glob(f"rank_{one.rank}/step_*.pt"))) for one in self.ranks), default=0)
 
-    def start(self) -> list[Start]:
+    def start(self) -> list[StartRecord]:
         """The state before the first step, on all ranks."""
         found = []
         for facts in self.ranks:
-            start = Start()
+            start = StartRecord()
             for path in sorted((self.folder / f"rank_{facts.rank}").glob("start_*.pt")):
-                one: Start = read(path)
+                one: StartRecord = read(path)
                 start.parameters |= one.parameters
                 start.buffers |= one.buffers
             found.append(start)
@@ -194,7 +194,7 @@ class Records:
         return [facts for facts in self.ranks if facts.rank == min(facts.alike)]
 
 
-def values_of(pieces: Sequence[Piece | None]) -> list[Tensor | None]:
+def values_of(pieces: Sequence[TensorPart | None]) -> list[Tensor | None]:
     """The values of a tensor: one for each rank that has the whole, or those that the parts of all ranks make.
 
     Parts that several ranks have make two values if these ranks differ.
@@ -206,7 +206,7 @@ def values_of(pieces: Sequence[Piece | None]) -> list[Tensor | None]:
     return [first] if torch.equal(first, last) else [first, last]
 
 
-def _assembled(parts: Sequence[Piece]) -> Tensor:
+def _assembled(parts: Sequence[TensorPart]) -> Tensor:
     whole = torch.full(parts[0].shape, math.nan, dtype=parts[0].local.dtype)
     for part in parts:
         if part.local.numel():

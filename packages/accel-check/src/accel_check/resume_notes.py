@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_check.digests import digests_of
 from accel_check.models import piece_of
-from accel_check.records import Start, StepRecord, write
-from accel_check.training_state import ResumeTask, optimizer_pieces, state_of, variables_of
+from accel_check.records import StartRecord, StepRecord, write_record
+from accel_check.task import ResumeTask
+from accel_check.training_state import optimizer_pieces, training_state, variables_of
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
 
 __all__ = ("ResumeNotes",)
 
@@ -27,7 +28,7 @@ class ResumeNotes:
         task: what the run does.
     """
 
-    def __init__(self, recorder: Recorder, task: ResumeTask) -> None:
+    def __init__(self, recorder: StepRecorder, task: ResumeTask) -> None:
         self._recorder, self.task = recorder, task
         self.by_command = False
         """Whether the command saves and loads, between the batches of a prepared loader."""
@@ -46,12 +47,12 @@ class ResumeNotes:
         recorder = self._recorder
         if recorder.step.state:
             return
-        recorder.step.state = state_of(recorder)
+        recorder.step.state = training_state(recorder)
         if recorder.calls in {call for call, _ in self.kept.values()} or (self.task.resumed_at and not recorder.calls):
             parameters = {name: piece_of(one) for name, one in recorder.models.parameters()}
             buffers = {name: piece_of(one) for name, one in recorder.models.buffers()}
-            start = Start(parameters | optimizer_pieces(recorder), buffers)
-            write(recorder.folder / f"state_{recorder.calls + 1}.pt", start)
+            start = StartRecord(parameters | optimizer_pieces(recorder), buffers)
+            write_record(recorder.folder / f"state_{recorder.calls + 1}.pt", start)
 
     def step_begins(self, step: StepRecord) -> None:
         """Digest the gradients of a step, and keep what was saved before it."""

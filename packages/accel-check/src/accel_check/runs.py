@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -19,7 +20,7 @@ import time
 import traceback
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,9 +28,9 @@ from accel_state.errors import NotOffered, SettingError
 from accel_state.network import get_free_port
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Task
+    from accel_check.task import Task
 
-__all__ = ("Script", "environment_of", "import_libraries", "run")
+__all__ = ("CheckedScript", "import_libraries", "launch_environment", "run", "run_forked", "run_path")
 
 _GRACE: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
@@ -47,7 +48,10 @@ _LIBRARIES: Final = (
 )
 
 
-class Script:
+_OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
+
+
+class CheckedScript:
     """A script with its arguments.
 
     Args:
@@ -70,23 +74,24 @@ class Script:
             )
         self.path, self.arguments = path, tuple(arguments)
 
-    def with_arguments(self, more: Sequence[str]) -> Script:
+    def with_arguments(self, more: Sequence[str]) -> CheckedScript:
         """The script with further arguments."""
-        return Script(self.path, [*self.arguments, *more])
+        return CheckedScript(self.path, [*self.arguments, *more])
 
 
-def import_libraries(script: Script) -> None:
+def import_libraries(script: CheckedScript) -> None:
     """Import what the processes of a run need, so that each fork has it."""
     names = [*_LIBRARIES, "accel_check.recorder"]
     text = Path(script.path).read_text(encoding="utf-8", errors="replace")
     # The Trainer of transformers uses the library as well.
-    if "accel" in text or "transformers" in text:
-        names += [name for name in ("accel_torch.accelerator",) if importlib.util.find_spec("accel_torch")]
+    if _OURS.search(text):
+        own = ("accel_torch.accelerator", "accel_check.session_hook")
+        names += own if importlib.util.find_spec("accel_torch") else ()
     for name in names:
         importlib.import_module(name)
 
 
-def environment_of(script: Script, processes: int, options: Sequence[str]) -> dict[str, str]:
+def launch_environment(script: CheckedScript, processes: int, options: Sequence[str]) -> dict[str, str]:
     """The variables that `accel launch` would give to the processes.
 
     Args:
@@ -110,7 +115,7 @@ def environment_of(script: Script, processes: int, options: Sequence[str]) -> di
     return {**environment, **plan.environment}
 
 
-def run(task: Task, script: Script, world: int, environment: Mapping[str, str], timeout: float) -> str | None:
+def run(task: Task, script: CheckedScript, world: int, environment: Mapping[str, str], timeout: float) -> str | None:
     """Run a script in forked processes, and return why the run failed; None if it did not.
 
     Args:
@@ -120,21 +125,38 @@ def run(task: Task, script: Script, world: int, environment: Mapping[str, str], 
         environment: their variables, without those of the rank.
         timeout: seconds after which the run is stopped.
     """
-    folder = Path(task.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": str(world)}
     place |= {"LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
+    shared = {**environment, **place}
+    return run_forked(
+        Path(task.folder), shared, range(world), lambda rank: _run_script(task, script, rank, world), timeout
+    )
+
+
+def run_forked(
+    folder: Path, environment: Mapping[str, str], ranks: Iterable[int], body: Callable[[int], int], timeout: float
+) -> str | None:
+    """Run a function in a forked process for each rank, and return why it failed; None if it did not.
+
+    Args:
+        folder: folder for the output of the processes.
+        environment: their variables, without those of the rank.
+        ranks: the ranks.
+        body: called with the rank in each process; returns its exit code.
+        timeout: seconds after which they are stopped.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     running: dict[int, int] = {}
-    for rank in range(world):
-        variables = {**environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for rank in ranks:
+        variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with warnings.catch_warnings():
             # The forked process does not use the threads of this one.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
-            _become_rank(task, script, rank, world, variables)
+            _become_rank(folder, rank, variables, body)
         running[process] = rank
     try:
         codes = _wait(running, timeout)
@@ -179,8 +201,8 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def _become_rank(task: Task, script: Script, rank: int, world: int, variables: Mapping[str, str]) -> None:
-    """Run the script as one rank, and end this process."""
+def _become_rank(folder: Path, rank: int, variables: Mapping[str, str], body: Callable[[int], int]) -> None:
+    """Run a function as one rank, and end this process."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -188,13 +210,13 @@ def _become_rank(task: Task, script: Script, rank: int, world: int, variables: M
             ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        output = os.open(Path(task.folder, f"output_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(folder / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         silent = os.open(os.devnull, os.O_RDONLY)
         for old, new in ((silent, 0), (output, 1), (output, 2)):
             os.dup2(old, new)
         os.environ.clear()
         os.environ.update(variables)
-        code = _run_script(task, script, rank, world)
+        code = body(rank)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -204,12 +226,13 @@ def _become_rank(task: Task, script: Script, rank: int, world: int, variables: M
         os._exit(code)
 
 
-def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
+def _run_script(task: Task, script: CheckedScript, rank: int, world: int) -> int:
     import numpy as np
     import torch
 
     from accel_check.one_process import shrink_world
-    from accel_check.recorder import Recorder, StopRun
+    from accel_check.recorder import StepRecorder, StopScript
+    from accel_check.resume_notes import ResumeNotes
     from accel_check.scratch import redirect_saves
     from accel_check.sessions import follow_sessions
 
@@ -222,16 +245,16 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     np.random.seed(seed)
     if task.is_reference:
         shrink_world()
-    recorder = Recorder(task, script.path, rank, world)
+    recorder = StepRecorder(task, script.path, rank, world)
+    notes = None if task.resume is None else ResumeNotes(recorder, task.resume)
+    recorder.follower = notes
     recorder.install()
     redirect_saves(recorder)
-    follow_sessions(recorder)
-    sys.argv = [script.path, *script.arguments]
-    sys.path[0] = str(Path(script.path).resolve().parent)
+    follow_sessions(recorder, notes)
     code = 0
     try:
-        runpy.run_path(str(Path(script.path).resolve()), run_name="__main__")
-    except StopRun:
+        run_path(script)
+    except StopScript:
         pass
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -240,6 +263,13 @@ def _run_script(task: Task, script: Script, rank: int, world: int) -> int:
     recorder.finish()
     _meet(Path(task.folder), rank, world)
     return code
+
+
+def run_path(script: CheckedScript) -> None:
+    """Run a script in this process, as `python script arguments` does."""
+    sys.argv = [script.path, *script.arguments]
+    sys.path[0] = str(Path(script.path).resolve().parent)
+    runpy.run_path(str(Path(script.path).resolve()), run_name="__main__")
 
 
 def _meet(folder: Path, rank: int, world: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
 
 __all__ = ("Scratch", "deepest_common", "redirect_saves")
 
@@ -58,14 +58,14 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-def redirect_saves(recorder: Recorder) -> Scratch:
+def redirect_saves(recorder: StepRecorder) -> Scratch:
     """Redirect `torch.save`, safetensors and `torch.distributed.checkpoint`, until this process ends."""
 
     def saved(path: str) -> None:
         recorder.facts.more.setdefault("saved", []).append((recorder.calls, path))
 
-    resume = recorder.resume
-    own = (recorder.task.folder, *([] if resume is None else [resume.task.checkpoints]))
+    resume = recorder.task.resume
+    own = (recorder.task.folder, *([] if resume is None else [resume.checkpoints]))
     scratch = Scratch(recorder.task.scratch, own, saved)
     save, load = torch.save, torch.load
 
@@ -119,7 +119,7 @@ def _redirect_safetensors(scratch: Scratch) -> None:
     files.save_file, files.load_file = save_inside, load_inside
 
 
-def _note_other_files(recorder: Recorder, own: tuple[str, ...]) -> None:
+def _note_other_files(recorder: StepRecorder, own: tuple[str, ...]) -> None:
     """List the other files that the script writes."""
     temporary = tempfile.gettempdir()
     outside: tuple[str, ...] = ("/dev", "/proc", "/sys", str(Path.home() / ".cache"))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from accel_check.batches import widened
 from accel_check.digests import digests_of, sample_digests
 from accel_check.models import Models, piece_of
-from accel_check.records import Piece
-from accel_check.training_state import state_of
+from accel_check.records import TensorPart
+from accel_check.training_state import training_state
 from accel_data.hooks import LoaderHook
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.prepared import add_hook
@@ -27,7 +27,8 @@ from accel_torch.saving import save_state
 from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
+    from accel_check.resume_notes import ResumeNotes
     from accel_plugins.context import Context
     from accel_torch.options import Options
     from accel_torch.session import Session
@@ -40,10 +41,11 @@ class SessionHook(Hook):
 
     Args:
         recorder: the recorder of this process.
+        notes: the notes of a check of a resumed run; None in another check.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: StepRecorder, notes: ResumeNotes | None) -> None:
+        self._recorder, self._notes = recorder, notes
         self._session: weakref.ref[Session] | None = None
         self._loaders = 0
         self._scratch = Path(recorder.task.scratch)
@@ -62,7 +64,7 @@ class SessionHook(Hook):
             if (value := getattr(project, name)) is not None
         }
         project = dataclasses.replace(project, **folders)
-        if self._recorder.resume is not None:
+        if self._notes is not None:
             # The folders of both runs are named by `folder_to_save` and `folder_to_load`.
             self._names_automatically = project.automatic_checkpoint_naming
             project = dataclasses.replace(project, automatic_checkpoint_naming=False)
@@ -86,10 +88,10 @@ class SessionHook(Hook):
         """Note the data shard of this process."""
         self._session = weakref.ref(session)
         recorder = self._recorder
-        if recorder.resume is not None:
+        if self._notes is not None:
             recorder.more_state.append(self._registered)
             recorder.known.append(self._prepared)
-            if recorder.resume.task.resumed_at:
+            if self._notes.task.resumed_at:
                 add_hook(session.prepared.load_hooks, self._before_load)
             return
         shards = session.strategy.shards()
@@ -127,10 +129,10 @@ class SessionHook(Hook):
             follower = _LoaderFollower(self._recorder, self._loaders)
             self._loaders += 1
             loader.hook = follower
-            if self._recorder.resume is not None:
-                session.pauses.used = self._recorder.resume.by_command = True
+            if self._notes is not None:
+                session.pauses.used = self._notes.by_command = True
                 follower.begins = self._epoch_begins
-            if self._recorder.resume is None:
+            if self._notes is None:
                 loader.device_transfer = follower.replaced
 
     def folder_to_save(self, session: Session, output_dir: Any) -> Any:
@@ -142,7 +144,7 @@ class SessionHook(Hook):
 
     def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:
         """The counterpart in the scratch folder; the folder itself if it has none and must exist."""
-        resume = self._recorder.resume
+        resume = self._notes
         if input_dir is None:
             if resume is None or not self._names_automatically:
                 return None
@@ -154,7 +156,7 @@ class SessionHook(Hook):
 
     def after_boundary(self, loader: Any, first: bool) -> None:
         """Save a checkpoint between two batches if the check asks for it."""
-        resume, session = self._recorder.resume, None if self._session is None else self._session()
+        resume, session = self._notes, None if self._session is None else self._session()
         if first or resume is None or session is None:
             return
         before, self._waiting = self._waiting, resume.due() if resume.task.in_window else None
@@ -169,7 +171,7 @@ class SessionHook(Hook):
 
     def _epoch_begins(self) -> None:
         """Load the checkpoint unless the script has done it."""
-        resume, session = self._recorder.resume, None if self._session is None else self._session()
+        resume, session = self._notes, None if self._session is None else self._session()
         if self._begun or resume is None or session is None:
             return
         self._begun = True
@@ -187,7 +189,7 @@ class SessionHook(Hook):
         if session is not None:
             for model in session.prepared.models:
                 self._recorder.adopt(model)
-            self._recorder.facts.more["fresh"] = state_of(self._recorder)
+            self._recorder.facts.more["fresh"] = training_state(self._recorder)
 
     def _registered(self) -> dict[str, dict[str, str]]:
         session = None if self._session is None else self._session()
@@ -217,17 +219,17 @@ class SessionHook(Hook):
         for index, model in enumerate(session.prepared.models if session is not None else ()):
             yield Models.prefix(index), strategy_model(model)
 
-    def _gradients(self) -> dict[str, Piece]:
+    def _gradients(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, Piece] = {}
+        found: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
             found |= {prefix + name: piece_of(one) for name, one in session.strategy.gradients(model).items()}
         return found
 
-    def _parameters(self) -> dict[str, Piece]:
+    def _parameters(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, Piece] = {}
+        found: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
             buffers = {name for name, _ in session.strategy.unwrap(model).named_buffers()}
@@ -242,7 +244,7 @@ class SessionHook(Hook):
         return None if other is None or not other.ranks else other.ranks[0].more.get(name)
 
     def _inside(self, folder: Any) -> str:
-        text, resume = os.path.abspath(os.fspath(folder)), self._recorder.resume
+        text, resume = os.path.abspath(os.fspath(folder)), self._notes
         own = (str(self._scratch), *([] if resume is None else [resume.task.checkpoints]))
         return text if text.startswith(own) else str(self._scratch / text.lstrip(os.sep))
 
@@ -276,7 +278,7 @@ class _OneOfMany(SingleStrategy):
 class _LoaderFollower(LoaderHook):
     """Follows one loader; see `accel_data.hooks.LoaderHook` and `DeviceTransfer`."""
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: StepRecorder, number: int) -> None:
         self._recorder, self._number = recorder, number
         self._epoch, self._batch = -1, 0
         self.begins: Callable[[], None] | None = None

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
+    from accel_check.resume_notes import ResumeNotes
 
-__all__ = ("follow_sessions",)
+__all__ = ("follow_sessions", "refuse_sessions")
 
 
-def follow_sessions(recorder: Recorder) -> None:
-    """Follow the sessions of this process, if accel-torch is installed."""
+def follow_sessions(recorder: StepRecorder, notes: ResumeNotes | None) -> None:
+    """Follow the sessions of this process, if accel-torch is installed.
+
+    Args:
+        recorder: the recorder of this process.
+        notes: the notes of a check of a resumed run; None in another check.
+    """
     if importlib.util.find_spec("accel_torch") is None:
         return
-    from accel_check.session_hook import SessionHook
-    from accel_torch.hooks import PROCESS_HOOKS
+    from accel_torch.hooks import PROCESS_HOOKS, Hook
 
-    PROCESS_HOOKS.append(SessionHook(recorder))
+    class Follow(Hook):
+        """Is replaced by the hook that follows sessions when there is one: other scripts are spared its imports."""
+
+        def configure(self, options: Any) -> Any:
+            """Called with the arguments of the first Accelerator."""
+            from accel_check.session_hook import SessionHook
+
+            hook = SessionHook(recorder, notes)
+            PROCESS_HOOKS[PROCESS_HOOKS.index(self)] = hook
+            return hook.configure(options)
+
+    PROCESS_HOOKS.append(Follow())
+
+
+def refuse_sessions() -> None:
+    """End a script that uses the Accelerator, whose processes agree through a store that a plan has not."""
+    if importlib.util.find_spec("accel_torch") is None:
+        return
+    from accel_torch.hooks import PROCESS_HOOKS, Hook
+
+    class Refuse(Hook):
+        """Refuses every session."""
+
+        def configure(self, options: Any) -> Any:
+            """End the script."""
+            raise SystemExit(
+                "the script uses the Accelerator: `accel estimate-memory --training` estimates plans of such scripts"
+            )
+
+    PROCESS_HOOKS.append(Refuse())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_check.digests import digest, digests_of, generators
+from accel_check.digests import digest, digests_of, generators, leaves
 from accel_check.models import piece_of
-from accel_check.records import Piece
+from accel_check.records import TensorPart
 
 if TYPE_CHECKING:
-    from accel_check.recorder import Recorder
+    from accel_check.recorder import StepRecorder
 
-__all__ = ("ResumeTask", "optimizer_pieces", "state_of", "variables_of")
+__all__ = ("optimizer_pieces", "training_state", "variables_of")
 
 _NOT_OF_SCHEDULES: Final = ("_step_count", "_get_lr_called_within_step", "_is_initial")
 """What differs in right resumes by `last_epoch=`."""
@@ -28,32 +27,7 @@ _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
 
 
-@dataclass(frozen=True)
-class ResumeTask:
-    """What a check of a resumed run does in one run.
-
-    Args:
-        save_at: steps after which a checkpoint is kept.
-        last_step: the step after which the run ends.
-        resumed_at: step whose checkpoint the run loads; 0 for the uninterrupted run.
-        checkpoint: the checkpoint that the run loads.
-        checkpoints: folder of the checkpoints that are kept.
-        in_window: whether a checkpoint is saved one batch after its step, inside an accumulation window.
-        saved_on: the number of processes of the uninterrupted run.
-        resumes_itself: whether the script loads the checkpoint, by its arguments.
-    """
-
-    save_at: tuple[int, ...]
-    last_step: int
-    resumed_at: int = 0
-    checkpoint: str = ""
-    checkpoints: str = ""
-    in_window: bool = False
-    saved_on: int = 1
-    resumes_itself: bool = False
-
-
-def state_of(recorder: Recorder) -> dict[str, dict[str, str]]:
+def training_state(recorder: StepRecorder) -> dict[str, dict[str, str]]:
     """Digests of models, optimizers, schedulers, scalers and generators, by group and path."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
     found = {
@@ -89,7 +63,7 @@ def _living(references: list[Any]) -> Iterable[tuple[int, Any]]:
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
-    found = dict[str, str]()
+    found: dict[str, str] = {}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "a parameter")
         found |= {f"{name}.{path}": value for path, value in digests_of(state).items()}
@@ -99,10 +73,10 @@ def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
     return found
 
 
-def optimizer_pieces(recorder: Recorder) -> dict[str, Piece]:
+def optimizer_pieces(recorder: StepRecorder) -> dict[str, TensorPart]:
     """The parts of the optimizers' tensors that this process has, by name."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorPart] = {}
     for number, optimizer in _living(recorder.optimizers):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
@@ -113,8 +87,6 @@ def optimizer_pieces(recorder: Recorder) -> dict[str, Piece]:
 
 def _readable(state: Any) -> dict[str, str]:
     """Numbers as text, and digests of everything else."""
-    from accel_check.digests import leaves
-
     return {
         path: repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else digest(leaf)
         for path, leaf in leaves(state)

@@ -45,7 +45,7 @@ BUILT_IN: Final = (
 """Name, target and one line of help of each command of this package."""
 
 
-_SEPARATE: Final = {"check-parity": "accel-check", "check-resume": "accel-check"}
+_SEPARATE: Final = dict.fromkeys(("check-parity", "check-plan", "check-resume"), "accel-check")
 """Commands of this project in packages of their own, which a user may call without having the package."""
 
 

@@ -1,0 +1,459 @@
+"""One rank of a world that is not there: tensors have shapes and no values, and collectives send nothing.
+
+The script runs as it is. Its data keep their values until a loader yields them; numbers that it reads from tensors
+without values, such as `loss.item()`, are 1.0, and comparisons are False.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from accel_check.batches import place_in_script
+from accel_check.models import plain_name
+
+__all__ = ("Collective", "FakeRank", "PlanRecord")
+
+STEPS: Final = 2
+"""Optimizer steps of a plan; the first one creates the states of the optimizer."""
+_BUCKET: Final = 25 * 2**20
+_SPACES: Final = ("c10d", "_c10d_functional")
+_ROOTED: Final = ("scatter_", "gather_")
+"""Collectives of which one rank has more tensors than the others."""
+_NO_VALUE: Final = ("_local_scalar_dense", "equal", "is_nonzero", "allclose")
+
+
+class Planned(SystemExit):
+    """Ends a script after its second step."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of a collective.
+
+    Args:
+        operation: its name, such as "allreduce".
+        elements: the number of elements that it reads.
+        bytes: the bytes that it reads.
+        place: the line of the script.
+    """
+
+    operation: str
+    elements: int
+    bytes: int
+    place: str = ""
+
+
+@dataclass
+class PlanRecord:
+    """What one rank did.
+
+    Args:
+        rank: the rank.
+        steps: the optimizer steps that it made.
+        collectives: the collectives of the second step, in order.
+        first: those before it.
+        reduced: how often each plain gradient was sent in the second step, by name.
+        sharded: elements of gradients that sharded parameters have, and those that were sent to be reduced.
+        backwards: backward passes of the second step.
+        alike: the number of ranks that read the same samples as this one.
+        neighbours: the next rank along each axis of a mesh.
+        memory: bytes at the peak of the second step by purpose, with "Total"; empty if it was not tracked.
+        read: places where the script reads a value, which there is not.
+        failure: the last line of an error, and the line of the script.
+        needs_values: whether the error comes from a shape or branch that depends on values.
+    """
+
+    rank: int
+    steps: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    first: list[Collective] = field(default_factory=list)
+    reduced: dict[str, int] = field(default_factory=dict)
+    sharded: tuple[int, int] = (0, 0)
+    backwards: int = 0
+    alike: int = 1
+    neighbours: list[int] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    read: list[str] = field(default_factory=list)
+    failure: str = ""
+    needs_values: bool = False
+
+
+class FakeRank:
+    """Runs a script as one rank.
+
+    Args:
+        rank, world: of this process.
+        script_folder: the folder of the script.
+        tracks_memory: whether the memory is tracked, which takes several times as long.
+    """
+
+    def __init__(self, rank: int, world: int, script_folder: str, tracks_memory: bool) -> None:
+        self.record = PlanRecord(rank)
+        self._world, self._folder = world, script_folder
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tracker = MemTracker() if tracks_memory else None
+        self._calls = _Collectives(self)
+        self._contexts = ExitStack()
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._alike = {rank}
+        self._depth = 0
+
+    def run(self, script: Callable[[], object]) -> PlanRecord:
+        """Run a script until its second step."""
+        self._install()
+        try:
+            with self._contexts:
+                self._contexts.enter_context(self._mode)
+                if self._tracker is not None:
+                    self._contexts.enter_context(self._tracker)
+                self._contexts.enter_context(self._calls)
+                script()
+        except Planned:
+            pass
+        except SystemExit as ended:
+            self.record.failure = f"the script ends with {ended.code!r}" if ended.code else ""
+        except BaseException as error:
+            self._note_failure(error)
+        self.record.alike = len(self._alike)
+        return self.record
+
+    def _note_failure(self, error: BaseException) -> None:
+        kinds = (type(error).__name__ for error in (error, error.__cause__, error.__context__) if error is not None)
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.record.needs_values = any("DataDependent" in kind or "DynamicOutputShape" in kind for kind in kinds)
+        self.record.needs_values |= "fake tensor" in text.lower() or "FakeTensor" in text
+        lines = [
+            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename.startswith(self._folder)
+        ]
+        self.record.failure = f"{text} ({lines[-1]})" if lines else text
+
+    # ------------------------------------------------------------------ what a script meets
+
+    def _install(self) -> None:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        self._fake_group()
+        self._outside_of_the_mode()
+        self._fake_loaders()
+        self._replace_replicas()
+        self._follow_constructors()
+        register_optimizer_step_pre_hook(self._step_begins)
+        register_optimizer_step_post_hook(self._step_ends)
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def counted(*arguments: Any, **options: Any) -> None:
+            self.record.backwards += 1
+            backward(*arguments, **options)
+            if self._tracker is not None:
+                # The tracker takes one forward of a module at a time.
+                self._tracker.reset_mod_stats()
+
+        torch.autograd.backward = counted
+
+    def _fake_group(self) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        begin = dist.init_process_group
+
+        def begin_fake(*arguments: Any, **options: Any) -> None:
+            with unset_fake_temporarily():
+                begin("fake", store=FakeStore(), rank=self.record.rank, world_size=self._world)
+
+        dist.init_process_group = dist.distributed_c10d.init_process_group = begin_fake
+        dist.new_group = self._outside(dist.new_group)
+
+    @staticmethod
+    def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def outside(*arguments: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*arguments, **options)
+
+        return outside
+
+    def _outside_of_the_mode(self) -> None:
+        """Let meshes compute with the values of their ranks."""
+        import torch.distributed.device_mesh as meshes
+        import torch.distributed.tensor.parallel as parallel
+
+        for name, function in list(vars(DeviceMesh).items()):
+            if inspect.isfunction(function):
+                setattr(DeviceMesh, name, self._outside(function))
+        original = meshes.init_device_mesh
+        made = self._followed_mesh(self._outside(original))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.distributed") and getattr(module, "init_device_mesh", None) is original:
+                module.init_device_mesh = made  # type: ignore[attr-defined]
+        divide = parallel.parallelize_module
+
+        def divided(module: Any, device_mesh: Any = None, *arguments: Any, **options: Any) -> Any:
+            if device_mesh is not None:
+                self._read_alike(device_mesh)
+            return divide(module, device_mesh, *arguments, **options)
+
+        parallel.parallelize_module = divided
+
+    def _followed_mesh(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            mesh = make(*arguments, **options)
+            with unset_fake_temporarily():
+                axes = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
+                self.record.neighbours += [int(mesh.mesh.select(axis, 1).flatten()[0]) for axis in axes]
+            for name in set(mesh.mesh_dim_names or ()) & {"tp", "cp", "sp"}:
+                self._read_alike(mesh[name])
+            return mesh
+
+        return made
+
+    def _read_alike(self, mesh: DeviceMesh) -> None:
+        with unset_fake_temporarily():
+            ranks = mesh.mesh.flatten().tolist()
+        if self.record.rank in ranks:
+            self._alike |= set(ranks)
+
+    def _fake_loaders(self) -> None:
+        """Let loaders read data with values, and yield batches without."""
+        iterate, mode, end = DataLoader.__iter__, self._mode, object()
+
+        def without_values(loader: Any) -> Iterator[Any]:
+            with unset_fake_temporarily():
+                batches = iterate(loader)
+            while True:
+                with unset_fake_temporarily():
+                    batch = next(batches, end)
+                if batch is end:
+                    return
+                yield pytree.tree_map(
+                    lambda leaf: (
+                        mode.from_tensor(leaf)
+                        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+                        else leaf
+                    ),
+                    batch,
+                )
+
+        DataLoader.__iter__ = without_values  # type: ignore[method-assign, assignment]
+
+    def _replace_replicas(self) -> None:
+        """Replace DDP, whose reducer reads values, by one that sends the same buckets."""
+        _Replicas.note.append(self._reduced)
+        nn.parallel.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
+        nn.parallel.distributed.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
+
+    def _follow_constructors(self) -> None:
+        begin, scale = torch.optim.Optimizer.__init__, torch.amp.GradScaler.__init__
+        call = nn.Module.__call__
+
+        def scaler_made(scaler: Any, *arguments: Any, **options: Any) -> None:
+            # A scaler decides by values whether to step.
+            scale(scaler, *arguments, **{**options, "enabled": False})
+
+        def optimizer_made(optimizer: Any, *arguments: Any, **options: Any) -> None:
+            begin(optimizer, *arguments, **options)
+            self._optimizers.append(weakref.ref(optimizer))
+
+        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled() and all(root() is not module for root in self._roots):
+                known = {id(one) for root in self._roots if (it := root()) is not None for one in it.parameters()}
+                if any(id(one) not in known for one in module.parameters()):
+                    self._roots.append(weakref.ref(module))
+            return call(module, *arguments, **options)
+
+        kinds: list[tuple[Any, Callable[..., None]]] = [
+            (torch.optim.Optimizer, optimizer_made),
+            (torch.amp.GradScaler, scaler_made),
+        ]
+        for kind, made in kinds:
+            kind.__init__ = made
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------ steps
+
+    def _named(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for root in self._roots:
+            module = root()
+            for name, parameter in module.named_parameters() if module is not None else ():
+                names.setdefault(id(parameter), plain_name(name))
+        return names
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of all optimizers, by name."""
+        names = self._named()
+        for number, reference in enumerate(self._optimizers):
+            optimizer = reference()
+            for group in optimizer.param_groups if optimizer is not None else ():
+                for index, parameter in enumerate(group["params"]):
+                    if isinstance(parameter, Tensor) and parameter.requires_grad:
+                        yield names.get(id(parameter), f"parameter {index} of optimizer {number}"), parameter
+
+    def sent(self, collective: Collective, tensors: list[Tensor]) -> None:
+        """Note a collective and the gradients that it sends."""
+        self.record.collectives.append(collective)
+        if "reduce_scatter" in collective.operation:
+            whole, sent = self.record.sharded
+            self.record.sharded = whole, sent + collective.elements
+        if "allreduce" not in collective.operation and "all_reduce" not in collective.operation:
+            return
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors if not isinstance(tensor, DTensor)}
+        for name, parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is None or isinstance(gradient, DTensor):
+                continue
+            if gradient.untyped_storage()._cdata in storages:
+                self.record.reduced[name] = self.record.reduced.get(name, 0) + 1
+
+    def _reduced(self, parameters: list[Any]) -> None:
+        names = {id(one): name for name, one in self.parameters()}
+        for parameter in parameters:
+            name = names.get(id(parameter), "")
+            self.record.reduced[name] = self.record.reduced.get(name, 0) + 1
+
+    def reads_value(self) -> None:
+        """Note a place where the script reads a value."""
+        place = place_in_script(self._folder)
+        if place and place not in self.record.read:
+            self.record.read.append(place)
+
+    @property
+    def place(self) -> str:
+        """The running line of the script."""
+        return place_in_script(self._folder)
+
+    def _step_begins(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _step_ends(self, *_: Any) -> None:
+        # Some optimizers step others inside of their own step.
+        self._depth -= 1
+        if self._depth:
+            return
+        record = self.record
+        record.steps += 1
+        if record.steps < STEPS:
+            record.first, record.collectives, record.reduced = record.collectives, [], {}
+            record.sharded, record.backwards = (0, 0), 0
+            if self._tracker is not None:
+                self._tracker.reset_mod_stats()
+            return
+        plain = [name for name, one in self.parameters() if not isinstance(one, DTensor) and one.grad is not None]
+        record.reduced = {name: record.reduced.get(name, 0) for name in plain}
+        sharded = [one for _, one in self.parameters() if isinstance(one, DTensor) and one.grad is not None]
+        record.sharded = sum(one.to_local().numel() for one in sharded), record.sharded[1]
+        if self._tracker is not None:
+            found = next(iter(self._tracker.get_tracker_snapshot("peak").values()))
+            record.memory = {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
+        raise Planned
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes collectives, in forward and in backward, and answers reads of values."""
+
+    def __init__(self, rank: FakeRank) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rank = rank
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = function.name() if hasattr(function, "name") else str(function)
+        space, _, operation = name.partition("::")
+        operation = operation.partition(".")[0]
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if operation in _NO_VALUE and any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            self._rank.reads_value()
+            dtype = leaves[0].dtype
+            if operation != "_local_scalar_dense" or dtype is torch.bool:
+                return False
+            return 1.0 if dtype.is_floating_point else 1
+        if space in _SPACES and operation != "wait_tensor":
+            sent = leaves[:1] if operation in _ROOTED else leaves
+            elements, size = sum(one.numel() for one in sent), sum(one.nbytes for one in sent)
+            self._rank.sent(Collective(operation.strip("_"), elements, size, self._rank.place), leaves)
+        if leaves and not any(isinstance(leaf, FakeTensor) for leaf in leaves) and space != "aten":
+            with unset_fake_temporarily():
+                return function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _split(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
+    """Buckets of parameters, in the order in which backward computes their gradients."""
+    bucket: list[Any] = []
+    for parameter in reversed(parameters):
+        bucket.append(parameter)
+        if sum(one.nbytes for one in bucket) >= limit:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+class _Replicas(nn.Module):
+    """Stands for DistributedDataParallel: sends the gradients of each bucket when backward has ended."""
+
+    note: ClassVar[list[Callable[[list[Any]], None]]] = []
+    """Called with the parameters of each bucket that was sent."""
+
+    def __init__(self, module: nn.Module, *_: Any, bucket_cap_mb: float | None = None, **options: Any) -> None:
+        super().__init__()
+        self.module, self.require_backward_grad_sync = module, True
+        self._queued = False
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = dict(module.named_parameters())
+        sent = [one for name, one in named.items() if one.requires_grad and name not in ignored]
+        limit = _BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self._buckets = [
+            (bucket, torch.cat([one.detach().flatten() for one in bucket])) for bucket in _split(sent, limit)
+        ]
+        for parameter in sent:
+            parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+    def no_sync(self) -> Any:
+        """Do not send the gradients of backward passes in this block."""
+        context = ExitStack()
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        context.callback(setattr, self, "require_backward_grad_sync", before)
+        return context
+
+    def _queue(self, _: Tensor) -> None:
+        if self.require_backward_grad_sync and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._send)
+
+    def _send(self) -> None:
+        self._queued = False
+        for parameters, buffer in self._buckets:
+            present = [one for one in parameters if one.grad is not None]
+            # As in the real one, gradients are copied to the bucket and back.
+            dist.all_reduce(buffer)
+            for parameter in present:
+                assert parameter.grad is not None
+                parameter.grad.copy_(buffer[: parameter.numel()].view_as(parameter))
+            for note in self.note:
+                note(present)
