@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -22,7 +23,7 @@ from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanie
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
-from accel_data.sharding import batching_of, innermost_sampler
+from accel_data.sharding import StepCounts, batching_of, innermost_sampler
 from accel_data.source import Source
 from accel_data.source_choice import source_of
 from accel_data.workers import is_of_a_worker, lacks_main_guard
@@ -62,7 +63,7 @@ _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_NOT_PICKLED: Final = ("between_batches", "device_transfer", "epoch_reader", "hook", "pauses")
+_NOT_PICKLED: Final = ("between_batches", "device_transfer", "epoch_reader", "hook", "pauses", "stand_in")
 """Attributes that are not pickled."""
 
 
@@ -125,6 +126,7 @@ class LoaderOptions:
         skips: whether the script set a position itself, so that none is restored.
         restores: whether `load_state_dict` restores the position.
         torch_device_mesh: stored as an attribute.
+        exact_epochs: whether each sample counts once in the gradient of its step.
     """
 
     device: torch.device | None = None
@@ -134,6 +136,7 @@ class LoaderOptions:
     skips: bool = False
     restores: bool = False
     torch_device_mesh: Any = None
+    exact_epochs: bool = False
     _drop_last: bool = False
     _non_blocking: bool = False
 
@@ -155,6 +158,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
             in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
             this epoch itself. The loader moves the batches to its device and reads none ahead.
+        stand_in: returns a context manager around a step in which this process has a stand-in; None if nothing is to
+            be put back after it.
     """
 
     source: Source
@@ -166,6 +171,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     skips: bool
     restores: bool
     torch_device_mesh: Any
+    exact_epochs: bool
+    stand_in: Callable[[], AbstractContextManager[object]] | None = None
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
@@ -227,6 +234,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.progress.remainder
 
     @property
+    def is_stand_in(self) -> bool:
+        """Whether the newest batch counts nothing, because this process has no data in this step.
+
+        Forward and backward must run nevertheless, since other processes wait for them.
+        """
+        counts = self.progress.padding
+        return isinstance(counts, StepCounts) and counts.of(self.source.index) == 0
+
+    @property
+    def step_weights(self) -> tuple[float, float]:
+        """The weight of this process's newest batch, and that of the whole step: their samples, if nothing is else."""
+        counts = self.progress.padding
+        if isinstance(counts, StepCounts):
+            return counts.weights[self.source.index], sum(counts.weights)
+        size = self.source.step_size or self.source.processes
+        return size / self.source.processes, size
+
+    @property
     def iteration(self) -> int:
         """Number of the current or the next epoch."""
         return self.progress.epoch
@@ -242,7 +267,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._batches() if self.epoch_reader is None else self._batches_of(self.epoch_reader)
+        batches = self._with_stand_ins(batches) if self.exact_epochs else batches
         return batches if self.hook is None else with_hook(batches, self.hook)
+
+    def _with_stand_ins(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The same batches, with `stand_in` around the steps of those that count nothing."""
+        with closing(batches):
+            for batch in batches:
+                stand_in = self.stand_in if self.is_stand_in else None
+                with nullcontext() if stand_in is None else stand_in():
+                    yield batch
+                    del batch
 
     def _batches_of(self, epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None]) -> Generator[Any, None, None]:
         batches = epoch_reader(self)
@@ -377,7 +412,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _warn_of_wrong_length(self, epoch: int, received: int) -> None:
         base = self.base_dataloader
         divided_by_workers = isinstance(base.dataset, IterableDataset) and base.num_workers > 0
-        if divided_by_workers or not self.source.reads_here:
+        # Own shards of other processes may be longer.
+        if divided_by_workers or self.exact_epochs or not self.source.reads_here:
             return
         try:
             reported = len(self)
@@ -586,6 +622,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if local.sample_seed is not None and state_dict["sample_seed"] is not None:
             local.sample_seed.seed = state_dict["sample_seed"]
         resumes = self.restores and position.steps > 0
+        if resumes and same and state_dict["processes"] != self.source.processes:
+            redivided = local.redivided(position.rng_state, position.steps, state_dict["processes"])
+            if redivided is not None:
+                position = dataclasses.replace(position, rng_state=redivided)
+                state_dict = {**state_dict, "processes": self.source.processes}
         if resumes:
             self._check_restorable(state_dict)
         rng_state = position.rng_state if same else None

@@ -28,6 +28,8 @@ __all__ = (
     "Padding",
     "ShardPlan",
     "SkipBatchSampler",
+    "Step",
+    "StepCounts",
     "UnbatchedSampler",
     "batching_of",
     "check_process",
@@ -75,6 +77,25 @@ class Padding:
 
     def __bool__(self) -> bool:
         return self.counts is not None or self.total < self.batch_size * self.processes
+
+
+@dataclass(frozen=True)
+class StepCounts(Padding):
+    """The samples of each process in a step in which no sample is repeated, so that batches have sizes of their own.
+
+    A process with a count of 0 has a stand-in, whose samples count nothing.
+
+    Args:
+        weights: with how much each process counts in the gradient; its samples by default.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    @classmethod
+    def each(cls, counts: Sequence[int], weights: Sequence[float] | None = None) -> StepCounts:
+        """Create it from the samples of each process."""
+        weights = counts if weights is None else weights
+        return cls(sum(counts), max(counts), len(counts), tuple(counts), tuple(weights))
 
 
 Step = tuple[list[T], Padding | None]
@@ -298,6 +319,11 @@ class BatchSamplerShard(BatchSampler):
     def pads(self) -> bool:
         """Whether a short last step is padded; a single process never pads."""
         return self.even_batches and self.num_processes > 1
+
+    @property
+    def gives_all_a_batch(self) -> bool:
+        """Whether a process takes part in a last step of fewer samples than processes."""
+        return self.pads and not self.drop_last
 
     @property
     def per_process(self) -> int | None:
