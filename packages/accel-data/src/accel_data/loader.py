@@ -158,8 +158,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
             in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
             this epoch itself. The loader moves the batches to its device and reads none ahead.
-        stand_in: returns a context manager around a step in which this process has a stand-in; None if nothing is to
-            be put back after it.
+        stand_in: returns a context manager around a step in which some processes have stand-ins; None if nothing is to
+            be put back after it. Called with the samples of each process, and the index of this one.
     """
 
     source: Source
@@ -172,7 +172,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     restores: bool
     torch_device_mesh: Any
     exact_epochs: bool
-    stand_in: Callable[[], AbstractContextManager[object]] | None = None
+    stand_in: Callable[[StepCounts, int], AbstractContextManager[object]] | None = None
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
@@ -271,11 +271,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return batches if self.hook is None else with_hook(batches, self.hook)
 
     def _with_stand_ins(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The same batches, with `stand_in` around the steps of those that count nothing."""
+        """The same batches, with `stand_in` around the steps in which a batch counts nothing."""
         with closing(batches):
             for batch in batches:
-                stand_in = self.stand_in if self.is_stand_in else None
-                with nullcontext() if stand_in is None else stand_in():
+                counts = self.progress.padding
+                stand_in: AbstractContextManager[object] = nullcontext()
+                if self.stand_in is not None and isinstance(counts, StepCounts) and 0 in (counts.counts or ()):
+                    stand_in = self.stand_in(counts, self.source.index)
+                with stand_in:
                     yield batch
                     del batch
 
