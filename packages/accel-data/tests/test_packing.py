@@ -105,12 +105,13 @@ def test_the_mask_gives_the_attention_of_each_sample_alone(causal: bool) -> None
     assert mask.shape == (1, 1, 10, 10)
     packed = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-    alone = torch.cat([scaled_dot_product_attention(*part, is_causal=causal) for part in parts], dim=2)
+    alone = torch.cat([scaled_dot_product_attention(a, b, c, is_causal=causal) for a, b, c in parts], dim=2)
     torch.testing.assert_close(packed, alone)
     # Padding attends to itself, so nothing is NaN.
     padded = packed_attention_mask(torch.tensor([0, 0, -1]), causal=causal)
     assert padded.any(dim=1).all()
-    assert not padded[2, 0] and not padded[0, 2]
+    assert not padded[2, 0]
+    assert not padded[0, 2]
 
 
 def real_samples(lengths: list[int]) -> list[int]:
@@ -138,7 +139,7 @@ def test_repeated_items_are_marked_as_padding(two: Processes) -> None:
 def test_bad_lengths_are_named() -> None:
     with pytest.raises(SettingError, match="Sample 1 has a length of 9"):
         PackedDataset(samples_of([3, 9]), [3, 9], 8)
-    with pytest.raises(SettingError, match="data set of 2 samples.\n  There are 1 lengths"):
+    with pytest.raises(SettingError, match=r"data set of 2 samples\.\n  There are 1 lengths"):
         PackedDataset(samples_of([3, 9]), [3], 8)
     wrong = PackedDataset(samples_of([3, 9]), [3, 3], 8)
     with pytest.raises(DataError, match="12 tokens, more than max_tokens=8"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_data import TokenBatchSampler, prepare_data_loader
+from accel_data.token_plan import plan_steps
 from accel_state import PartialState
 from accel_state.errors import DataError, SettingError
 from accel_testing.processes import Processes
@@ -43,7 +44,7 @@ def shards(sampler: TokenBatchSampler, count: int, processes: int, epochs: int =
     """By process and epoch, the batches of prepared loaders."""
     result = []
     for index in range(processes):
-        plain = DataLoader(range(count), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
+        plain: Any = DataLoader(range(count), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
         loader = prepare_data_loader(plain, num_processes=processes, process_index=index)
         result.append([list(loader) for _ in range(epochs)])
     return result
@@ -53,7 +54,7 @@ def shards(sampler: TokenBatchSampler, count: int, processes: int, epochs: int =
 def test_alone_every_sample_is_in_one_batch_of_at_most_the_limit(padded: bool) -> None:
     lengths = lognormal(3000).tolist()
     sampler = TokenBatchSampler(lengths, LIMIT, padded=padded)
-    loader = DataLoader(range(3000), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
+    loader: Any = DataLoader(range(3000), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:
         assert len(batches) == len(sampler) == len(loader)
@@ -114,7 +115,7 @@ def test_other_costs_are_balanced_as_far_as_lengths_permit() -> None:
     lengths = lognormal(50_000).tolist()
     worst: dict[Any, float] = {}
     for cost in ("tokens", "attention"):
-        sampler = TokenBatchSampler(lengths, LIMIT, padded=False, cost=cost)  # type: ignore[arg-type]
+        sampler = TokenBatchSampler(lengths, LIMIT, padded=False, cost=cost)
         spreads = []
         for step in sampler.steps(8):
             squares = [sum(lengths[index] ** 2 for index in batch) for batch in step]
@@ -122,7 +123,12 @@ def test_other_costs_are_balanced_as_far_as_lengths_permit() -> None:
         worst[cost] = max(spreads)
     assert worst["attention"] < 1.2 < worst["tokens"]
     called: list[Sequence[int]] = []
-    TokenBatchSampler(lengths[:50], LIMIT, cost=lambda own: called.append(own) or 1.0).steps_on(2)  # type: ignore[func-returns-value]
+
+    def constant(own: Sequence[int]) -> float:
+        called.append(own)
+        return 1.0
+
+    TokenBatchSampler(lengths[:50], LIMIT, cost=constant).steps_on(2)
     assert sum(map(len, called)) == 50
 
 
@@ -182,7 +188,7 @@ def resumed(lengths: list[int], worlds: Sequence[tuple[int, int]], padded: bool,
         states = []
         for index in range(processes):
             sampler = TokenBatchSampler(lengths, 1024, padded=padded)
-            plain = DataLoader(range(len(lengths)), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
+            plain: Any = DataLoader(range(len(lengths)), batch_sampler=sampler, collate_fn=as_list)  # type: ignore[arg-type]
             loader: Any = prepare_data_loader(
                 plain, num_processes=processes, process_index=index, restore_position=True, **options
             )
@@ -244,13 +250,13 @@ def test_planning_grows_linearly(padded: bool) -> None:
 
 
 def test_an_epoch_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accel_data.token_batches as module
-
     planned: list[int] = []
-    plan_steps = module.plan_steps
-    monkeypatch.setattr(
-        module, "plan_steps", lambda *args, **options: planned.append(1) or plan_steps(*args, **options)
-    )
+
+    def counted(*args: Any, **options: Any) -> Any:
+        planned.append(1)
+        return plan_steps(*args, **options)
+
+    monkeypatch.setattr("accel_data.token_batches.plan_steps", counted)
     sampler = TokenBatchSampler(lognormal(300), LIMIT)
     loader: Any = prepare_data_loader(
         DataLoader(range(300), batch_sampler=sampler, collate_fn=as_list),  # type: ignore[arg-type]

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_state import PartialState
+from accel_state.errors import Conflict
 from accel_testing.processes import Processes
+from accel_testing.recording_transport import recording
 from accel_torch import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
     PackedDataset,
     TokenBatches,
     TokenBatchSampler,
+    gather,
 )
 
 
@@ -107,40 +111,28 @@ class IndexDicts(Samples):
 
 
 def collate_packed(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return collate(list(chain.from_iterable(item["index"].unique().tolist() for item in items)))
+    return collate(list(chain.from_iterable(sorted(set(item["index"].tolist())) for item in items)))
 
 
 def loader_of(kind: str) -> DataLoader[Any]:
     lengths = [length_of(index) for index in range(23)]
-    match kind:
-        case "map":
-            return DataLoader(Samples(23), batch_size=3, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-        case "workers":
-            return DataLoader(Samples(13), batch_size=3, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
-        case "few":
-            return DataLoader(Samples(2), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
-        case "custom":
-            sampler = Custom(range(22), 3, False)
-            return DataLoader(Samples(22), batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
-        case "tokens":
-            tokens = TokenBatchSampler(lengths, 9)
-            return DataLoader(Samples(23), batch_sampler=tokens, collate_fn=collate)  # type: ignore[arg-type]
-        case "packed":
-            packed = PackedDataset(IndexDicts(23), lengths, 9)  # type: ignore[arg-type]
-            return DataLoader(packed, batch_size=1, collate_fn=collate_packed)  # type: ignore[arg-type]
-        case "stream":
-            return DataLoader(Stream(23), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
-        case "token stream":
-            stream = TokenBatches(Stream(23), length_of, 9, buffer=10)
-            return DataLoader(stream, batch_size=None, collate_fn=collate)  # type: ignore[arg-type]
-        case "own streams":
-            # Batches of 3 samples: 5, 9, 12 and 1 of them, the last ones short.
-            return DataLoader(OwnStream([14, 25, 36, 2]), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
-        case "late streams":
-            return DataLoader(OwnStream([0, 0, 4, 7]), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
-        case _:
-            return DataLoader(OwnStream([2, 0, 3, 0]), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": collate}
+    # Of the own streams, the processes have 5, 9, 12 and 1 batches, the last ones short.
+    chosen: tuple[Any, dict[str, Any]] = {
+        "map": (Samples(23), options | {"shuffle": True}),
+        "workers": (Samples(13), options | {"num_workers": 1}),
+        "few": (Samples(2), options),
+        "custom": (Samples(22), {"batch_sampler": Custom(range(22), 3, False), "collate_fn": collate}),
+        "tokens": (Samples(23), {"batch_sampler": TokenBatchSampler(lengths, 9), "collate_fn": collate}),
+        "packed": (PackedDataset(IndexDicts(23), lengths, 9), {"collate_fn": collate_packed}),  # type: ignore[arg-type]
+        "stream": (Stream(23), options),
+        "token stream": (TokenBatches(Stream(23), length_of, 9, buffer=10), options | {"batch_size": None}),
+        **{name: (OwnStream(counts), options) for name, counts in OWN_COUNTS.items()},
+    }[kind]
+    return DataLoader(chosen[0], **chosen[1])
 
+
+OWN_COUNTS = {"own streams": [14, 25, 36, 2], "late streams": [0, 0, 4, 7], "empty streams": [2, 0, 3, 0]}
 
 KINDS = (
     "map",
@@ -166,7 +158,8 @@ def losses(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Te
     """The loss of each sample: (samples,)."""
     values = model(batch["x"].to(dtype)).squeeze(-1)
     mask = torch.arange(values.shape[1]) < batch["length"][:, None]
-    return ((values * mask).sum(1) - batch["index"].to(dtype) / 10) ** 2
+    errors: Tensor = (values * mask).sum(1) - batch["index"].to(dtype) / 10
+    return errors.square()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -194,7 +187,7 @@ def train(backend: str, kind: str, steps: int, dtype: torch.dtype, in_blocks: bo
     accelerator = accelerator_of(backend, steps)
     plain = model_of(dtype)
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
-    loader = accelerator.prepare(loader_of(kind))
+    loader: Any = accelerator.prepare(loader_of(kind))
     found: list[tuple[list[int], list[Tensor]]] = []
     metric: list[int] = []
     ids: list[int] = []
@@ -235,8 +228,7 @@ def reference(steps: list[list[int]], dtype: torch.dtype, clips: bool) -> tuple[
 
 
 def expected_ids(kind: str, processes: int) -> list[int]:
-    if kind.endswith("streams"):
-        counts = {"own streams": [14, 25, 36, 2], "late streams": [0, 0, 4, 7], "empty streams": [2, 0, 3, 0]}[kind]
+    if counts := OWN_COUNTS.get(kind):
         return [100 * rank + place for rank in range(processes) for place in range(counts[rank])]
     return list(range({"workers": 13, "few": 2, "custom": 22}.get(kind, 23)))
 
@@ -253,10 +245,10 @@ def check(group: Processes, cases: list[Case]) -> None:
         assert everything == sorted(2 * expected_ids(kind, len(results))), case
         assert all(sorted(result["metric"]) == everything for result in results), case
         gradients, weights = reference(steps, dtype, clips)
-        tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-5
         for result in results:
             for (_, own), wanted in zip(result["steps"], gradients, strict=True):
-                torch.testing.assert_close(own, wanted, **tolerance)
+                torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(result["weights"], weights, rtol=1e-4, atol=1e-4)
 
 
@@ -282,3 +274,203 @@ def test_gradients_are_those_of_one_process(group: Processes, backend: str, kind
             (backend, kind, 1, torch.float32, False, False),
         ],
     )
+
+
+class Draws(nn.Module):
+    """A model with buffers, random draws, and outputs that are infinite for some samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(nn.functional.dropout(x, 0.5)))
+
+
+def steps_with_stand_ins(backend: str, folder: str) -> list[dict[str, Any]]:
+    """What stand-ins leave behind: for each step of streams with 2, 0 and 3 batches."""
+    accelerator = accelerator_of(backend)
+    torch.manual_seed(accelerator.process_index)
+    plain = Draws()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    stream = OwnStream([2, 0, 3])
+    loader: Any = accelerator.prepare(DataLoader(stream, batch_size=1))
+    found: list[dict[str, Any]] = []
+
+    def state() -> list[Tensor]:
+        return [torch.get_rng_state(), *(whole(buffer).float() for buffer in plain.buffers())]
+
+    saved: list[Tensor] = []
+    for batch in loader:
+        if found:
+            found[-1]["after"] = state()
+        before, is_stand_in = state(), loader.is_stand_in
+        outputs = model(torch.full((4, 3), float(batch[0])) + torch.randn(4, 3))
+        inside = state()
+        loss = outputs.mean() * (torch.inf if is_stand_in else 1)
+        accelerator.backward(loss)
+        gradients = [whole(parameter.grad) for parameter in model.parameters()]  # type: ignore[arg-type]
+        if len(found) == 1:
+            accelerator.save_state(folder)
+            saved = state()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"before": before, "inside": inside, "stand_in": is_stand_in, "gradients": gradients})
+    found[-1]["after"] = state()
+    found[1]["saved"] = saved
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_stand_ins_leave_nothing_behind(three: Processes, backend: str, tmp_path: Any) -> None:
+    results = three.run(steps_with_stand_ins, backend, str(tmp_path / "checkpoint"))
+    assert [[step["stand_in"] for step in result] for result in results] == [
+        [False, False, True],
+        [True, True, True],
+        [False, False, False],
+    ]
+    for rank, result in enumerate(results):
+        for step in result:
+            assert all(gradient.isfinite().all() for gradient in step["gradients"])
+            assert not torch.equal(step["before"][0], step["inside"][0])
+            if step["stand_in"]:
+                assert torch.equal(step["before"][0], step["after"][0])
+        if rank == 1:
+            assert torch.equal(result[1]["saved"][0], result[1]["before"][0])
+            if backend == "fsdp2":
+                # Its buffers never saw a sample.
+                torch.testing.assert_close(result[-1]["after"][1:], result[0]["before"][1:])
+    if backend == "ddp":
+        # All go on with the statistics of a process with data.
+        for step in (results[0][-1], results[1][-1]):
+            torch.testing.assert_close(step["after"][1:], results[2][-1]["after"][1:])
+        assert int(results[0][-1]["after"][3]) == 3
+
+
+class Communicates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather(self.layer(x))  # type: ignore[no-any-return]
+
+
+def refusals() -> list[str]:
+    texts = []
+    accelerator = accelerator_of("ddp")
+    with pytest.raises(Conflict) as caught:
+        accelerator.prepare(nn.Sequential(nn.SyncBatchNorm(3)))
+    texts.append(str(caught.value))
+    model, loader = accelerator.prepare(Communicates(), DataLoader(torch.ones(6, 3), batch_size=2))  # type: ignore[arg-type]
+    with pytest.raises(Conflict) as caught:
+        model(next(iter(loader)))
+    texts.append(str(caught.value))
+    return texts
+
+
+def test_forwards_that_communicate_are_refused(two: Processes) -> None:
+    for norm, forward in two.run(refusals):
+        assert "The module '0' of Sequential is a SyncBatchNorm" in norm
+        assert "calls a collective, which would mix the stand-ins" in forward
+    with pytest.raises(Conflict, match="Cannot combine exact_epochs=True"):
+        DataLoaderConfiguration(exact_epochs=True, dispatch_batches=True)
+
+
+def weighted(kind: str) -> tuple[list[int], list[Tensor]]:
+    """Ids of real samples, and gradients of one window in which samples weigh as much as their length."""
+    accelerator = accelerator_of("ddp", 4)
+    plain = model_of(torch.float64)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    loader: Any = accelerator.prepare(loader_of(kind))
+    ids: list[int] = []
+    for batch in loader:
+        ids += [] if loader.is_stand_in else batch["index"].tolist()
+        weights = batch["length"]
+        with accelerator.accumulate(model, weight=weights.sum(), loss_reduction="sum"):
+            accelerator.backward((losses(model, batch, torch.float64) * weights).sum())
+            if accelerator.sync_gradients:
+                accelerator.unscale_gradients()
+                return ids, [whole(parameter.grad) for parameter in model.parameters()]  # type: ignore[arg-type]
+            optimizer.step()
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["custom", "own streams", "empty streams"])
+def test_weights_of_a_script_are_zero_for_stand_ins(two: Processes, kind: str) -> None:
+    results = two.run(weighted, kind)
+    model = model_of(torch.float64)
+    batch = collate([index for ids, _ in results for index in ids])
+    weights = batch["length"]
+    (losses(model, batch, torch.float64) @ weights.double() / weights.sum()).backward()  # type: ignore[no-untyped-call]
+    for _, gradients in results:
+        wanted = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
+
+
+def exchanges(kind: str) -> int:
+    """The collectives of the library in an epoch after the first."""
+    accelerator = accelerator_of("ddp", 2)
+    plain = model_of(torch.float64)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    loader: Any = accelerator.prepare(loader_of(kind))
+    for epoch in range(2):
+        with recording() as records:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(losses(model, batch, torch.float64).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if epoch:
+            return len(records)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens", "packed"])
+def test_map_style_data_need_no_collective(two: Processes, kind: str) -> None:
+    assert two.run(exchanges, kind) == [0, 0]
+
+
+def test_streams_need_one_small_collective_for_each_step(two: Processes) -> None:
+    # 9 steps, and one that finds all streams at their end; the first broadcast of a generator's state is not needed.
+    assert two.run(exchanges, "own streams") == [10, 10]
+
+
+def uneven_metrics() -> list[Any]:
+    accelerator = accelerator_of("ddp")
+    loader: Any = accelerator.prepare(DataLoader(torch.arange(7), batch_size=3))  # type: ignore[arg-type]
+    return [
+        (
+            accelerator.gather_for_metrics({"rows": batch[:, None].repeat(1, 2), "mean": batch.float().mean()}),
+            accelerator.gather_for_metrics([f"{value}" for value in batch.tolist()]),
+        )
+        for batch in loader
+    ]
+
+
+def test_metrics_of_uneven_batches_count_each_sample_once(three: Processes) -> None:
+    # 3, 3 and 1 samples.
+    for ((tensors, texts),) in three.run(uneven_metrics):
+        assert tensors["rows"].tolist() == [[value] * 2 for value in range(7)]
+        assert tensors["mean"].tolist() == [1.0, 4.0, 6.0]
+        assert texts == [f"{value}" for value in range(7)]
+
+
+def half_precision() -> tuple[list[int], list[Tensor]]:
+    accelerator = accelerator_of("ddp", mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    plain = model_of(torch.float32)
+    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    loader: Any = accelerator.prepare(loader_of("empty streams"))
+    batch = next(iter(loader))
+    ids = [] if loader.is_stand_in else batch["index"].tolist()
+    accelerator.backward(losses(model, batch, torch.float32).mean())
+    accelerator.unscale_gradients()
+    return ids, [whole(parameter.grad) for parameter in model.parameters()]  # type: ignore[arg-type]
+
+
+def test_a_gradient_scaler_works(two: Processes) -> None:
+    results = two.run(half_precision)
+    (wanted,), _ = reference([[index for ids, _ in results for index in ids]], torch.float32, False)
+    for _, gradients in results:
+        torch.testing.assert_close(gradients, wanted, rtol=2e-2, atol=2e-2)

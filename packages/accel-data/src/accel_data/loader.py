@@ -315,7 +315,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
             is_there = None if device is None else _on(device)
             while current is not NO_BATCH:
-                padding, base = padded.get(number) if padded else None, None
+                padding, base = padded.pop(number, None) if padded else None, None
                 kind = type(current)
                 if kind is PaddedBatch:
                     # A map-style source has the padding elsewhere; that of a complete step is false, but not None.

@@ -286,8 +286,10 @@ def _shard_map_dataset(
             below.sampler = sampler = replacement
     split = configuration.split_batches and shard is not _ALONE
     if configuration.exact_epochs or isinstance(below, TokenBatchSampler):
-        exact = {"dataset": loader.dataset, "stand_ins": configuration.exact_epochs}
-        batches: BatchSamplerShard = ExactShard(below, shard.processes, shard.index, split, **exact)
+        stand_ins = configuration.exact_epochs
+        batches: BatchSamplerShard = ExactShard(
+            below, shard.processes, shard.index, split, dataset=loader.dataset, stand_ins=stand_ins
+        )
     else:
         batches = BatchSamplerShard(below, shard.processes, shard.index, split, configuration.even_batches)
     is_custom = batches.has_custom_batches or not is_stock(sampler)

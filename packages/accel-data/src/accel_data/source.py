@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, Final, cast
 
@@ -129,7 +129,7 @@ class Source:
         raise NotImplementedError
 
     @property
-    def padded(self) -> Mapping[int, Padding]:
+    def padded(self) -> MutableMapping[int, Padding]:
         """Padding of batches of the epoch opened last that do not contain it, by number; grows while they are read."""
         return {}
 
@@ -329,7 +329,7 @@ class MapSource(LocalSource):
         return with_states(batches, self) if self._is_stateful else batches
 
     @property
-    def padded(self) -> Mapping[int, Padding]:
+    def padded(self) -> MutableMapping[int, Padding]:
         return self._reading[1].padded
 
     def check_draws(self) -> None:

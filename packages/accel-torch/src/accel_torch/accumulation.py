@@ -246,7 +246,7 @@ class Accumulation:
         if self.weighting is None:
             from accel_torch.weighting import TokenWeighting
 
-            self._refuse_mixing(not self.first)
+            self._refuse_mixing(self.in_block and not self.first)
             self.weighting = TokenWeighting(current.process())
             self.hooks.enter(self.weighting)
             self._simplify()

@@ -136,7 +136,7 @@ def _without_gradients(module: Module, inputs: Any, outputs: Any) -> None:
     """Make the gradients of a model's outputs zero, also where the loss is not finite."""
     for _, leaf in leaves_with_paths(outputs):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(torch.zeros_like)
+            leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
 
 
 def _watch_first_forward(model: Module, session: Session) -> None:

@@ -78,8 +78,8 @@ def _kept_rows(rows: list[int], counts: StepCounts) -> list[int]:
     pairs = [(own, count) for own, count in zip(rows, samples, strict=True) if count]
     if all(own == 1 for own, _ in pairs):
         return [min(count, 1) for count in samples]
-    per_sample, rest = divmod(*pairs[0])
-    if not rest and all(own == per_sample * count for own, count in pairs):
+    per_sample = pairs[0][0] // pairs[0][1]
+    if all(own == per_sample * count for own, count in pairs):
         return [per_sample * count for count in samples]
     # These rows are no samples.
     return [own if count else 0 for own, count in zip(rows, samples, strict=True)]
