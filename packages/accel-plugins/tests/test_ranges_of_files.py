@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from accel_bigmodel.weight_files.metadata import read_header
+from accel_bigmodel.weight_files.reading import tensor_ranges
 from accel_plugins.checkpoint import manifest as manifests
 from accel_plugins.checkpoint.manifest import (
     CheckpointManifest,
@@ -38,10 +38,10 @@ def weights(tmp_path: Path) -> Path:
 
 def test_ranges_end_with_tensors(weights: Path) -> None:
     ends = range_ends(weights, weights.stat().st_size)
-    entries = read_header(weights).entries
-    assert ends[0] == min(entry.begin for entry in entries.values())
+    ranges = tensor_ranges(weights)
+    assert ends[0] == min(begin for begin, _ in ranges.values())
     assert ends[-1] == weights.stat().st_size
-    assert {entries["large"].end, entries["middle"].end} <= set(ends)
+    assert {ranges["large"][1], ranges["middle"][1]} <= set(ends)
     assert max(end - begin for begin, end in pairwise([0, *ends])) <= 16 * MIB
     # Those of a few hundred bytes share one.
     assert len(ends) == 1 + 2 + 1 + 1
@@ -86,11 +86,11 @@ def test_pages_that_cannot_be_mapped_are_read(weights: Path, monkeypatch: pytest
 
 
 def test_the_place_of_damage_has_the_names_of_tensors(weights: Path) -> None:
-    entries = read_header(weights).entries
-    large = entries["large"]
-    assert place_of(weights, large.begin, large.begin + 16 * MIB).startswith("'large' (bytes")
-    smalls = sorted(name for name in entries if name.startswith("small"))
-    place = place_of(weights, entries[smalls[0]].begin, entries[smalls[-1]].end)
+    ranges = tensor_ranges(weights)
+    begin, _ = ranges["large"]
+    assert place_of(weights, begin, begin + 16 * MIB).startswith("'large' (bytes")
+    smalls = sorted(name for name in ranges if name.startswith("small"))
+    place = place_of(weights, ranges[smalls[0]][0], ranges[smalls[-1]][1])
     assert place.startswith("one of 'small.0' to 'small.4' (bytes")
     assert place_of(weights.with_name("absent.bin"), 3, 9) == "the bytes 3 to 9"
 

@@ -11,7 +11,14 @@ from itertools import islice
 from typing import Any
 
 from accel_data.order import begin_epoch, replaying
-from accel_data.sharding import BatchSamplerShard, Padding, Step, StepCounts
+from accel_data.sharding import (
+    BatchSamplerShard,
+    Padding,
+    Step,
+    StepCounts,
+    divided_batches,
+    grouped_batches,
+)
 from accel_data.token_batches import TokenBatchSampler
 from accel_state.errors import DataError
 
@@ -106,28 +113,20 @@ class ExactShard(BatchSamplerShard):
 
     def _custom_steps(self, skip: int) -> Iterator[list[list[int]]]:
         if isinstance(self.batch_sampler, TokenBatchSampler):
-            yield from self.batch_sampler.steps(self.num_processes, skip)
+            yield from self._first_kept(self.batch_sampler.steps(self.num_processes, skip), 1)
             return
         batches = self._first_kept(iter(self.batch_sampler), self.num_processes)
         if self.split_batches:
-            yield from (self._divided(list(batch)) for batch in islice(batches, skip, None))
+            yield from islice(divided_batches(batches, self.plan(0)), skip, None)
             return
-        batches = islice(batches, skip * self.num_processes, None)
-        while step := [list(batch) for batch in islice(batches, self.num_processes)]:
+        for step in islice(grouped_batches(batches, self.num_processes), skip, None):
             if len(step) == self.num_processes or not self.drop_last:
                 yield step
 
     def _divided(self, step: list[int]) -> list[list[int]]:
         """The batches of a step of single indices."""
         width = self.per_process or 1
-        batches = [step[first : first + width] for first in range(0, self.num_processes * width, width)]
-        if len(step) > self.num_processes * width:
-            raise DataError(
-                f"Cannot split a batch into {self.num_processes} shards of {width} (split_batches=True).",
-                f"The batch sampler yielded {len(step)} indices.",
-                "Set the batch sampler's batch_size to its largest batch, or remove split_batches.",
-            )
-        return batches
+        return [step[first : first + width] for first in range(0, self.num_processes * width, width)]
 
     def _counted(self, steps: Iterable[list[list[int]]]) -> Iterator[Step[int]]:
         """This process's batch of each step, with the samples of all processes."""

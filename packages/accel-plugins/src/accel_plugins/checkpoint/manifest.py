@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from accel_bigmodel.weight_files.metadata import Header, read_header
 from accel_bigmodel.weight_files.names import is_safetensors
+from accel_bigmodel.weight_files.reading import tensor_ranges
 from accel_plugins.checkpoint.files import MANIFEST_NAME, walk
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import (
@@ -327,11 +327,11 @@ def _damage_of_file(folder: Path, name: str, record: FileRecord, hashes: bool) -
 
 def range_ends(path: Path, size: int) -> list[int]:
     """The ends of a file's ranges, in bytes from its start; the last one is its size."""
-    header = _header(path)
-    if header is None or not header.entries:
+    ranges = _tensor_ranges(path).values()
+    if not ranges:
         return list(_cut(0, [size]))
-    first = min(entry.begin for entry in header.entries.values())
-    return [first, *_cut(first, sorted({entry.end for entry in header.entries.values()} - {first}))]
+    first = min(begin for begin, _ in ranges)
+    return [first, *_cut(first, sorted(end for _, end in ranges))]
 
 
 def _cut(begin: int, marks: list[int]) -> Iterator[int]:
@@ -345,21 +345,19 @@ def _cut(begin: int, marks: list[int]) -> Iterator[int]:
             begin = mark
 
 
-def _header(path: Path) -> Header | None:
-    """The header of a safetensors file; None for other files, and for damaged ones."""
+def _tensor_ranges(path: Path) -> Mapping[str, tuple[int, int]]:
+    """The bytes of each tensor of a safetensors file, in order; none for other files, and for damaged ones."""
     if not is_safetensors(path):
-        return None
+        return {}
     try:
-        return read_header(path)
+        return tensor_ranges(path)
     except CheckpointError:
-        return None
+        return {}
 
 
 def place_of(path: Path, begin: int, end: int) -> str:
     """A description of a range: names of its tensors if the file has them, else the bytes."""
-    header = _header(path)
-    entries = sorted(header.entries.items(), key=lambda item: item[1].begin) if header else []
-    names = [name for name, entry in entries if entry.begin < end and entry.end > begin]
+    names = [name for name, (first, last) in _tensor_ranges(path).items() if first < end and last > begin]
     if not names:
         return f"the bytes {begin} to {end}"
     shown = repr(names[0]) if len(names) == 1 else f"one of {names[0]!r} to {names[-1]!r}"
