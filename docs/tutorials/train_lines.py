@@ -123,7 +123,7 @@ def train(options: argparse.Namespace) -> float:
     accelerator = Accelerator(cpu=options.cpu, dataloader_config=DataLoaderConfiguration(exact_epochs=True))
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = loader_of(options.batches, paragraphs(options.paragraphs), 32)
+    loader: Any = loader_of(options.batches, paragraphs(options.paragraphs), 32)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     mean = float("nan")
     for epoch in range(options.epochs):

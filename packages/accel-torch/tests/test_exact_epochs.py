@@ -285,7 +285,8 @@ class Draws(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.norm(nn.functional.dropout(x, 0.5)))
+        values: Tensor = self.layer(self.norm(nn.functional.dropout(x, 0.5)))
+        return values
 
 
 def steps_with_stand_ins(backend: str, folder: str) -> list[dict[str, Any]]:
@@ -354,7 +355,8 @@ class Communicates(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather(self.layer(x))  # type: ignore[no-any-return]
+        values: Tensor = gather(self.layer(x))
+        return values
 
 
 def refusals() -> list[str]:
@@ -363,7 +365,8 @@ def refusals() -> list[str]:
     with pytest.raises(Conflict) as caught:
         accelerator.prepare(nn.Sequential(nn.SyncBatchNorm(3)))
     texts.append(str(caught.value))
-    model, loader = accelerator.prepare(Communicates(), DataLoader(torch.ones(6, 3), batch_size=2))  # type: ignore[arg-type]
+    plain: Any = DataLoader(torch.ones(6, 3), batch_size=2)  # type: ignore[arg-type]
+    model, loader = accelerator.prepare(Communicates(), plain)
     with pytest.raises(Conflict) as caught:
         model(next(iter(loader)))
     texts.append(str(caught.value))

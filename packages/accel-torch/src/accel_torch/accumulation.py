@@ -246,7 +246,7 @@ class Accumulation:
         if self.weighting is None:
             from accel_torch.weighting import TokenWeighting
 
-            self._refuse_mixing(self.in_block and not self.first)
+            self._refuse_mixing(not self.first)
             self.weighting = TokenWeighting(current.process())
             self.hooks.enter(self.weighting)
             self._simplify()
@@ -362,11 +362,11 @@ class MicroBatch:
             accumulation.__enter__()
         for begin_micro_batch in accumulation.hooks.begin_micro_batch:
             begin_micro_batch()
-        accumulation.in_block = True
         if self.weight is not None:
             accumulation.set_weight(*accumulation.weight_of(self.weight, self.loss_reduction))
         elif accumulation.weighting is not None and accumulation.loss_weights is None and not accumulation.exact:
             accumulation.clear_weight()
+        accumulation.in_block = True
         if not gradient.sync_gradients and accumulation.can_hold_back and not gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()
@@ -375,7 +375,7 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         accumulation = self.accumulation
-        accumulation.factor, accumulation.in_block = None, False
+        accumulation.factor, accumulation.in_block, accumulation.first = None, False, True
         if kind is None and accumulation.loss_weights is not None:
             accumulation.loss_weights.compute()
         if self._held is not None:

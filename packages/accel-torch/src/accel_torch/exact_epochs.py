@@ -7,8 +7,8 @@ draws random numbers, and a forward that communicates would mix the stand-in wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn import Module, SyncBatchNorm
 from accel_data.sharding import StepCounts
 from accel_ops.rng import restore, snapshot
 from accel_ops.tree import leaves_with_paths
-from accel_plugins.bundle import Bundle
 from accel_plugins.layers import strategy_model
 from accel_state.errors import Conflict, NotOffered
 from accel_state.protocol.state import protocol_state
@@ -27,7 +26,7 @@ from accel_torch.hooks import Hook
 if TYPE_CHECKING:
     from accel_torch.session import Session
 
-__all__ = ("check_models", "keep_exact")
+__all__ = ("check_models", "keep_exact", "watch_first_forwards")
 
 _FAILED: Final = "Cannot train with exact_epochs=True."
 
@@ -68,68 +67,64 @@ def keep_exact(session: Session, loader: Any) -> None:
             + (", or one micro-batch for each step." if divides else "."),
         )
     session.accumulation.weigh_samples()
-    if session.stand_ins is None:
-        session.stand_ins = StandIns(session)
-        session.hooks.enter(session.stand_ins)
-    loader.stand_in = session.stand_ins.around
+    # Weak: the session has a reference to the loader.
+    known = weakref.ref(session)
+
+    def stand_in(counts: StepCounts, index: int) -> AbstractContextManager[None]:
+        session = known()
+        return nullcontext() if session is None else _step_with_stand_ins(session, counts, index)
+
+    loader.stand_in = stand_in
 
 
-class StandIns(Hook):
-    """Puts buffers and random states back after a step in which this process has a stand-in.
+@contextmanager
+def _step_with_stand_ins(session: Session, counts: StepCounts, index: int) -> Iterator[None]:
+    """Block of a step in which some processes have stand-ins.
 
     Args:
         session: the session.
+        counts: the samples of each process.
+        index: index of this process among them.
+    """
+    models = [strategy_model(model) for model in session.prepared.models]
+    if counts.of(index):
+        yield
+    else:
+        before = _StatesBefore(models)
+        session.hooks.enter(before)
+        with ExitStack() as stack:
+            for model in models:
+                stack.callback(model.register_forward_hook(_without_gradients).remove)
+            yield
+        session.hooks.leave(before)
+        before.put_back()
+    if not counts.of(0):
+        with_data = next(shard for shard in range(counts.processes) if counts.of(shard))
+        for model in models:
+            session.strategy.share_buffers(model, with_data)
+
+
+class _StatesBefore(Hook):
+    """Buffers and random states from before a step in which this process has a stand-in.
+
+    Args:
+        models: the models whose buffers are kept.
     """
 
-    def __init__(self, session: Session) -> None:
-        # Weak: the session has a reference to its hooks.
-        self._session = weakref.ref(session)
-        self._put_back: Callable[[], None] | None = None
-
-    def after_prepare(self, session: Session, bundle: Bundle) -> None:
-        """Refuse models whose first forward calls a collective of this library."""
-        if session.process.world_size > 1:
-            for model in bundle.models:
-                _watch_first_forward(model, session)
+    def __init__(self, models: Sequence[Module]) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+        self._generators = snapshot()
 
     def before_save(self) -> None:
-        """Save the states from before the stand-in."""
-        if self._put_back is not None:
-            self._put_back()
+        """Put the states back, so that they are saved."""
+        self.put_back()
 
-    @contextmanager
-    def around(self, counts: StepCounts, index: int) -> Iterator[None]:
-        """Block of a step in which some processes have stand-ins.
-
-        Args:
-            counts: the samples of each process.
-            index: index of this process among them.
-        """
-        session = self._session()
-        models = [] if session is None else [strategy_model(model) for model in session.prepared.models]
-        if counts.of(index):
-            yield
-        else:
-            buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
-            generators = snapshot()
-
-            def put_back() -> None:
-                with torch.no_grad():
-                    for buffer, before in buffers:
-                        buffer.copy_(before)
-                restore(generators)
-
-            self._put_back = put_back
-            with ExitStack() as stack:
-                for model in models:
-                    stack.callback(model.register_forward_hook(_without_gradients).remove)
-                yield
-            self._put_back = None
-            put_back()
-        if session is not None and not counts.of(0):
-            with_data = next(shard for shard in range(counts.processes) if counts.of(shard))
-            for model in models:
-                session.strategy.share_buffers(model, with_data)
+    def put_back(self) -> None:
+        """Put the states back."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        restore(self._generators)
 
 
 def _without_gradients(module: Module, inputs: Any, outputs: Any) -> None:
@@ -139,8 +134,14 @@ def _without_gradients(module: Module, inputs: Any, outputs: Any) -> None:
             leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
 
 
+def watch_first_forwards(session: Session, models: Sequence[Module]) -> None:
+    """Raise an error at the first forward of a model in training that calls a collective of this library."""
+    if session.options.loader.exact_epochs and session.process.world_size > 1:
+        for model in models:
+            _watch_first_forward(model, session)
+
+
 def _watch_first_forward(model: Module, session: Session) -> None:
-    """Raise an error if the first forward of a model in training calls a collective of this library."""
     log = protocol_state(session.process.transport).log
     calls: list[int] = []
 

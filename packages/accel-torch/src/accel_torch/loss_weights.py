@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from accel_state.errors import Conflict, NotOffered
 from accel_state.protocol.call import start_all_gather_bytes
@@ -21,9 +21,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_state.current import Process
-    from accel_torch.accumulation import Accumulation
+    from accel_state.gradient import GradientState
+    from accel_torch.weighting import LossReduction, TokenWeighting
 
 __all__ = ("LossWeights",)
+
+
+class _Window(Protocol):
+    """What is used of an `Accumulation`, which is above this module."""
+
+    gradient: GradientState
+    weighting: TokenWeighting | None
+    factor: float | None
+
+    def set_weight(self, weight: float, loss_reduction: LossReduction, last: bool | None = None) -> None:
+        """Give the current micro-batch a weight."""
 
 
 class LossWeights(Hook):
@@ -34,7 +46,7 @@ class LossWeights(Hook):
         process: this process and its transport.
     """
 
-    def __init__(self, accumulation: Accumulation, process: Process) -> None:
+    def __init__(self, accumulation: _Window, process: Process) -> None:
         self._accumulation, self._process = accumulation, process
         self._losses: list[tuple[Tensor, float]] = []
         self._backward: Callable[[Tensor], None] | None = None

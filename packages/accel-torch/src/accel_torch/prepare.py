@@ -74,6 +74,10 @@ def prepare(
     session.prepared.remember(bundle)
     if session.prepared.steps_in_backward:
         session.accumulation.forbid_plain_backward()
+    if session.options.loader.exact_epochs:
+        from accel_torch.exact_epochs import watch_first_forwards
+
+        watch_first_forwards(session, bundle.models)
     for after_prepare in session.hooks.after_prepare:
         after_prepare(session, bundle)
     prepared = bundle.in_given_order()

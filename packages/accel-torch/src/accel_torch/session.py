@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
-    from accel_torch.exact_epochs import StandIns
     from accel_torch.options import Options
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
@@ -62,7 +61,6 @@ class Session:
         preemption: saves and ends the run after a signal; None if it is not asked to.
         continuous: saves between steps without being called; None if it is not asked to.
         uploader: uploads checkpoints to a store; None without a store.
-        stand_ins: puts back what stand-ins of exact epochs change; None without such a loader.
     """
 
     def __init__(self, options: Options, state: AcceleratorState, gradient: GradientState, strategy: Strategy) -> None:
@@ -84,7 +82,6 @@ class Session:
         self.preemption: Preemption | None = None
         self.continuous: ContinuousSaver | None = None
         self.uploader: Uploader | None = None
-        self.stand_ins: StandIns | None = None
 
     @property
     def process(self) -> Process:
