@@ -244,8 +244,9 @@ class TrainingMixin(Facade):
         Example:
             >>> loss = loss_function(model(inputs), targets)
             >>> accelerator.backward(loss)
-            >>> accelerator.backward(language_loss, weight=count_labels(batch))
-            >>> accelerator.backward(auxiliary_loss, weight=len(batch["labels"]))
+            >>> outputs = model(inputs)
+            >>> accelerator.backward(loss_function(outputs, targets), weight=len(targets))
+            >>> accelerator.backward(outputs.square().mean(), weight=outputs.numel())
         """
         session = self.session
         accumulation, hooks = session.accumulation, session.hooks
