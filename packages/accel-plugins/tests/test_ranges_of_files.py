@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from accel_bigmodel.weight_files.reading import tensor_ranges
+from accel_bigmodel.weight_files.names import tensor_ranges
 from accel_plugins.checkpoint import manifest as manifests
 from accel_plugins.checkpoint.manifest import (
     CheckpointManifest,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.weight_files.reading import tensor_ranges
+from accel_bigmodel.weight_files.names import tensor_ranges
 from accel_plugins.checkpoint import manifest as manifests
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify

@@ -32,7 +32,7 @@ def turn_off_dropout(drawn: Callable[[], None]) -> None:
 
     for name in _FUNCTIONS:
         setattr(functional, name, identity)
-    torch.dropout = identity
+    torch.dropout = identity  # type: ignore[assignment]
     attention = functional.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:

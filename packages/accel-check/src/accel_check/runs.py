@@ -97,17 +97,15 @@ def environment_of(script: Script, processes: int, options: Sequence[str]) -> di
     Raises:
         SettingError: an option is not one of `accel launch`, or has an invalid value.
     """
-    from accel_cli.commands.launch import launch_request
     from accel_cli.launch.launchers import load_launcher
     from accel_cli.launch.options import add_launch_arguments
     from accel_cli.launch.request import read_request
-    from accel_cli.launch.script import script_of
 
     parser = ArgumentParser(exit_on_error=False)
     add_launch_arguments(parser)
     arguments = parser.parse_args(["--num_processes", str(processes), *options, script.path])
     request = read_request(arguments, os.environ)
-    plan = load_launcher(request.launcher.manifest).plan(launch_request(request, script_of(arguments)))
+    plan = load_launcher(request.launcher).plan(request)
     environment = {name: value for name, value in os.environ.items() if name not in plan.removed}
     return {**environment, **plan.environment}
 

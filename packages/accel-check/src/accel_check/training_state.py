@@ -89,7 +89,7 @@ def _living(references: list[Any]) -> Iterable[tuple[int, Any]]:
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
-    found = {}
+    found = dict[str, str]()
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "a parameter")
         found |= {f"{name}.{path}": value for path, value in digests_of(state).items()}

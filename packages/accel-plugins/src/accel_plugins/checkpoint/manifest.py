@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from accel_bigmodel.weight_files.names import is_safetensors
-from accel_bigmodel.weight_files.reading import tensor_ranges
+from accel_bigmodel.weight_files.names import is_safetensors, tensor_ranges
 from accel_plugins.checkpoint.files import MANIFEST_NAME, walk
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import (

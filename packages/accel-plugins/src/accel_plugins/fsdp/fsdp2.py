@@ -158,7 +158,7 @@ class FSDP2Strategy(ShardedStrategy):
                 self.average_ignored(bundle.models[number], ignored)
             if isinstance(bundle.models[number], FSDPModule):
                 # torch makes this class, whose own method refuses in a way that names no remedy.
-                type(bundle.models[number]).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+                type(bundle.models[number]).__deepcopy__ = _refuse_copy
         bundle.rebind_by_name(names)
         self.record(bundle, ties)
         return bundle

@@ -36,6 +36,6 @@ def pending_collective() -> str:
             if not entry["retired"] and (entry["state"] == "started" or name.startswith(_STARTS_AT_ONCE)):
                 return f"{name} of {entry['process_group'][1]} (number {entry['collective_seq_id']})"
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-        # A recorder of another version is no proof.
+        # A recorder of another version proves nothing.
         pass
     return ""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from accel_testing.backends.reference_loop import Case, Training
 
-__all__ = (
-    "Answer",
-    "as_lists",
-    "shard_of",
-    "train",
-    "writes",
-)
-
+__all__ = ("Answer", "as_lists", "shard_of", "train", "writes")
 
 Answer = dict[str, Any]
+"""What a process answers, to be compared in the process of the tests."""
 
 
 def train(case: Case) -> Answer:
@@ -41,10 +36,11 @@ def writes(training: Training) -> bool:
 
 
 def shard_of(training: Training) -> tuple[int, int]:
+    """The number of shards of each batch, and the index of this process's shard."""
     shards = training.strategy.shards()
     return shards.count, shards.index
 
 
-def as_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def as_lists(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A state dict as plain lists."""
     return {name: value.tolist() for name, value in state.items()}
