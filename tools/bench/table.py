@@ -12,6 +12,7 @@ from bench.cases import (
     loaders,
     matrices_and_averages,
     nested_data,
+    ragged_data,
     saving,
     starting,
     training,
@@ -21,7 +22,18 @@ from bench.cases import (
 
 def cases() -> tuple[Case, ...]:
     """All rows, by group."""
-    subjects = (big_models, saving, nested_data, starting, loaders, training, matrices_and_averages, whole_runs, gpu)
+    subjects = (
+        big_models,
+        saving,
+        nested_data,
+        starting,
+        loaders,
+        training,
+        ragged_data,
+        matrices_and_averages,
+        whole_runs,
+        gpu,
+    )
     return tuple(sorted((case for subject in subjects for case in subject.CASES), key=lambda case: case.group))
 
 

@@ -12,6 +12,9 @@ from accel_data.mixture import MixtureDataset as MixtureDataset
 from accel_data.mixture import MixtureStream as MixtureStream
 from accel_data.mixture import SourceCount as SourceCount
 from accel_data.order import SeedableRandomSampler as SeedableRandomSampler
+from accel_data.packing import PackedDataset as PackedDataset
+from accel_data.packing import count_labels as count_labels
+from accel_data.packing import packed_attention_mask as packed_attention_mask
 from accel_data.padding import drop_padding as drop_padding
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.progress import Position as Position
@@ -22,3 +25,5 @@ from accel_data.sharding import ShardPlan as ShardPlan
 from accel_data.sharding import SkipBatchSampler as SkipBatchSampler
 from accel_data.skip import skip_first_batches as skip_first_batches
 from accel_data.streams import IterableDatasetShard as IterableDatasetShard
+from accel_data.token_batches import TokenBatches as TokenBatches
+from accel_data.token_batches import TokenBatchSampler as TokenBatchSampler

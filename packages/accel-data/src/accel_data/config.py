@@ -53,6 +53,10 @@ class DataLoaderConfiguration:
         order: what determines the order of samples. "sampler": the script's sampler. "seeded": torch's `RandomSampler`
             shuffles by seed and epoch, not by other random draws. "global": the same, and a DataLoader whose order
             depends on anything else, such as the number of processes or DataLoader workers, is an error.
+        exact_epochs: every sample counts exactly once, in training too. Batches keep their sizes at the end of an
+            epoch, and a process without data takes part in the remaining steps with a stand-in that counts nothing
+            (see `PreparedLoader.is_stand_in`). Each step's gradient is the mean over its samples. Replaces
+            `even_batches`.
 
     Raises:
         Conflict: two fields contradict each other.
@@ -73,6 +77,7 @@ class DataLoaderConfiguration:
     restore_position: bool = field(default=False, kw_only=True)
     seed_samples: bool = field(default=False, kw_only=True)
     order: OrderOf = field(default="sampler", kw_only=True)
+    exact_epochs: bool = field(default=False, kw_only=True)
 
     @property
     def shuffles_by_seed(self) -> bool:
@@ -82,6 +87,12 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         _check_sharding(self.sharding, self.dispatch_batches)
         _check_choice("order", self.order, ORDERS)
+        if self.exact_epochs and (self.dispatch_batches or self.sharding == "dispatch"):
+            raise Conflict(
+                "Cannot combine exact_epochs=True with batches that the main process dispatches.",
+                "It sends equal shares of a batch to all processes, and repeats samples in the last one.",
+                "Remove dispatch_batches=True or sharding='dispatch', so that every process reads its own batches.",
+            )
         if self.use_stateful_dataloader:
             TORCHDATA.demand("Cannot use use_stateful_dataloader=True.")
 

@@ -100,7 +100,8 @@ def classify(
             sharding == "already" or distributed_sampler(loader, shard.processes) is not None
         )
         return LoaderKind.OWN_SHARD if own else LoaderKind.MAP
-    if callable(sharding) or (shard.processes > 1 and shards_itself(loader.dataset, shard.processes, sharding)):
+    own = configuration.exact_epochs or shards_itself(loader.dataset, shard.processes, sharding)
+    if callable(sharding) or (shard.processes > 1 and own):
         return LoaderKind.OWN_SHARD
     undecided = dispatches is None and sharding == "auto" and put_on_device
     return LoaderKind.DISPATCHED if undecided and shard.everyone and shard.processes > 1 else LoaderKind.STREAM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
@@ -20,7 +21,7 @@ from accel_data.loader_state import load_state, state_of
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
-from accel_data.sharding import batching_of, innermost_sampler
+from accel_data.sharding import StepCounts, batching_of, innermost_sampler
 from accel_data.source import Source
 from accel_data.stream_source import source_of
 from accel_data.workers import explain
@@ -54,7 +55,7 @@ _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_ATTACHED: Final = frozenset({"between_batches", "device_transfer", "epoch_reader", "hook", "pauses"})
+_ATTACHED: Final = frozenset({"between_batches", "device_transfer", "epoch_reader", "hook", "pauses", "stand_in"})
 """Attributes that belong to the run of this process, so that they are neither copied nor pickled."""
 
 
@@ -117,6 +118,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         skips: whether the script set a position itself, so that none is restored.
         restores: whether `load_state_dict` restores the position.
         torch_device_mesh: the mesh on which the data is sharded, or None.
+        exact_epochs: whether each sample counts once in the gradient of its step.
         progress: the position: that of the iterator which yielded last.
         between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
             True before the first batch of an epoch.
@@ -127,6 +129,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
             in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
             this epoch itself. The loader moves the batches to its device and reads none ahead.
+        stand_in: returns a context manager around a step in which some processes have stand-ins; None if nothing is to
+            be put back after it. Called with the samples of each process, and the index of this one.
     """
 
     source: Source
@@ -138,6 +142,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     skips: bool = False
     restores: bool = False
     torch_device_mesh: Any = None
+    exact_epochs: bool = False
+    stand_in: Callable[[StepCounts, int], AbstractContextManager[object]] | None = None
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
@@ -209,6 +215,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.progress.remainder
 
     @property
+    def is_stand_in(self) -> bool:
+        """Whether the newest batch counts nothing, because this process has no data in this step.
+
+        Forward and backward must run nevertheless, since other processes wait for them.
+        """
+        counts = self.progress.padding
+        return isinstance(counts, StepCounts) and counts.of(self.source.index) == 0
+
+    @property
+    def step_weights(self) -> tuple[float, float]:
+        """The weight of this process's newest batch, and that of the whole step: their samples, if nothing is else."""
+        counts = self.progress.padding
+        if isinstance(counts, StepCounts):
+            return counts.weights[self.source.index], sum(counts.weights)
+        size = self.source.step_size or self.source.processes
+        return size / self.source.processes, size
+
+    @property
     def iteration(self) -> int:
         """Number of the current or the next epoch."""
         return self.progress.epoch
@@ -224,7 +248,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._batches() if self.epoch_reader is None else self._batches_of(self.epoch_reader)
+        batches = self._with_stand_ins(batches) if self.exact_epochs else batches
         return batches if self.hook is None else with_hook(batches, self.hook)
+
+    def _with_stand_ins(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The same batches, with `stand_in` around the steps in which a batch counts nothing."""
+        with closing(batches):
+            for batch in batches:
+                counts = self.progress.padding
+                stand_in: AbstractContextManager[object] = nullcontext()
+                if self.stand_in is not None and isinstance(counts, StepCounts) and 0 in (counts.counts or ()):
+                    stand_in = self.stand_in(counts, self.source.index)
+                with stand_in:
+                    yield batch
+                    del batch
 
     def _batches_of(self, epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None]) -> Generator[Any, None, None]:
         batches = epoch_reader(self)
@@ -259,7 +296,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
             is_there = None if device is None else _on(device)
             while current is not NO_BATCH:
-                padding, base = padded.get(number) if padded else None, None
+                padding, base = padded.pop(number, None) if padded else None, None
                 kind = type(current)
                 if kind is PaddedBatch:
                     # A map-style source has the padding elsewhere; that of a complete step is false, but not None.
@@ -359,7 +396,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _warn_of_wrong_length(self, epoch: int, received: int) -> None:
         base = self.base_dataloader
         divided_by_workers = isinstance(base.dataset, IterableDataset) and base.num_workers > 0
-        if divided_by_workers or not self.source.reads_here:
+        # Own shards of other processes may be longer.
+        if divided_by_workers or self.exact_epochs or not self.source.reads_here:
             return
         try:
             reported = len(self)

@@ -99,6 +99,11 @@ def load_state(state: Mapping[str, Any], source: Source, progress: Progress, res
     if local.sample_seed is not None and state["sample_seed"] is not None:
         local.sample_seed.seed = state["sample_seed"]
     resumes = restores and position.steps > 0
+    if resumes and same and state["processes"] != source.processes:
+        redivided = local.redivided(position.rng_state, position.steps, state["processes"])
+        if redivided is not None:
+            position = dataclasses.replace(position, rng_state=redivided)
+            state = {**state, "processes": source.processes}
     if resumes:
         _check_restorable(state, source, name)
     rng_state = position.rng_state if same else None

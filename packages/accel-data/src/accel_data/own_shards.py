@@ -16,9 +16,10 @@ from accel_data.batches import cut, join, samples_in
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
-from accel_data.sharding import Padding, batching_of
+from accel_data.sharding import Padding, StepCounts, batching_of
 from accel_data.source import LocalSource, Source, first_batches
 from accel_data.stateful import is_finished
+from accel_ops.objects import broadcast_object_list
 from accel_ops.pending import PendingCall, async_all_gather_bytes
 from accel_state.errors import DataError
 
@@ -42,6 +43,9 @@ class OwnShardSource(Source):
         drop_last: end as soon as the stream of one process ends.
         ranks: by shard of the data, a process that reads it; empty if this process cannot communicate with the others.
         real: samples of this process's epoch without the padding of its sampler; None if it adds none.
+        keeps_sizes: whether batches keep their sizes; a process whose stream has ended repeats its last batch, which
+            counts nothing.
+        index: index of this process's shard.
     """
 
     def __init__(
@@ -52,13 +56,16 @@ class OwnShardSource(Source):
         drop_last: bool,
         ranks: Sequence[int],
         real: int | None = None,
+        keeps_sizes: bool = False,
+        index: int = 0,
     ) -> None:
         self.local = local
         self.even = even
         self.drop_last = drop_last
         self.ranks = ranks
         self.real = real
-        self.processes, self.index = processes, local.index
+        self.keeps_sizes = keeps_sizes
+        self.processes, self.index = processes, index
         self.step_size = None if local.step_size is None else local.step_size * processes
         # The reader of the last opened epoch.
         self._reader: _Reader | None = None
@@ -86,6 +93,8 @@ class OwnShardSource(Source):
             """The last batch before the steps of this epoch, of a stream that has ended."""
             return first_batches(local, steps, replay or local.last_rng.state)[0][-1]
 
+        if self.keeps_sizes:
+            return _with_stand_ins(self._reader, self.drop_last, self.index)
         return _in_step(self._reader, self.drop_last, earlier if steps else None)
 
     def base_state(self) -> dict[str, Any] | None:
@@ -133,6 +142,36 @@ def _in_step(reader: _Reader, drop_last: bool, earlier: Callable[[], Any] | None
         reader.answers(fails=False)
 
 
+def _with_stand_ins(reader: _Reader, drop_last: bool, index: int) -> Iterator[PaddedBatch]:
+    """The batches of one process in their own sizes; without data its last one, or another process's, as a stand-in.
+
+    Args:
+        reader: reads batches and exchanges their sizes.
+        drop_last: end as soon as one process has no batch.
+        index: index of this process's shard of the data.
+
+    Raises:
+        DataError: another process could not read.
+    """
+    reader.read()
+    last: Any = _OVER
+    try:
+        while True:
+            batch, state, sizes, real = reader.answers()
+            if not any(real) or (drop_last and not all(real)):
+                return
+            if last is _OVER and not all(sizes):
+                sender = next(rank for rank, size in zip(reader.ranks, sizes, strict=True) if size)
+                last = broadcast_object_list([batch], sender)[0]
+            if batch is not _OVER:
+                last = batch if real[index] in (0, sizes[index]) else cut(batch, 0, real[index])
+            del batch
+            reader.read()
+            yield PaddedBatch(last, StepCounts.each(real), state)
+    finally:
+        reader.answers(fails=False)
+
+
 class _Reader:
     """Prefetches one batch and exchanges its size with the other processes.
 
@@ -174,7 +213,8 @@ class _Reader:
                 self._batch, self.state = item, self.end_state()
             else:
                 self._batch, self.state = (item.batch, item.base) if type(item) is PaddedBatch else (item, None)
-            size = self._size()
+            counts = item.padding if type(item) is PaddedBatch else None
+            size = counts.total if isinstance(counts, StepCounts) else self._size()
             mine = _SIZES.pack(size, self._count(size))
         except Exception as error:
             self._failure, mine = error, _SIZES.pack(_FAILED, 0)

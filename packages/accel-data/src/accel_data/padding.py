@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from accel_data.sharding import Padding
+from accel_data.sharding import Padding, StepCounts
 from accel_ops.tree import recursively_apply
 
-__all__ = ("PaddedBatch", "PaddingCollate", "PaddingMarker", "drop_padding")
+__all__ = ("CountingCollate", "PaddedBatch", "PaddingCollate", "PaddingMarker", "drop_padding")
 
 
 def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None = None) -> Any:
@@ -100,6 +100,21 @@ def _pinned(batch: Any, *device: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch, *device)  # type: ignore[no-untyped-call]
+
+
+class CountingCollate:
+    """A collate function that keeps the number of samples with the batch.
+
+    Args:
+        collate: the loader's own.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> PaddedBatch:
+        count = len(samples) if type(samples) is list else 1
+        return PaddedBatch(self.collate(samples), StepCounts.each([count]))
 
 
 class PaddingCollate:

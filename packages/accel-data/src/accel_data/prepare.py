@@ -20,19 +20,21 @@ from torch.utils.data import (
 
 from accel_data.config import DataLoaderConfiguration, OrderOf, Sharding
 from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
+from accel_data.exact_epochs import ExactShard
 from accel_data.global_order import check_global_order
 from accel_data.kinds import LoaderKind, Shard, classify, distributed_sampler, get_sampler
 from accel_data.loader import DataLoaderShard, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.order import SeedableRandomSampler, is_stock
 from accel_data.own_shards import OwnShardSource
-from accel_data.padding import PaddingCollate
+from accel_data.padding import CountingCollate, PaddingCollate
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.sharding import BatchSamplerShard, batching_of, check_split, innermost_sampler
 from accel_data.source import LocalSource, MapSource, Source, rebuilt
 from accel_data.stateful import has_state, stateful_twin
 from accel_data.stream_source import StreamSource
 from accel_data.streams import IterableDatasetShard, ResumableShard, own_shard
+from accel_data.token_batches import TokenBatches, TokenBatchSampler
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
 from accel_state.errors import Conflict, UnknownKind
@@ -71,6 +73,7 @@ def prepare_data_loader(
     restore_position: bool = False,
     seed_samples: bool = False,
     order: OrderOf = "sampler",
+    exact_epochs: bool = False,
 ) -> DataLoader[Any]:
     """Create a loader that yields this process's shard of every epoch, on its device.
 
@@ -123,6 +126,7 @@ def prepare_data_loader(
         restore_position=restore_position,
         seed_samples=seed_samples,
         order=order,
+        exact_epochs=exact_epochs,
     )
     shard = _shard(num_processes, process_index, torch_device_mesh)
     loader = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
@@ -147,6 +151,7 @@ def prepare_data_loader(
         restores=restore_position or use_stateful_dataloader,
         torch_device_mesh=torch_device_mesh,
         _drop_last=dataloader.drop_last,
+        exact_epochs=exact_epochs,
         _non_blocking=non_blocking,
     )
 
@@ -203,23 +208,37 @@ def _source(
     local = _unsharded(_with_own_stream(loader, shard, configuration), configuration)
     ranks = first_of_each(mesh, current.process_or_start().world_size) if shard.everyone else ()
     real = _real_samples(loader, shard)
-    return OwnShardSource(local, shard.processes, configuration.even_batches, drop_last, ranks, real), None
+    keeps_sizes = _keeps_sizes(loader, configuration)
+    even = configuration.even_batches or keeps_sizes
+    return OwnShardSource(local, shard.processes, even, drop_last, ranks, real, keeps_sizes, shard.index), None
+
+
+def _keeps_sizes(loader: DataLoader[Any], configuration: DataLoaderConfiguration) -> bool:
+    """Whether no sample is repeated to make the batches of a step equally large."""
+    return configuration.exact_epochs or isinstance(loader.dataset, TokenBatches)
 
 
 def _unsharded(loader: DataLoader[Any], configuration: DataLoaderConfiguration) -> LocalSource:
     """A source of all that a loader yields."""
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    return (_shard_stream if is_stream else _shard_map_dataset)(loader, _ALONE, configuration)[0]
+    if not isinstance(loader.dataset, IterableDataset):
+        return _shard_map_dataset(loader, _ALONE, configuration)[0]
+    return _shard_stream(loader, _ALONE, configuration)[0]
 
 
 def _with_own_stream(loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration) -> DataLoader[Any]:
     """A loader over this process's stream, with its share of a global batch; a map-style one is unchanged."""
     if not isinstance(loader.dataset, IterableDataset):
         return loader
+    split = configuration.split_batches and shard.processes > 1
+    width = (loader.batch_size or 1) // (shard.processes if split else 1)
     dataset = own_shard(loader.dataset, shard.processes, shard.index, configuration.sharding)
-    if not configuration.split_batches or shard.processes == 1:
+    if dataset is None:
+        # For exact epochs of a stream that every process reads.
+        dataset = IterableDatasetShard(
+            loader.dataset, width, loader.drop_last, shard.processes, shard.index, even_batches=False
+        )
+    if not split:
         return rebuilt(loader, dataset=dataset)
-    width = (loader.batch_size or 1) // shard.processes
     batch_sampler = BatchSampler(loader.sampler, width, loader.drop_last)
     return rebuilt(loader, dataset=dataset, batch_size=width, batch_sampler=batch_sampler)
 
@@ -268,7 +287,13 @@ def _shard_map_dataset(
             below = copy.copy(below)
             below.sampler = sampler = replacement
     split = configuration.split_batches and shard is not _ALONE
-    batches = BatchSamplerShard(below, shard.processes, shard.index, split, configuration.even_batches)
+    if configuration.exact_epochs or isinstance(below, TokenBatchSampler):
+        stand_ins = configuration.exact_epochs
+        batches: BatchSamplerShard = ExactShard(
+            below, shard.processes, shard.index, split, dataset=loader.dataset, stand_ins=stand_ins
+        )
+    else:
+        batches = BatchSamplerShard(below, shard.processes, shard.index, split, configuration.even_batches)
     is_custom = batches.has_custom_batches or not is_stock(sampler)
     batches.compared = shard.everyone and shard.readers > 1 and is_custom
     changes = {} if loader.batch_sampler is None or sampler is None else {"sampler": sampler}
@@ -325,6 +350,8 @@ def _shard_stream(
     loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration
 ) -> tuple[StreamSource, torch.Generator | None]:
     """One process's shard of a loader over a stream that every process reads, and the generator that shuffles it."""
+    if _keeps_sizes(loader, configuration):
+        loader = rebuilt(loader, collate_fn=CountingCollate(loader.collate_fn))
     source, generator = _sharded_stream(loader, shard, configuration)
     # torchdata assumes that a stream without a position yields the same samples each time.
     rereads = configuration.use_stateful_dataloader and not configuration.restore_position

@@ -29,10 +29,14 @@ __all__ = (
     "Padding",
     "ShardPlan",
     "SkipBatchSampler",
+    "Step",
+    "StepCounts",
     "UnbatchedSampler",
     "batching_of",
     "check_process",
     "check_split",
+    "divided_batches",
+    "grouped_batches",
     "innermost_sampler",
     "length_of",
     "shard_samples",
@@ -77,6 +81,25 @@ class Padding:
 
     def __bool__(self) -> bool:
         return self.counts is not None or self.total < self.batch_size * self.processes
+
+
+@dataclass(frozen=True)
+class StepCounts(Padding):
+    """The samples of each process in a step in which no sample is repeated, so that batches have sizes of their own.
+
+    A process with a count of 0 has a stand-in, whose samples count nothing.
+
+    Args:
+        weights: with how much each process counts in the gradient; its samples by default.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    @classmethod
+    def each(cls, counts: Sequence[int], weights: Sequence[float] | None = None) -> StepCounts:
+        """Create it from the samples of each process."""
+        weights = counts if weights is None else weights
+        return cls(sum(counts), max(counts), len(counts), tuple(counts), tuple(weights))
 
 
 Step = tuple[list[T], Padding | None]
@@ -302,6 +325,11 @@ class BatchSamplerShard(BatchSampler):
         return self.even_batches and self.num_processes > 1
 
     @property
+    def gives_all_a_batch(self) -> bool:
+        """Whether a process takes part in a last step of fewer samples than processes."""
+        return self.pads and not self.drop_last
+
+    @property
     def per_process(self) -> int | None:
         """Samples of one process in one step; None when the batch sampler has no batch size."""
         if self.batch_size is None:
@@ -372,7 +400,10 @@ class BatchSamplerShard(BatchSampler):
         skip = self.skipped_steps if self._start is None else self._start
         with replaying(self.batch_sampler, self.sampler, self.last_rng, self._replay):
             batches = self._first_kept(iter(self.batch_sampler), self.num_processes)
-            steps = _split(batches, self.plan(0)) if self.split_batches else _grouped(batches, self.num_processes)
+            if self.split_batches:
+                steps = divided_batches(batches, self.plan(0))
+            else:
+                steps = grouped_batches(batches, self.num_processes)
             yield from _of_process(steps, self, skip)
 
     def _first_kept(self, drawn: Iterator[T], count: int) -> Iterator[T]:
@@ -424,13 +455,13 @@ class BatchSamplerShard(BatchSampler):
             return None
 
 
-def _grouped(batches: Iterator[Sequence[int]], processes: int) -> Iterator[list[list[int]]]:
+def grouped_batches(batches: Iterator[Sequence[int]], processes: int) -> Iterator[list[list[int]]]:
     """The steps of all processes: one batch of a custom batch sampler for each, and fewer in the last step."""
     while step := [list(batch) for batch in islice(batches, processes)]:
         yield step
 
 
-def _split(batches: Iterable[Sequence[int]], plan: ShardPlan) -> Iterator[list[list[int]]]:
+def divided_batches(batches: Iterable[Sequence[int]], plan: ShardPlan) -> Iterator[list[list[int]]]:
     """The steps of all processes: one batch of a custom batch sampler, split between them.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import islice
 from typing import Any, Final, TypeVar, cast
 
@@ -26,6 +26,7 @@ from accel_data.sharding import (
     shortage,
 )
 from accel_data.stateful import has_state, is_stateful, steps_in
+from accel_data.token_batches import TokenBatchSampler
 from accel_data.workers import opened_with_workers
 from accel_ops.objects import gather_object
 from accel_ops.rng import restore, snapshot
@@ -137,7 +138,7 @@ class Source:
         raise NotImplementedError
 
     @property
-    def padded(self) -> Mapping[int, Padding]:
+    def padded(self) -> MutableMapping[int, Padding]:
         """Padding of batches of the epoch opened last that do not contain it, by number; grows while they are read."""
         return {}
 
@@ -205,6 +206,13 @@ class LocalSource(Source):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the data set and the samplers."""
+
+    def redivided(self, rng_state: RNGState | None, steps: int, processes: int) -> RNGState | None:
+        """The random state to continue from after some steps on another number of processes.
+
+        None if that is not possible.
+        """
+        return None
 
     def skipping(self, steps: int) -> LocalSource:
         raise NotImplementedError
@@ -308,7 +316,7 @@ class MapSource(LocalSource):
     def shortage(self) -> str | None:
         shard = self.shard
         length = self.length() if self.has_exact_length else None
-        return shortage(length, shard.num_processes, shard.pads and not shard.drop_last)
+        return shortage(length, shard.num_processes, shard.gives_all_a_batch)
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         self._reading = self.base, self.shard
@@ -336,7 +344,7 @@ class MapSource(LocalSource):
         return with_states(batches, self) if self._is_stateful else batches
 
     @property
-    def padded(self) -> Mapping[int, Padding]:
+    def padded(self) -> MutableMapping[int, Padding]:
         return self._reading[1].padded
 
     def check_draws(self) -> None:
@@ -367,6 +375,13 @@ class MapSource(LocalSource):
         for holder in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
+
+    def redivided(self, rng_state: RNGState | None, steps: int, processes: int) -> RNGState | None:
+        if rng_state is None or not isinstance(self.shard.batch_sampler, TokenBatchSampler):
+            return None
+        done = rng_state.value["done"]
+        part = [processes, steps - sum(earlier for _, earlier in done)]
+        return RNGState(rng_state.kind, {**rng_state.value, "done": [*done, part]})
 
     def skipping(self, steps: int) -> MapSource:
         return self.reading(self.base, self.shard.skipping(steps), self.sample_seed)

@@ -28,6 +28,7 @@ from accel_data.source import (
 )
 from accel_data.stateful import has_state, is_finished, is_stateful, knows_its_order
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
+from accel_data.token_batches import TokenBatches
 
 __all__ = ("StreamSource", "source_of")
 
@@ -190,6 +191,9 @@ class StreamSource(LocalSource):
 
     def obstacle_to_counting(self) -> str | None:
         stream = self.stream
+        if isinstance(stream, TokenBatches):
+            # Its own order is repeatable.
+            stream = stream.stream
         if hasattr(stream, "set_epoch") or (self.continues_from_base and self.processes == 1):
             return None
         # The sharding wrapper seeds the stream's generator from the epoch.

@@ -41,7 +41,7 @@ def shards_itself(dataset: Any, processes: int, sharding: Sharding) -> bool:
 
 
 def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> Any:
-    """The stream of one process, of a stream for which `shards_itself` is true.
+    """The stream of one process; None if the stream cannot give it.
 
     Args:
         dataset: the whole stream, or one that is sharded already.
@@ -55,7 +55,9 @@ def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> A
         return dataset
     if callable(getattr(dataset, "split_by_node", None)):
         return dataset.split_by_node(index, processes)
-    return dataset.shard(num_shards=processes, index=index)
+    if _has_shards(dataset, processes):
+        return dataset.shard(num_shards=processes, index=index)
+    return None
 
 
 def _has_shards(dataset: Any, processes: int) -> bool:

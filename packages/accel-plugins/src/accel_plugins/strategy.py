@@ -293,6 +293,16 @@ class Strategy:
     def average_parameters(self, model: Module) -> None:
         """Replace parameters by their mean over all processes. Called by LocalSGD every few steps."""
 
+    def share_buffers(self, model: Module, source: int) -> None:
+        """Give all processes the buffers of one process, if forward takes them from the first one.
+
+        Called on all processes after a step of an exact epoch in which the first process had no data.
+
+        Args:
+            model: the model.
+            source: the process, as an index among those that read different data.
+        """
+
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different times.
 

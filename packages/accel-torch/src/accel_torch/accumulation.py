@@ -6,7 +6,7 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accel_plugins.shards import BatchShare
     from accel_state.gradient import GradientState, Iterating
     from accel_torch.hooks import Hooks
+    from accel_torch.loss_weights import LossWeights
     from accel_torch.weighting import LossReduction, TokenWeighting
 
 __all__ = ("Accumulation", "MicroBatch", "StepsOfShares", "share_of_step")
@@ -40,6 +41,9 @@ class Accumulation:
         factor: multiplies the loss of the current micro-batch if it has a weight.
         first: whether the current micro-batch is the first of its window.
         elastic: whether the world size may change during the run.
+        exact: whether each sample of a loader counts once in the gradient of its step.
+        in_block: whether a block of `accumulate` is open.
+        loss_weights: the losses of the micro-batch that have weights of their own, once there was one.
         can_hold_back: whether the strategy implements `no_sync`.
         only_counts: whether a micro-batch is only counted, unless there are hooks; if so, this object is the context
             manager of all of them.
@@ -53,10 +57,13 @@ class Accumulation:
         "_received",
         "can_hold_back",
         "elastic",
+        "exact",
         "factor",
         "first",
         "gradient",
         "hooks",
+        "in_block",
+        "loss_weights",
         "only_counts",
         "plain",
         "step",
@@ -81,11 +88,13 @@ class Accumulation:
         self.first = True
         self.weighting: TokenWeighting | None = None
         self.factor: float | None = None
+        self.exact = self.in_block = False
+        self.loss_weights: LossWeights | None = None
         self._simplify()
 
     def _simplify(self) -> None:
         """Decide what a micro-batch can do without; a step pays for every check, and most runs need none."""
-        simple = self.weighting is None and not self.elastic
+        simple = self.weighting is None and self.loss_weights is None and not (self.elastic or self.exact)
         self.plain = simple and self._plain_backward
         self.only_counts = simple and not self.can_hold_back
 
@@ -126,6 +135,11 @@ class Accumulation:
         """Note that an optimizer steps in backward, which then does more than to divide the loss."""
         self._plain_backward = self.plain = False
 
+    def weigh_samples(self) -> None:
+        """Weight the batches of loaders with exact epochs by their samples from now on."""
+        self.exact = True
+        self._simplify()
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss of this micro-batch, scaled to its share of the window; unscaled if the strategy divides it."""
         if self.elastic and (share := share_of_step(self.strategy, self.gradient)) is not None:
@@ -136,30 +150,93 @@ class Accumulation:
                     "Put forward, backward and step inside `with accelerator.accumulate(model):`.",
                 )
             return loss * share.factor
-        if self.factor is not None:
-            return loss * self.factor
+        factor = self.factor
+        if factor is None and self.loss_weights is not None:
+            self._forget_loss_weights()
+        if factor is None and self.exact:
+            factor = self._factor_of_samples()
+        if factor is not None:
+            return loss * factor
         steps = self.gradient.plugin.num_steps or 1
         return loss if steps == 1 or self._counted_by_strategy else loss / steps
 
-    def set_weight(self, weight: float | Tensor, loss_reduction: LossReduction) -> None:
+    def _exact_loader(self) -> Any:
+        """The loader of this micro-batch, if its epochs are exact; else None."""
+        loader = self.gradient.active_dataloader
+        return loader if getattr(loader, "exact_epochs", False) else None
+
+    def weight_of(
+        self, weight: float | Tensor, loss_reduction: LossReduction = "mean"
+    ) -> tuple[float | Tensor, LossReduction]:
+        """The weight that the script gave to a micro-batch or a loss, and its reduction; for a stand-in, those of 0."""
+        loader = self._exact_loader() if self.exact else None
+        return (weight, loss_reduction) if loader is None or not loader.is_stand_in else (0.0, "mean")
+
+    def _factor_of_samples(self) -> float | None:
+        """The factor of the loss of a batch that is weighted by its samples; None if its loader has no exact epochs."""
+        loader = self._exact_loader()
+        if loader is None:
+            return None
+        own, everyones = loader.step_weights
+        shards, steps = loader.source.processes, self.gradient.plugin.num_steps or 1
+        if not self.in_block or (steps == 1 and self.weighting is None):
+            # This batch is the whole step, so gradients are complete after backward.
+            factor = shards * own / everyones if everyones else 0.0
+            return factor if self._counted_by_strategy else factor / steps
+        # Processes with the same samples count each of them.
+        self.set_weight(own, "mean", total=everyones * current.process().world_size / shards)
+        return self.factor
+
+    def add_loss(self, loss: Tensor, weight: float | Tensor, backward: Callable[[Tensor], None]) -> None:
+        """Add a loss with a weight of its own, whose gradients are computed together with those of the others.
+
+        Raises:
+            Conflict: the whole micro-batch has a weight.
+        """
+        if self.factor is not None:
+            raise Conflict(
+                "Cannot compute gradients with backward(loss, weight=...).",
+                "The micro-batch has a weight for all its losses: accumulate(model, weight=...).",
+                "Give each loss its weight in backward, and none in accumulate.",
+            )
+        if self.loss_weights is None:
+            from accel_torch.loss_weights import LossWeights
+
+            self.check_weight()
+            self.loss_weights = LossWeights(self, current.process())
+            self.hooks.enter(self.loss_weights)
+            self._simplify()
+        self.loss_weights.add(loss, self.weight_of(weight)[0], backward)
+
+    def _forget_loss_weights(self) -> None:
+        """Note that a loss has no weight of its own."""
+        unfinished = self.weighting is not None and self.weighting.unfinished
+        assert self.loss_weights is not None
+        self._refuse_mixing(unfinished or self.loss_weights.pending)
+        self.hooks.leave(self.loss_weights)
+        self.loss_weights = None
+        self._simplify()
+
+    def set_weight(
+        self,
+        weight: float | Tensor,
+        loss_reduction: LossReduction,
+        last: bool | None = None,
+        total: float | None = None,
+    ) -> None:
         """Give the current micro-batch a weight.
+
+        Args:
+            weight: the number of tokens or samples.
+            loss_reduction: whether the loss is the mean or the sum over them.
+            last: whether it is the last micro-batch of its window; None for the position of the current one.
+            total: the weights of all processes, if they are known.
 
         Raises:
             NotOffered: the strategy accumulates gradients itself.
             SettingError: `loss_reduction` is neither "mean" nor "sum".
         """
-        if self._counted_by_strategy:
-            raise NotOffered(
-                "Cannot weight micro-batches with accumulate(model, weight=...).",
-                "The backend of this run accumulates gradients itself, and divides by the number of micro-batches.",
-                "Remove the weight, or use another backend.",
-            )
-        if self.elastic:
-            raise NotOffered(
-                "Cannot weight micro-batches with accumulate(model, weight=...).",
-                "The world size of this run may change, so micro-batches are weighted by their number of samples.",
-                "Remove the weight, or use another backend.",
-            )
+        self.check_weight()
         if loss_reduction not in ("mean", "sum"):
             raise SettingError(
                 f"Cannot accumulate with loss_reduction={loss_reduction!r}.",
@@ -173,7 +250,27 @@ class Accumulation:
             self.weighting = TokenWeighting(current.process())
             self.hooks.enter(self.weighting)
             self._simplify()
-        self.factor = self.weighting.enter(weight, loss_reduction, last=self.gradient.sync_gradients)
+        is_last = self.gradient.sync_gradients if last is None else last
+        self.factor = self.weighting.enter(weight, loss_reduction, is_last, total)
+
+    def check_weight(self) -> None:
+        """Check that this strategy can weight micro-batches.
+
+        Raises:
+            NotOffered: the strategy accumulates gradients itself.
+        """
+        if self._counted_by_strategy:
+            raise NotOffered(
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
+                "The backend of this run accumulates gradients itself, and divides by the number of micro-batches.",
+                "Remove the weight, or use another backend.",
+            )
+        if self.elastic:
+            raise NotOffered(
+                "Cannot weight micro-batches with accumulate(model, weight=...).",
+                "The world size of this run may change, so micro-batches are weighted by their number of samples.",
+                "Remove the weight, or use another backend.",
+            )
 
     def clear_weight(self) -> None:
         """Note that the current micro-batch has no weight.
@@ -266,9 +363,10 @@ class MicroBatch:
         for begin_micro_batch in accumulation.hooks.begin_micro_batch:
             begin_micro_batch()
         if self.weight is not None:
-            accumulation.set_weight(self.weight, self.loss_reduction)
-        elif accumulation.weighting is not None:
+            accumulation.set_weight(*accumulation.weight_of(self.weight, self.loss_reduction))
+        elif accumulation.weighting is not None and accumulation.loss_weights is None and not accumulation.exact:
             accumulation.clear_weight()
+        accumulation.in_block = True
         if not gradient.sync_gradients and accumulation.can_hold_back and not gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()
@@ -276,8 +374,10 @@ class MicroBatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.weight is not None:
-            self.accumulation.factor = None
+        accumulation = self.accumulation
+        accumulation.factor, accumulation.in_block, accumulation.first = None, False, True
+        if kind is None and accumulation.loss_weights is not None:
+            accumulation.loss_weights.compute()
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
 

@@ -82,6 +82,9 @@ class Hook:
     def after_clip(self, norm: Tensor | float | None) -> None:
         """Called with the norm before scaling, or None if the backend does not compute it."""
 
+    def before_gradients_complete(self) -> None:
+        """Called before gradients are completed over the processes, for clipping or for a step."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before each step of a prepared optimizer, with the optimizer of the script."""
 

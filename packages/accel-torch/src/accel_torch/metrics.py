@@ -8,6 +8,7 @@ import torch
 
 from accel_data import Padding, PreparedLoader, drop_padding
 from accel_data.mesh import coordinates
+from accel_data.sharding import StepCounts
 from accel_ops.collectives import gather
 from accel_ops.objects import gather_object, is_list_of_items
 from accel_ops.tree import leaves_with_paths, recursively_apply
@@ -34,17 +35,54 @@ def gather_for_metrics(
     """
     if use_gather_object or not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_with_paths(input_data)):
         return _gathered_objects(gradient, input_data, mesh)
+    loader = _loader(gradient)
+    counts = loader.progress.padding if isinstance(loader, PreparedLoader) else None
+    if isinstance(counts, StepCounts) and current.process().world_size > 1:
+        return _gathered_in_own_sizes(input_data, counts, loader.source.index, mesh)
     gathered = gather(input_data)
     if mesh is not None:
         chosen, processes = _one_of_each(mesh)
         gathered = recursively_apply(
             lambda tensor: tensor.unflatten(0, (processes, -1))[chosen].flatten(0, 1), gathered
         )
-    loader = _loader(gradient)
     if not isinstance(loader, PreparedLoader):
         return recursively_apply(_first_samples, gathered, loader)
     padding, full_batch = _padding(loader, mesh)
     return drop_padding(gathered, padding, full_batch)
+
+
+def _gathered_in_own_sizes(data: Any, counts: StepCounts, index: int, mesh: DeviceMesh | None) -> Any:
+    """Gather the results of a step in which each process has another number of samples, or only a stand-in.
+
+    Tensors have rows for samples, equally many for each sample, or one row for the whole batch.
+    """
+    tensors = [leaf for _, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
+    everyones = gather_object([[tensor.shape[0] if tensor.ndim else 1 for tensor in tensors]])
+    chosen = list(range(len(everyones))) if mesh is None else _one_of_each(mesh)[0]
+    kept = iter([_kept_rows([everyones[process][leaf] for process in chosen], counts) for leaf in range(len(tensors))])
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        rows = next(kept)
+        own = tensor[None] if tensor.ndim == 0 else tensor
+        own = own[: rows[index]]
+        padded = torch.cat([own, own.new_zeros(max(rows) - own.shape[0], *own.shape[1:])])
+        pieces = gather(padded).unflatten(0, (len(everyones), -1))
+        return torch.cat([pieces[process][:count] for process, count in zip(chosen, rows, strict=True)])
+
+    return recursively_apply(gathered, data)
+
+
+def _kept_rows(rows: list[int], counts: StepCounts) -> list[int]:
+    """The rows of each process's tensor that belong to real samples."""
+    samples = [counts.of(process) or 0 for process in range(counts.processes)]
+    pairs = [(own, count) for own, count in zip(rows, samples, strict=True) if count]
+    if all(own == 1 for own, _ in pairs):
+        return [min(count, 1) for count in samples]
+    per_sample = pairs[0][0] // pairs[0][1]
+    if all(own == per_sample * count for own, count in pairs):
+        return [per_sample * count for count in samples]
+    # These rows are no samples.
+    return [own if count else 0 for own, count in zip(rows, samples, strict=True)]
 
 
 def _loader(gradient: GradientState) -> Any:
@@ -124,6 +162,8 @@ def _real(items: list[Any], process: int, padding: Padding | None) -> list[Any]:
     count = padding.of(process) if padding else None
     if padding is None or count is None:
         return items
+    if isinstance(padding, StepCounts):
+        return items if count else []
     # Unbatched samples are entirely real or entirely added.
     if len(items) == (padding.batch_size or len(items)):
         return items[:count]

@@ -58,6 +58,10 @@ def prepare(
     _check_together(session, bundle)
     for model in bundle.models:
         check_trainable(model)
+    if session.options.loader.exact_epochs:
+        from accel_torch.exact_epochs import check_models
+
+        check_models(session, bundle.models)
     before = session.strategy.shards()
     order.check_bundle(session.backend, session.strategy, session.transforms, bundle)
     _check_loaders_before(session, before)
@@ -70,6 +74,10 @@ def prepare(
     session.prepared.remember(bundle)
     if session.prepared.steps_in_backward:
         session.accumulation.forbid_plain_backward()
+    if session.options.loader.exact_epochs:
+        from accel_torch.exact_epochs import watch_first_forwards
+
+        watch_first_forwards(session, bundle.models)
     for after_prepare in session.hooks.after_prepare:
         after_prepare(session, bundle)
     prepared = bundle.in_given_order()
@@ -231,7 +239,12 @@ def prepare_loader(
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
         order="global" if strategy.capabilities.elastic else configuration.order,
+        exact_epochs=configuration.exact_epochs,
     )
+    if configuration.exact_epochs:
+        from accel_torch.exact_epochs import keep_exact
+
+        keep_exact(session, sharded)
     _check_equal_steps(session, sharded)
     call_between_batches(session, sharded)
     for loader_prepared in session.hooks.loader_prepared:
@@ -252,5 +265,5 @@ def _check_equal_steps(session: Session, loader: Any) -> None:
             "Cannot prepare a loader with even_batches=False.",
             f"Process 0 of {count} would have {uneven[0]} batches, and process {count - 1} {uneven[1]}; with the "
             f"backend {session.backend.name!r} they wait for each other in every step.",
-            "Use even_batches=True (the default) or drop_last=True.",
+            "Use even_batches=True (the default), exact_epochs=True or drop_last=True.",
         )

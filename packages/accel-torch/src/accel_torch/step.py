@@ -19,6 +19,8 @@ __all__ = ("clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradi
 
 def complete(session: Session, optimizer: Optimizer) -> None:
     """Complete an optimizer's gradients over the window and all processes; a repeated call changes nothing."""
+    for before_gradients_complete in session.hooks.before_gradients_complete:
+        before_gradients_complete()
     session.strategy.finalize_gradients(optimizer)
     if session.accumulation.weighting is not None:
         session.accumulation.weighting.before_step(optimizer)

@@ -48,6 +48,9 @@ class TokenWeighting(Hook):
         self._count = 0
         self._everyones: list[tuple[float, int]] = []
         self._travelling: PendingCall | None = None
+        # The sum of the window over all processes, as far as it is known without an exchange.
+        self._known: float | None = 0.0
+        self._settled = True
         self._factor = 1.0
         self._completed: set[int] = set()
         # Weights may be a thousand tokens and more. Dividing losses by a power of two of about this size avoids
@@ -55,33 +58,47 @@ class TokenWeighting(Hook):
         self._unit = 0.0
         self.unfinished = False
 
-    def enter(self, weight: float | Tensor, loss_reduction: LossReduction, last: bool) -> float:
+    def enter(
+        self, weight: float | Tensor, loss_reduction: LossReduction, last: bool, total: float | None = None
+    ) -> float:
         """Enter a micro-batch, and return the factor of its loss.
 
         Args:
             weight: the number of tokens of the micro-batch.
             loss_reduction: whether its loss is the mean or the sum over its tokens.
             last: whether it is the last one of the window.
+            total: the weights of all processes in this micro-batch, if they are known; then none are exchanged.
         """
         if not self.unfinished:
-            self._sum, self._count = 0.0, 0
+            self._sum, self._count, self._known = 0.0, 0, 0.0
             self._completed.clear()
+        self._known = None if total is None or self._known is None else self._known + total
         number = float(weight)
         self._sum += number if number >= 0 else math.nan
         self._count += 1
         self.unfinished = not last
         if not self._unit:
-            self._receive(self._send())
+            self._exchange(wait=True)
             self._unit = _power_of_two_near(*self._totals())
         if last:
-            self._travelling = self._send()
+            self._exchange(wait=False)
+            self._settled = False
         return (1.0 if loss_reduction == "sum" else number) / self._unit
 
-    def _send(self) -> PendingCall:
-        return start_all_gather_bytes(self._process.transport, "accumulate", _WEIGHTS.pack(self._sum, self._count))
+    def _exchange(self, wait: bool) -> None:
+        """Begin to exchange the sums, unless they are known."""
+        if self._known is not None:
+            self._everyones = [(self._known, self._count * self._process.world_size)]
+            return
+        mine = _WEIGHTS.pack(self._sum, self._count)
+        self._travelling = start_all_gather_bytes(self._process.transport, "accumulate", mine)
+        if wait:
+            self._receive()
 
-    def _receive(self, posted: PendingCall) -> None:
-        self._everyones = [_WEIGHTS.unpack(row) for row in posted.wait()]
+    def _receive(self) -> None:
+        if self._travelling is not None:
+            self._everyones = [_WEIGHTS.unpack(row) for row in self._travelling.wait()]
+            self._travelling = None
 
     def _totals(self) -> tuple[float, float]:
         """(sum of weights, number of micro-batches) over all processes, as last received."""
@@ -95,10 +112,10 @@ class TokenWeighting(Hook):
         """
         if id(optimizer) in self._completed or self.unfinished:
             return
-        if self._travelling is not None:
-            self._receive(self._travelling)
-            self._travelling = None
+        if not self._settled:
+            self._receive()
             self._settle()
+            self._settled = True
         self._completed.add(id(optimizer))
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         # Sharded and full gradients have different tensor types, which cannot be multiplied in one call.

@@ -116,6 +116,12 @@ class DDPStrategy(AveragingStrategy):
         for parameter, mean in zip(parameters, reduce(parameters, op="mean"), strict=True):
             parameter.copy_(mean)
 
+    def share_buffers(self, model: Module, source: int) -> None:
+        parallel = _parallel(model)
+        if parallel is not None and self.config.broadcast_buffers:
+            for buffer in parallel.module.buffers():
+                torch.distributed.broadcast(buffer, group=parallel.process_group, group_src=source)
+
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         joinable: list[Any] = [parallel for model in models if (parallel := _parallel(model)) is not None]
         return self._joining(models, Join(joinable) if joinable else super().join(models, even_batches))

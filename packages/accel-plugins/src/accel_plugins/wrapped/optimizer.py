@@ -207,6 +207,8 @@ class AcceleratedOptimizer(Optimizer):
         """Step with a closure, hooks, or what the strategy does around a step."""
         optimizer, hooks = self.optimizer, self.step_hooks
         losses: list[Any] = []
+        for before_gradients_complete in hooks.before_gradients_complete:
+            before_gradients_complete()
         if closure is None and self._finalize_gradients is not None:
             self._finalize_gradients(optimizer)
         for before_step in hooks.before_step:

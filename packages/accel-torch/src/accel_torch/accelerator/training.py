@@ -220,21 +220,39 @@ class TrainingMixin(Facade):
             block.weight, block.loss_reduction = weight, loss_reduction
         return block
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Compute gradients; call it instead of `loss.backward()`.
+
+        With a weight, the gradient is that of the mean over all tokens (or samples) of the step, on all processes. A
+        micro-batch may have several losses with weights of different kinds: call this once for each, in the same order
+        on all processes. One backward pass at the end of the micro-batch computes the gradients of all of them: when
+        its `accumulate` block ends, or when gradients are clipped or the optimizer steps.
 
         Args:
             loss: a tensor with one element. It is divided by the number of micro-batches, or multiplied by this
                 micro-batch's weight, before the backward pass.
+            weight: the number of tokens (or samples) of which the loss is the mean. Give it for all losses of a window
+                or for none; it replaces the weight of `accumulate`. A stand-in of an exact epoch counts as 0.
             kwargs: passed to `loss.backward`, except `learning_rate`, which is for optimizers that step during backward
                 (see `lomo_backward`).
+
+        Raises:
+            Conflict: losses with and without a weight are mixed, or their number differs between processes.
+            NotOffered: a window of several micro-batches has losses with several weights, or the backend divides the
+                loss itself.
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
             >>> accelerator.backward(loss)
+            >>> outputs = model(inputs)
+            >>> accelerator.backward(loss_function(outputs, targets), weight=len(targets))
+            >>> accelerator.backward(outputs.square().mean(), weight=outputs.numel())
         """
         session = self.session
         accumulation, hooks = session.accumulation, session.hooks
+        if weight is not None:
+            accumulation.add_loss(loss, weight, lambda total: self._backward_with_hooks(total, dict(kwargs)))
+            return
         try:
             if accumulation.plain and not (kwargs or hooks.before_backward or hooks.after_backward):
                 # What the other branch comes to, without its calls.
