@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
-from accel_plugins.checkpoint.sharded_save import SavePlans
-from accel_plugins.checkpoint.shards import read_into
+from accel_plugins.checkpoint.shards import SavePlans, read_into
 from accel_plugins.fsdp import weights
 from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError

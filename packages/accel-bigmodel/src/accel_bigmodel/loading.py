@@ -34,6 +34,7 @@ from accel_bigmodel.weight_files.reading import FileWeight, find_weights, open_w
 from accel_bigmodel.weight_layout import StoredWeight, WeightLayout, WeightSpec, layout_of
 from accel_ops.agreement import StoreBarrier
 from accel_ops.collectives import broadcast
+from accel_ops.dtensors import pieces
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError, SettingError, ShapeMismatch
 from accel_state.identity import Process
@@ -494,8 +495,11 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
             memory = torch.empty_like(own, device=_device_of(own))
             is_parameter = isinstance(own, nn.Parameter)
             own = fresh[name] = nn.Parameter(memory, own.requires_grad) if is_parameter else memory
-        local, starts = _local_part(own)
-        weight.read_into(reader, local, starts)
+        if hasattr(own, "to_local"):
+            for piece in pieces(own):
+                weight.read_into(reader, piece.local, piece.offsets)
+        else:
+            weight.read_into(reader, own)
     with load_progress(model, reader.size) as advance:
         reader.run(advance)
     if fresh:
@@ -511,16 +515,6 @@ def _device_of(own: Any) -> torch.device:
     """The device for the memory of a tensor without data: that of its mesh, or that of the process."""
     mesh = getattr(own, "device_mesh", None)
     return current.process_or_start().device if mesh is None else torch.device(mesh.device_type)
-
-
-def _local_part(own: Any) -> tuple[Tensor, tuple[int, ...] | None]:
-    """This process's part of a tensor, and the first index of the part."""
-    if not hasattr(own, "to_local"):
-        return own, None
-    # The interface with which torch's checkpoints request shards.
-    (chunk,) = own.__create_chunk_list__()
-    with torch.no_grad():
-        return own.to_local(), tuple(chunk.offsets)
 
 
 def _distribute(model: nn.Module, view: _View, full: bool) -> None:

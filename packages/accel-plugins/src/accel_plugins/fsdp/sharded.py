@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.blocks import repeated_blocks
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.sharded_save import SavePlans
+from accel_plugins.checkpoint.shards import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.building import arrives_sharded
@@ -233,6 +233,8 @@ class ShardedStrategy(AveragingStrategy):
             self._owners.pop(inner_optimizer(optimizer), None)
 
     def close(self) -> None:
+        for plans in self._save_plans.values():
+            plans.forget()
         self._save_plans.clear()
         group, self._saving_group = self._saving_group, None
         if group is not None and torch.distributed.is_initialized():
