@@ -113,7 +113,10 @@ class ShardedStrategy(AveragingStrategy):
             if self.context.precision.dtype is not None:
                 weights.train_in_fp32(model)
         # After FSDP 1 has joined parameters, ties cannot be found any more.
-        ties = [find_tied_parameters(model) for model in bundle.models]
+        ties = [
+            [[canonical_name(name) for name in names] for names in find_tied_parameters(model)]
+            for model in bundle.models
+        ]
         bundle.models[:] = [self._shard(model) for model in bundle.models]
         self._ties.update(zip(bundle.models, ties, strict=True))
         self._sharded.update(bundle.models)
@@ -131,7 +134,7 @@ class ShardedStrategy(AveragingStrategy):
         if self.arrives_sharded(model):
             return self.shard(model)
         ignored = ignored_parameters(model, self.config)
-        names = {name for name, parameter in model.named_parameters() if parameter in ignored}
+        names = {canonical_name(name) for name, parameter in model.named_parameters() if parameter in ignored}
         sharded = self.shard(model)
         # Sharding renames submodules, and replaces all parameters of a model that was built in shards.
         unsharded = [one for name, one in sharded.named_parameters() if canonical_name(name) in names]

@@ -119,8 +119,11 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
         for module in list(model.modules()):
             if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
                 initialise(module)
-    if not any(tensor.is_meta for _, tensor in _tensors(model)):
-        model.to(device)
+    tensors = [tensor for _, tensor in _tensors(model)]
+    if not any(tensor.is_meta for tensor in tensors):
+        # Where torch moves DTensors, it exchanges objects, which fails if something holds a weak reference to one.
+        if any(tensor.device != device for tensor in tensors):
+            model.to(device)
         return
     with preserved_ties(model):
         model.to_empty(device=device)
