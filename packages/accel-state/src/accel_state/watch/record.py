@@ -102,6 +102,7 @@ class StatusRecord:
     Attributes:
         steps: steps since the process was started, of the optimizer with the most steps; also in `cells`.
         loaded: steps of the run before the checkpoint that this process has loaded.
+        backwards: number of calls of `Accelerator.backward` that synchronise gradients between the processes.
         cells: the numbers of the record, by position.
         status_folder: folder of the file; empty while there is none.
         samples: returns the ids of the samples of the current batch, or of the batch with a number in the epoch; empty
@@ -119,6 +120,7 @@ class StatusRecord:
         "account",
         "activity",
         "append_lines",
+        "backwards",
         "cells",
         "device_memory",
         "folder",
@@ -129,7 +131,7 @@ class StatusRecord:
     )
 
     def __init__(self) -> None:
-        self.steps = self.loaded = 0
+        self.steps = self.loaded = self.backwards = 0
         self.cells: Any = memoryview(bytearray(8 * _NUMBERS)).cast("d")
         self.status_folder = self.folder = ""
         self.samples: Callable[[int | None], list[str]] = lambda read: []

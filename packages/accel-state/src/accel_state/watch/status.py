@@ -87,6 +87,8 @@ class RankStatus:
         interruption: which collective was interrupted there and why, until a later one was refused; or empty.
         waits_for_others: whether the main thread certainly waits for other processes, captured with the stack.
         account: file with the lines of its time account, or empty.
+        in_backward: whether it waits in a backward pass, which also computes.
+        backwards: number of its calls of `Accelerator.backward` that synchronise gradients.
     """
 
     number: int
@@ -114,6 +116,8 @@ class RankStatus:
     interruption: str = ""
     waits_for_others: bool = False
     account: str = ""
+    in_backward: bool = False
+    backwards: int = 0
 
     def to_json(self) -> str:
         """The status as JSON."""
@@ -189,6 +193,8 @@ def capture_status(
         interruption=interruption,
         waits_for_others=frame.waits_for_others if frame else False,
         account=STATUS_RECORD.account,
+        in_backward=frame.in_backward if frame else False,
+        backwards=STATUS_RECORD.backwards,
     )
 
 
