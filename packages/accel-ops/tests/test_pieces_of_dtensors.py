@@ -45,7 +45,7 @@ def test_a_packed_weight_is_held_in_a_piece_for_each_matrix(
 
 
 def on_two_axes(rows: int) -> list[bool]:
-    """Whether the pieces of parameters that two axes shard cover the full tensors, and agree with the shards' values."""
+    """Whether the pieces of parameters that two axes shard, and what is written to them, agree with the shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, rows))
@@ -77,7 +77,9 @@ def several_kinds() -> list[tuple[tuple[int, ...], int]]:
         if isinstance(placement, Shard):
             chunks = local.chunk(2, placement.dim)
             local = chunks[process.process_index] if process.process_index < len(chunks) else local[:0]
-        tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1))
+        tensor = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1)
+        )
         ((offsets, piece),) = pieces(tensor)
         found.append((offsets, piece.numel()))
     return found

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from accel_plugins.checkpoint.shard_metadata import read_metadata
 from accel_plugins.checkpoint.shards import SavePlans, read_whole, write_shards
 from accel_state import PartialState
+from accel_state.errors import CheckpointError
 from accel_testing.processes import Processes
 
 ROWS = 64
@@ -108,3 +109,40 @@ def test_a_save_that_failed_is_planned_anew(four: Processes, tmp_path: Path) -> 
     assert all(torch.equal(found[name], value) for name, value in tensors(3).items())
     described: Metadata = read_metadata(tmp_path / "2" / ".metadata")
     assert all(isinstance(one, TensorStorageMetadata) for one in described.state_dict_metadata.values())
+
+
+def other_dtypes_on_four(folder: str) -> None:
+    """Two saves of one object, the second with its weights in another dtype."""
+    PartialState(cpu=True)
+    plans = SavePlans()
+    for turn, dtype in enumerate((torch.bfloat16, torch.float64)):
+        state = {name: value.to(dtype) for name, value in tensors(3).items()}
+        write_shards({"model": state}, Path(folder) / f"{turn}", plans)
+
+
+def test_weights_with_another_dtype_are_planned_anew(four: Processes, tmp_path: Path) -> None:
+    four.run(other_dtypes_on_four, str(tmp_path))
+    found = read_whole(tmp_path / "1")["model"]
+    assert {value.dtype for value in found.values()} == {torch.float64}
+    assert all(torch.equal(found[name], value.double()) for name, value in tensors(3).items())
+
+
+def first_has_no_plans(folder: str) -> tuple[str, str]:
+    """A process that lost its plans, as after an interrupt, refuses the others' empty ones; the next save works."""
+    process, plans, outcomes = PartialState(cpu=True), SavePlans(), []
+    write_shards({"model": tensors(3)}, Path(folder) / "0", plans)
+    if process.is_main_process:
+        plans.forget()
+    for turn in (1, 2):
+        try:
+            write_shards({"model": tensors(3)}, Path(folder) / f"{turn}", plans)
+            outcomes.append("saved")
+        except CheckpointError as error:
+            outcomes.append("refused" if "has no plans of an earlier save" in str(error) else str(error))
+    return outcomes[0], outcomes[1]
+
+
+def test_a_process_without_plans_does_not_take_the_empty_ones_of_others(four: Processes, tmp_path: Path) -> None:
+    assert four.run(first_has_no_plans, str(tmp_path)) == [("refused", "saved")] * 4
+    found = read_whole(tmp_path / "2")["model"]
+    assert all(torch.equal(found[name], value) for name, value in tensors(3).items())

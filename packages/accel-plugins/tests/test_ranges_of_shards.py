@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
-from accel_plugins.checkpoint.shards import SavePlans, read_into
+from accel_plugins.checkpoint.shards import SavePlans, read_into, read_whole, write_shards
 from accel_plugins.fsdp import weights
 from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError
@@ -77,6 +77,49 @@ def test_each_process_reads_its_ranges_of_shards_that_two_processes_wrote(
     for same, read_by_held in three.run(read_and_held, str(tmp_path), how):
         assert same
         assert 0.99 < read_by_held <= 1.05
+
+
+def packed(value: float) -> dict[str, Any]:
+    """A packed weight of two matrices, of each of which a process has a slice, and one that is sharded by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    process = PartialState(cpu=True)
+    mesh, whole = init_device_mesh("cpu", (process.num_processes,)), full_packed() * value
+    held = torch.cat([block.chunk(mesh.size())[process.process_index] for block in whole.chunk(2)])
+    placed = DTensor.from_local(
+        held, mesh, [_StridedShard(0, split_factor=2)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return {"packed": placed, "columns": distribute_tensor(whole, mesh, [Shard(1)])}
+
+
+def full_packed() -> torch.Tensor:
+    return torch.arange(24.0 * 6).reshape(24, 6)
+
+
+def packed_is_written(folder: str) -> None:
+    write_shards({"model": packed(1.0)}, Path(folder) / "shards", SavePlans())
+
+
+def packed_is_read(folder: str, swapped: bool) -> bool:
+    """Whether packed shards are those that were saved; `swapped`: each tensor is read into the layout of the other."""
+    state, names = packed(0.0), ("packed", "columns")
+    given = dict(zip(names, reversed(state.values()), strict=True)) if swapped else state
+    read_into({"model": given}, Path(folder) / "shards")
+    expected = packed(1.0)
+    return all(torch.equal(state[name].to_local(), expected[name].to_local()) for name in names)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_packed_weights_are_read_on_any_number_of_processes_and_in_any_layout(
+    two: Processes, three: Processes, tmp_path: Path, swapped: bool
+) -> None:
+    two.run(packed_is_written, str(tmp_path))
+    found = read_whole(tmp_path / "shards")["model"]
+    assert all(torch.equal(found[name], full_packed()) for name in ("packed", "columns"))
+    assert two.run(packed_is_read, str(tmp_path), swapped) == [True] * 2
+    assert three.run(packed_is_read, str(tmp_path), swapped) == [True] * 3
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Path:

@@ -44,8 +44,10 @@ _REPLY_TIMEOUT_S: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
 _EXTRA_WAIT_OF_OTHERS_S: Final = 3.0
-"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline. A store that
-does not answer takes two seconds more."""
+"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline.
+
+A store that does not answer takes two seconds more.
+"""
 
 _LOOK_S: Final = 1.5
 """Seconds between two looks at what absent ranks do; each publishes its status once a second."""

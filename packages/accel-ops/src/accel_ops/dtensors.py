@@ -29,9 +29,7 @@ class Piece(NamedTuple):
     @property
     def place(self) -> tuple[slice, ...]:
         """The indexes in the full tensor."""
-        return tuple(
-            slice(begin, begin + size) for begin, size in zip(self.offsets, self.local.shape, strict=True)
-        )
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.local.shape, strict=True))
 
 
 def pieces(tensor: Any) -> list[Piece]:

@@ -246,7 +246,7 @@ def _is_lost(world: World, rank: int) -> bool:
 
 
 def ranks_gone_on(world: World, rank: int, before: World) -> list[int]:
-    """The ranks that cannot come to where a rank waits for them: they have ended, or wait for this rank in a later call.
+    """The ranks that cannot come to where a rank waits for them: they have ended, or wait in a later call.
 
     A later call is a collective of this library that this rank has not called, a backward pass that synchronises
     gradients, or a collective of torch; and the other rank has not moved between two views.
