@@ -38,9 +38,9 @@ from accel_plugins.checkpoint.manifest import (
     CheckpointManifest,
     FileRecord,
     Verdict,
-    hash_of_file,
     parse_manifest,
     read_manifest,
+    record_of,
 )
 from accel_plugins.checkpoint.recovery import erase, staged_path
 from accel_plugins.checkpoint.retention import beyond, number_of
@@ -366,7 +366,7 @@ class RemoteCheckpoints:
                 path = Path(path_inside(folder, name))
                 self.store.write(f"{place}/{name}", path)
                 # After the transfer, so that what changes during it is noticed too.
-                if hash_of_file(path) != entry.xxh3_128:
+                if record_of(path) != entry:
                     raise CheckpointError(
                         failed,
                         f"{printable(name)} has changed since it was written.",
