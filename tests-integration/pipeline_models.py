@@ -1,11 +1,15 @@
-"""The model with which the kit tests the backend of a pipeline."""
+"""The models with which the backend of a pipeline is tested."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ("Classifier",)
+from accel_plugins import ModelPart
+
+__all__ = ("BuiltInParts", "Classifier")
 
 
 class Classifier(nn.Sequential):
@@ -26,3 +30,23 @@ class Classifier(nn.Sequential):
         """Logits of shape (samples, 3)."""
         outputs: Tensor = super().forward(inputs)
         return outputs
+
+
+class BuiltInParts(nn.Sequential):
+    """Builds the layers of this process; their values follow from the generator of torch."""
+
+    def __init__(self, part: ModelPart) -> None:
+        layers: list[nn.Module] = []
+        makers: list[Callable[[], nn.Module]] = [
+            lambda: nn.Linear(6, 10),
+            nn.Tanh,
+            lambda: nn.Linear(10, 10),
+            lambda: nn.LayerNorm(10),
+            lambda: nn.Linear(10, 3),
+        ]
+        for number, make in enumerate(makers):
+            with part.layer(number, len(makers)):
+                layers.append(make())
+        super().__init__(*layers)
+
+    loss = Classifier.loss

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from accel_testing.backends import BackendSuite, Case, loss_of, make_optimizer
-from accel_testing.backends.suite import MicroBatches
+from accel_testing.backends.base import MicroBatches
 from accel_testing.processes import Processes
 
 __all__ = ("CompressedSuite", "ExactSuite", "LocalStepsSuite", "SuiteOfACatalogue")

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 from catalogues.failures import CATALOGUE, Action, Failure
 
-from accel_state.watch.runs import PLACES
+from accel_state.watch.runs import PLACES, PREFIX
 from accel_testing.preloaded import PreloadedPython
 from accel_testing.processes import Finished, run_command
 
@@ -116,6 +116,6 @@ def test_the_policy_does_what_has_to_be_done(name: str, tmp_path: Path) -> None:
 
 def folders_of_launchers() -> Iterator[str]:
     """Where the launchers were started whose folders exist; others than this one may end meanwhile."""
-    for path in (path for place in PLACES for path in Path(place).glob("accel-launch-*/status/run.json")):
+    for path in (path for place in PLACES for path in Path(place).glob(f"{PREFIX}*/status/run.json")):
         with suppress(OSError, ValueError):
             yield json.loads(path.read_text())["folder"]

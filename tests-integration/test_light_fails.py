@@ -13,8 +13,17 @@ TREE = {
     "accel-state": [
         *("__init__", "choices", "creation", "errors", "labels", "lazy", "library", "network", "plugins", "proc"),
         *("clusters/__init__", "topology"),
-        *("watch/__init__", "watch/goodput", "watch/processes", "watch/record", "watch/report", "watch/runs"),
-        *("watch/seconds", "watch/stacks", "watch/status", "settings/__init__", "settings/schema"),
+        *(
+            "watch/__init__",
+            "watch/calls",
+            "watch/flight_recorder",
+            "watch/goodput",
+            "watch/processes",
+            "watch/record",
+            "watch/report",
+            "watch/runs",
+        ),
+        *("watch/stacks", "watch/status", "settings/__init__", "settings/schema"),
     ],
     "accel-plugins": [
         *(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from accel_cli.command import find_command
-from accel_cli.launch.options import flag_values, launch_classes
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.options import flag_values
 from accel_cli.parser import Parser
 from accelerate.commands.launch import launch_command_parser
 
@@ -22,7 +23,6 @@ ALONE = ("store_true", "store_const", "help")
 def parser_of(command: str) -> Parser:
     parser = Parser(f"accel {command}")
     find_command(command).add_arguments(parser)
-    parser.add_declared()
     return parser
 
 

@@ -39,7 +39,7 @@ def test_every_backend_is_under_its_contract() -> None:
     assert {".".join(target.split(".")[:2]) for target in targets} == set(contract["modules"])
 
 
-BESIDE_THE_METAPACKAGE = {"accel-megatron", "accel-ray", "accel-testing", "accel-torchft"}
+BESIDE_THE_METAPACKAGE = {"accel-check", "accel-megatron", "accel-ray", "accel-testing", "accel-torchft"}
 
 
 def test_the_metapackage_brings_all_but_those_that_need_an_engine() -> None:

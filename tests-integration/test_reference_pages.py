@@ -14,7 +14,7 @@ import pytest
 
 import write_reference
 from accel_cli.command import installed_commands
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_state.settings.schema import settings_of
 from accelerate.names import NAMES, owners
 from reference.api import all_links, api_pages, published_in

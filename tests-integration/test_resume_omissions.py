@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from catalogues.resume_omissions import CATALOGUE
 
+import accel_check.started
 from accel_testing.processes import run_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
+PRELOADED = ("accel_torch.accelerator", "accel_check.continuation", "accel_check.recorder")
 
 AT = {"gradients_of_an_open_window": 3, "scaler_of_the_script": 8}
 """The step of the checkpoint, of scripts that make fewer steps than they read batches; 15 of others."""
@@ -31,7 +33,7 @@ def check(folder: Path, name: str, omit: bool) -> tuple[int, dict[str, Any]]:
     script.write_text(CATALOGUE[name].script(omit=omit), encoding="utf-8")
     where = ["--at", str(AT.get(name, 15)), "--steps", "3", "--processes", str(CATALOGUE[name].processes)]
     where += ["--in_window"] if name in IN_WINDOW else []
-    command = [sys.executable, "-m", "accel_cli.main", "check-resume", "--cpu", "--json", *where]
+    command = [sys.executable, str(accel_check.started.__file__), "check-resume", "--cpu", "--json", *where]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command([*command, str(script), "--folder", str(folder / "run")], timeout=380, env=environment)
     assert finished.stdout, str(finished)

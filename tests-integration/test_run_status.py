@@ -20,7 +20,6 @@ from typing import IO, Any
 import pytest
 
 from accel_state.proc import environment_of
-from accel_state.watch.stacks import py_spy_program
 from accel_testing.processes import Finished, ReservedPort, run_command
 from accel_testing.simulated_device import POSSIBLE
 
@@ -273,14 +272,10 @@ def test_a_stopped_process_has_the_state_stopped(job: Job) -> None:
     job.until(1, state="in step")
 
 
-def test_a_process_that_reads_a_file_has_the_state_in_file_io(job: Job) -> None:
+def test_a_process_that_reads_a_file_has_its_line(job: Job) -> None:
     job.do(1, "read")
-    pid = job.look()["processes"][1]["pid"]
     try:
-        found = job.until(1, at=at('Path("pipe")'))["process"]
-        if os.access(f"/proc/{pid}/mem", os.R_OK):
-            assert found["state"] == "in file IO"
-            assert found["operation"] == "open()"
+        job.until(1, at=at('Path("pipe")'))
     finally:
         with open(job.folder / "pipe", "w", encoding="utf-8"):
             pass
@@ -311,37 +306,13 @@ def test_a_process_that_saves_has_the_state_saving_and_the_line_that_saves(job: 
         job.release(0)
 
 
-def test_processes_write_their_stacks_where_py_spy_may_not_read_them(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "py-spy").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
-    (tmp_path / "py-spy").chmod(0o755)
-    monkeypatch.setitem(job.environment, "PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_processes_write_their_stacks(job: Job) -> None:
     for one in job.look("--stacks")["processes"]:
         assert (
             f'File "{job.folder}/job.py", line {at("time.sleep(0.02)").partition(":")[2]} in wait_for' in one["stack"]
         )
     text = job.status("--stacks").stdout
     assert text.count("most recent call first") >= 2
-
-
-@pytest.mark.skipif(py_spy_program() is None, reason="py-spy is not installed")
-@pytest.mark.skipif(
-    os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0",
-    reason="the system lets no process read another one",
-)
-def test_py_spy_reads_the_stacks_even_of_a_stopped_process(job: Job) -> None:
-    pid = job.look()["processes"][1]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        stacks = [one["stack"] for one in job.look("--stacks")["processes"]]
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    job.until(1, state="in step")
-    for stack in stacks:
-        assert stack.startswith("Process ")
-        # Either line of the loop: a process can be read while it looks for the file, between two sleeps.
-        assert "wait_for (job.py:" in stack
 
 
 def test_a_process_that_loads_has_the_state_loading_and_the_line_that_loads(job: Job) -> None:

@@ -36,7 +36,17 @@ LIGHT = (
     ("accel-state", "accel_state/settings/**/*.py"),
     *(
         ("accel-state", f"accel_state/watch/{module}.py")
-        for module in ("goodput", "processes", "record", "report", "runs", "seconds", "stacks", "status")
+        for module in (
+            "calls",
+            "flight_recorder",
+            "goodput",
+            "processes",
+            "record",
+            "report",
+            "runs",
+            "stacks",
+            "status",
+        )
     ),
     ("accel-plugins", "accel_plugins/__init__.py"),
     ("accel-plugins", "accel_plugins/**/manifest.py"),
@@ -46,6 +56,7 @@ LIGHT = (
     ("accel-plugins", "accel_plugins/shards.py"),
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),
+    *(("accel-check", f"accel_check/{module}.py") for module in ("__init__", "check_*", "report", "runs")),
     ("accel-megatron", "accel_megatron/__init__.py"),
     ("accel-megatron", "accel_megatron/config.py"),
     ("accel-megatron", "accel_megatron/manifest.py"),

@@ -40,9 +40,9 @@ from torch.utils.data import DataLoader
 from accel_bigmodel import OffloadedWeightsLoader, load_weights, offload_state_dict, save_weights
 from accel_cli.config.file import read_config, read_tables
 from accel_cli.config.write import modernised
+from accel_cli.launch.failures import Failure, read_record
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.mpi import read_hostfile
-from accel_cli.launch.options import launch_classes
-from accel_cli.launch.report import Failure, read_record
 from accel_cli.main import main as command_line
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.shards import PortableWriter

@@ -23,6 +23,7 @@ LAUNCHERS = {
     # DeepSpeed of the original knows of one process on a CPU, and takes it from a launcher.
     "torchrun alone": ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
     "accel": ("{bin}/accel", "launch", "--cpu", "--num_processes=2"),
+    "accel of four": ("{bin}/accel", "launch", "--cpu", "--num_processes=4"),
     "accelerate": ("{bin}/accelerate", "launch", "--cpu", "--num_processes=2"),
 }
 MISUSE = ("MisuseWarning", "Replicas differ after", "All processes train on the same samples")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import accel_check
+from accel_check.report import ParityReport
 from accel_state.settings.installed import importable
-from accel_testing.parity import check_parity
-from accel_torch.check_parity.command import ParityReport
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
@@ -67,7 +67,7 @@ def check(step: Any, stage: int, folder: Path, monkeypatch: pytest.MonkeyPatch, 
     config.write_text(json.dumps({"zero_optimization": zero, **table}))
     generator = torch.Generator().manual_seed(5)
     batches = [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(4)]
-    return check_parity(step, batches, launch=("--use_deepspeed", "--deepspeed_config_file", str(config)))
+    return accel_check.parity(step, batches, launch=("--use_deepspeed", "--deepspeed_config_file", str(config)))
 
 
 @pytest.mark.parametrize("stage", range(4))

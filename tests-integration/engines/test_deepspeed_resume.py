@@ -22,7 +22,7 @@ pytestmark = [
 PRELOADED = ("deepspeed", "accel_torch.accelerator")
 
 SCRIPT = Path(__file__).with_name("deepspeed_resume.py")
-CHECKED = Path(__file__).parents[2] / "packages/accel-torch/tests/resumed_script.py"
+CHECKED = Path(__file__).parents[2] / "packages/accel-check/tests/resumed_script.py"
 BIN = Path(sys.executable).parent
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def launch(folder: Path, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Submit a job on two nodes, and wait for it in the background."""
     folder.mkdir(exist_ok=True)
-    words = ["--launcher=slurm", "--nnodes=2", "--num_processes=2", "--cpu", "--slurm_time=10", "--wait"]
+    words = ["--launcher=slurm", "--nnodes=2", "--num_processes=2", "--cpu", "--slurm_option=--time=10", "--wait"]
     return subprocess.Popen(
         [sys.executable, "-m", "accel_cli.main", "launch", *words, *options, TRAIN, str(folder), *arguments],
         cwd=folder,
@@ -42,16 +42,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]
     return losses_on_one_machine(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("task", ["node", "process"])
-def test_two_nodes_train_as_one_machine_does(tmp_path: Path, undisturbed: list[dict[int, str]], task: str) -> None:
-    code, told = ended(launch(tmp_path, str(STEPS), "0", options=(f"--slurm_tasks={task}",)))
+def test_two_nodes_train_as_one_machine_does(tmp_path: Path, undisturbed: list[dict[int, str]]) -> None:
+    code, told = ended(launch(tmp_path, str(STEPS), "0"))
     assert code == 0, told
     assert [losses(tmp_path, rank) for rank in (0, 1)] == undisturbed
 
 
-@pytest.mark.parametrize("task", ["node", "process"])
-def test_the_exit_code_of_a_process_comes_through(tmp_path: Path, task: str) -> None:
-    code, told = ended(launch(tmp_path, str(STEPS), "0", "1", "5", "7", options=(f"--slurm_tasks={task}",)))
+def test_the_exit_code_of_a_process_comes_through(tmp_path: Path) -> None:
+    code, told = ended(launch(tmp_path, str(STEPS), "0", "1", "5", "7"))
     assert code == 7, told
 
 
@@ -112,7 +110,7 @@ def test_a_step_that_fails_starts_again_as_often_as_it_may(tmp_path: Path) -> No
 
 
 def test_options_that_slurm_refuses_are_a_typed_error(tmp_path: Path) -> None:
-    code, told = ended(launch(tmp_path, str(STEPS), "0", options=("--slurm_partition=none",)))
+    code, told = ended(launch(tmp_path, str(STEPS), "0", options=("--slurm_option=--partition=none",)))
     assert code == 2
     assert "Cannot submit the job to Slurm." in told
     assert "invalid partition" in told
@@ -128,10 +126,12 @@ class OnSlurm(LauncherSuite):
 
 
 class TestSubmitted(OnSlurm):
-    options = ("--cpu", "--nnodes=2", "--num_processes=2", "--slurm_tasks=process", "--wait")
+    options = ("--cpu", "--nnodes=2", "--num_processes=2", "--wait")
 
 
-class InAllocation(OnSlurm):
+class TestInAllocation(OnSlurm):
+    options = ("--cpu", "--num_processes=2")
+
     @pytest.fixture(autouse=True)
     def allocation(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Two nodes, as the shell of `salloc` has them."""
@@ -146,11 +146,3 @@ class InAllocation(OnSlurm):
     @pytest.fixture(autouse=True)
     def no_job_is_left(self) -> None:
         return
-
-
-class TestTasksAreNodes(InAllocation):
-    options = ("--cpu", "--num_processes=2")
-
-
-class TestTasksAreProcesses(InAllocation):
-    options = ("--cpu", "--num_processes=2", "--slurm_tasks=process")

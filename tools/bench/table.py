@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from bench.case import Case
-from bench.cases import big_models, gpu, loaders, nested_data, saving, starting, training, whole_runs
+from bench.cases import (
+    big_models,
+    gpu,
+    loaders,
+    matrices_and_averages,
+    nested_data,
+    saving,
+    starting,
+    training,
+    whole_runs,
+)
 
 
 def cases() -> tuple[Case, ...]:
     """All rows, by group."""
-    subjects = (big_models, saving, nested_data, starting, loaders, training, whole_runs, gpu)
+    subjects = (big_models, saving, nested_data, starting, loaders, training, matrices_and_averages, whole_runs, gpu)
     return tuple(sorted((case for subject in subjects for case in subject.CASES), key=lambda case: case.group))
 
 

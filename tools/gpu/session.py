@@ -37,7 +37,6 @@ ORDER = (
     "test_offload_on_devices",
     "test_snapshots_on_devices",
     "test_memory_on_devices",
-    "test_range_reader",
     "test_micro_batches",
     "test_synchronisations_of_a_step",
     "test_generators_on_devices",

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel_cli.command import find_command, installed_commands
-from accel_cli.launch.manual import OPTIONS
-from accel_cli.launch.options import flag_rows, launch_classes
+from accel_cli.launch.options import add_launch_arguments
 from accel_cli.parser import Parser
 from reference.markdown import code, fence, page, prose, table
 
@@ -44,9 +43,13 @@ def _command(name: str, origin: str) -> Iterator[str]:
 def _launch() -> Iterator[str]:
     """Flags grown from settings, under the headings of the help text."""
     yield from fence("accel launch [options] script [options of the script]")
-    for heading, rows in {"Options": list(OPTIONS), **flag_rows(launch_classes())}.items():
-        cells = [(code(names), prose(meaning)) for names, meaning in rows]
-        yield from ("", f"### {heading}", "", *table(("option", "meaning"), cells))
+    parser = Parser("accel launch")
+    add_launch_arguments(parser, everything=True)
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help not in (None, argparse.SUPPRESS)]
+        if shown:
+            cells = [(code(_names(action)), prose(str(action.help).replace("%%", "%"))) for action in shown]
+            yield from ("", f"### {group.title}", "", *table(("option", "meaning"), cells))
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

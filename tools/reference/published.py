@@ -38,6 +38,7 @@ LIBRARY = (
     "accel_ray",
     "accel_torchft",
     "accel_torch",
+    "accel_check",
     "accel_testing",
     "accelerate",
 )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_state.settings.schema import Setting, plain_value, settings_of
 from accel_torch import Accelerator
 from reference.api import published_in

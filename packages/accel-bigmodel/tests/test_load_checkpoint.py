@@ -18,9 +18,7 @@ from accel_bigmodel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    load_offloaded_weights,
     load_state_dict,
-    offload_weight,
     save_weights,
 )
 from accel_state.errors import CheckpointError, Missing, SettingError, ShapeMismatch
@@ -321,17 +319,6 @@ def test_one_file_as_a_state_dict_with_and_without_devices(tmp_path: Path, safe:
     assert load_state_dict(file, {"head": "meta"})["head.weight"].is_meta
     with pytest.raises(SettingError, match="99"):
         load_state_dict(file, {"head": 99})
-
-
-def test_offloaded_weights_come_back_into_a_model(tmp_path: Path) -> None:
-    model, expected = saved(tmp_path / "w")
-    index: dict[str, Any] = {}
-    other = Net().eval()
-    other.load_state_dict(model.state_dict())
-    offload_weight(other.head.weight, "head.weight", tmp_path, index)
-    other.head.to("meta")
-    load_offloaded_weights(other, index, tmp_path)
-    assert torch.equal(output(other), expected)
 
 
 def from_the_first(folder: str, elsewhere: str, meta: bool) -> list[float]:

@@ -5,20 +5,16 @@ import torch
 from torch import nn
 
 from accel_bigmodel import (
-    calculate_maximum_sizes,
     compute_module_sizes,
-    compute_module_total_buffer_size,
     dtype_byte_size,
     find_tied_parameters,
     get_max_layer_size,
-    get_module_leaves,
     get_non_persistent_buffers,
     init_empty_weights,
     named_module_tensors,
     retie_parameters,
 )
 from accel_bigmodel.sizes import torch_dtype
-from accel_bigmodel.tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
 from accel_state.choices import CustomDtype
 from accel_state.errors import SettingError
 
@@ -54,7 +50,6 @@ def test_every_tensor_and_module_has_its_bytes() -> None:
         16,
     )
     assert sizes["count"] == 16
-    assert sizes[""] == sum(sizes[leaf] for leaf in get_module_leaves(sizes))
 
 
 def test_sizes_in_another_dtype_leave_integers_and_smaller_weights_alone() -> None:
@@ -72,7 +67,6 @@ def test_tied_weights_count_once() -> None:
 
 def test_sizes_of_buffers_and_names_of_non_persistent_ones() -> None:
     assert compute_module_sizes(Model(), buffers_only=True) == {"": 36, "buf": 20, "count": 16}
-    assert compute_module_total_buffer_size(Model()) == 36
     assert get_non_persistent_buffers(Model()) == {"buf"}
     nested = nn.ModuleDict({"inner": Model()})
     assert get_non_persistent_buffers(nested) == set()
@@ -117,9 +111,6 @@ def test_the_largest_layers() -> None:
     children = list(model.named_children())
     assert get_max_layer_size(children, sizes, None) == (160, ["emb", "head"])
     assert get_max_layer_size(children, sizes, ["Block"]) == (160, ["emb", "blocks.0", "blocks.1", "blocks.2", "head"])
-    assert calculate_maximum_sizes(model) == (880, (160, ["emb", "head"]))
-    model._no_split_modules = ["ModuleList"]  # type: ignore[assignment]
-    assert calculate_maximum_sizes(model)[1] == (480, ["blocks"])
 
 
 def test_tied_parameters_are_found_and_tied_again() -> None:
@@ -132,19 +123,3 @@ def test_tied_parameters_are_found_and_tied_again() -> None:
     retie_parameters(model, [["emb.weight", "head.weight", "gone.weight", "emb.gone"]])
     assert model.emb.weight is model.head.weight
     assert not model.emb.weight.is_meta
-
-
-def test_tied_names_on_two_devices_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    check_tied_parameters_on_same_device([["a.x.w", "b.w"]], {"a": 0, "b": 0})
-    assert caplog.text == ""
-    check_tied_parameters_on_same_device([["a.x.w", "b.w"]], {"a": 0, "b": 1})
-    assert "'a.x.w': 0, 'b.w': 1" in caplog.text
-
-
-def test_a_config_says_that_embeddings_are_tied() -> None:
-    model = Model()
-    assert not check_tied_parameters_in_config(model)
-    model.config = type("Config", (), {"tie_word_embeddings": True})()  # type: ignore[assignment]
-    assert not check_tied_parameters_in_config(model)
-    model.get_output_embeddings = lambda: model.head  # type: ignore[assignment]
-    assert check_tied_parameters_in_config(model)

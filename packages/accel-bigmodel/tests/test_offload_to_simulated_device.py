@@ -30,6 +30,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_state_dict,
+    loading,
     prefetch,
     remove_hook_from_submodules,
     save_weights,
@@ -38,7 +39,6 @@ from accel_bigmodel import (
 from accel_bigmodel.align import attach_execution_device_hook
 from accel_bigmodel.device_map import resolve_device
 from accel_bigmodel.prefetch import BlockReader
-from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_state.errors import SettingError
 from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
 
@@ -236,7 +236,7 @@ def test_what_was_read_ahead_makes_way_when_the_device_is_full() -> None:
     blocks, other, reader = [block(i) for i in range(4)], block(9), BlockReader(10**6)
     for _ in range(2):
         for one in blocks:
-            reader.release(reader.take(one))
+            reader.release(one, reader.take(one))
     assert reader.wait(250)
     assert used(FIRST) == 3 * 4000
     taken = torch.empty((MEMORY - used(FIRST)) // 4, device=FIRST)
@@ -374,7 +374,7 @@ def test_a_map_that_exceeds_the_memory_of_a_device_is_refused_before_anything_is
     size = sum(value.numel() * (2 if dtype and value.is_floating_point() else value.itemsize) for value in values)
     free = MEMORY - 50_000
     held = torch.ones(50_000, dtype=torch.uint8, device=SECOND)
-    monkeypatch.setattr(RangeReader, "run", lambda self, advance=None: pytest.fail("something was read"))
+    monkeypatch.setattr(loading, "copy_all", lambda *_: pytest.fail("something was read"))
     with pytest.raises(SettingError, match=rf"{size - free} bytes are missing on {SECOND}\.\n") as refused:
         load_checkpoint_and_dispatch(empty, tmp_path, {"": 1}, dtype=dtype)
     assert f"take {size} on {SECOND} ({free} are free)." in refused.value.obstacle

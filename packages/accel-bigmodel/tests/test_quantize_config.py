@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from accel_bigmodel import BnbQuantizationConfig, get_keys_to_not_convert, load_and_quantize_model
-from accel_bigmodel.quantize import get_parameter_device
 from accel_state.choices import CustomDtype
 from accel_state.errors import Missing, SettingError
 
@@ -80,11 +79,6 @@ def test_the_head_and_tied_modules_are_better_not_quantised() -> None:
     assert get_keys_to_not_convert(Model(tie=True)) == ["body.embed", "head"]
     assert get_keys_to_not_convert(Headless()) == []
     assert get_keys_to_not_convert(nn.Linear(2, 2)) == []
-
-
-def test_the_device_of_a_module_is_that_of_its_first_parameter() -> None:
-    assert get_parameter_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
-    assert get_parameter_device(nn.Identity()) == torch.device("cpu")
 
 
 def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel.meta import init_empty_weights
-from accel_bigmodel.weight_layout import StoredWeight, layout_of
+from accel_bigmodel.weight_files import save_weights_file
+from accel_bigmodel.weight_files.reading import StoredWeight, WeightSource, open_weights
+from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 
 
@@ -38,11 +40,17 @@ def test_a_layout_without_a_map_takes_the_devices_of_the_tensors() -> None:
     assert {str(weight.device) for weight in layout.weights.values()} == {"cpu"}
 
 
-def test_a_layout_keeps_the_files_that_a_load_fills_in() -> None:
-    layout = layout_of(nn.Linear(2, 2))
-    stored = StoredWeight(Path("/model.safetensors"), "weight", None, 120, 16)
-    filled = layout.with_files({"weight": stored, "surplus": stored})
-    assert filled.weights["weight"].stored == stored
+def stored(path: Path, name: str) -> StoredWeight:
+    """A weight in a file of its own."""
+    save_weights_file({name: torch.zeros(4, 2)}, path)
+    return open_weights([WeightSource(path)])[name]
+
+
+def test_a_layout_keeps_the_files_that_a_load_fills_in(tmp_path: Path) -> None:
+    layout = layout_of(nn.Linear(2, 4))
+    weight = stored(tmp_path / "model.safetensors", "weight")
+    filled = layout.with_files({"weight": weight, "surplus": weight})
+    assert filled.weights["weight"].stored is weight
     assert filled.weights["bias"].stored is None
     assert list(filled.weights) == list(layout.weights)
     assert layout.weights["weight"].stored is None
@@ -53,18 +61,20 @@ def test_a_layout_refuses_a_map_that_leaves_weights_without_a_device() -> None:
         layout_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": "cpu"})
 
 
-def test_a_tied_weight_has_the_bytes_of_the_name_that_the_file_holds() -> None:
+def test_a_tied_weight_has_the_file_of_the_name_that_the_file_holds(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     model[1].weight = model[0].weight
     layout = layout_of(model, {"": "disk"})
     assert layout.offload_index() == {}
-    filled = layout.with_files({"0.weight": StoredWeight(Path("/model.safetensors"), "0.weight", None, 120, 32)})
-    entry = {"safetensors_file": "/model.safetensors", "weight_name": "0.weight"}
+    path = tmp_path / "model.safetensors"
+    filled = layout.with_files({"0.weight": stored(path, "0.weight")})
+    entry = {"safetensors_file": str(path), "weight_name": "0.weight"}
     assert filled.offload_index() == {"0.weight": entry, "1.weight": entry}
 
 
-def test_an_index_is_empty_where_bytes_of_a_weight_on_the_disk_are_unknown() -> None:
-    layout = layout_of(nn.Linear(2, 2), {"": "disk"})
-    safe = StoredWeight(Path("/model.safetensors"), "weight", None, 120, 16)
-    pickled = StoredWeight(Path("/pytorch_model.bin"), "bias")
+def test_an_index_is_empty_unless_each_weight_on_the_disk_is_in_a_safetensors_file(tmp_path: Path) -> None:
+    layout = layout_of(nn.Linear(2, 4), {"": "disk"})
+    safe = stored(tmp_path / "model.safetensors", "weight")
+    pickled = stored(tmp_path / "pytorch_model.bin", "bias")
     assert layout.with_files({"weight": safe, "bias": pickled}).offload_index() == {}
+    assert layout.with_files({"weight": safe}).offload_index() == {}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest, Machine, Script
-from accel_cli.launch.launchers import launcher_settings
-from accel_cli.launch.options import add_launch_arguments, launch_classes
+from accel_cli.launch.interface import LaunchPlan, Machine, Script
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.options import add_launch_arguments
 from accel_cli.launch.request import read_request
-from accel_cli.launch.settings import CARRIED
 from accel_cli.parser import Parser
 from accel_state.errors import AccelError
 from accel_state.settings.schema import settings_of
 from accel_testing.launchers import make_plan
-
-OF_PROCESSES = (*CARRIED, *launcher_settings())
 
 KNOWN = [known for cls in launch_classes() for known in settings_of(cls).values()]
 FLAGS = sorted({known.flag for known in KNOWN if known.flag})
@@ -34,12 +33,9 @@ def attempt(words, environ):
     parser = Parser("accel launch")
     add_launch_arguments(parser)
     try:
-        parsed = parser.parse_args(words)
-        request = read_request(parsed, environ)
+        request = read_request(parser.parse_args(words), environ)
         machine = Machine("python", 8, lambda: 2, environ)
-        return make_plan(
-            LaunchRequest(request.settings, Script("script", "job.py"), machine, OF_PROCESSES, request.backend)
-        )
+        return make_plan(replace(request, machine=machine, script=Script("script", "job.py")))
     except AccelError as error:
         return error
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accel_cli.launch.backends import backend_settings
-from accel_cli.launch.interface import LaunchRequest, Machine, Script
-from accel_cli.launch.options import carried_classes
+from accel_cli.launch.interface import Machine
 from accel_cli.launch.request import request_of
 from accel_state.settings.schema import BOOLEAN, SWITCH, plain_value, settings_of
 from accel_testing.launchers import make_plan
@@ -72,10 +73,7 @@ def lines(settings, texts):
 def arrived(cls, words, home, monkeypatch):
     """What the process makes of what a launch hands over, by setting."""
     request = request_of(words, {"HF_HOME": str(home)})
-    machine = Machine("python", 8, lambda: 1, {})
-    plan = make_plan(
-        LaunchRequest(request.settings, Script("script", "job.py"), machine, carried_classes(), request.backend)
-    )
+    plan = make_plan(replace(request, machine=Machine("python", 8, lambda: 1, {})))
     with monkeypatch.context() as patch:
         for variable, value in plan.environment.items():
             patch.setenv(variable, value)

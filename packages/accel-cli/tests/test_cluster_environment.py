@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from accel_cli.launch.check import check_launchers
+from accel_cli.launch.request import check_plan
 from accel_state.clusters import Machines
 from accel_state.errors import Conflict
+from accel_testing.launchers import make_plan, make_request
 
 SLURM = {
     "SLURM_JOB_ID": "1234",
@@ -21,14 +24,13 @@ SLURM = {
 
 
 def test_several_launchers_on_a_machine_are_single_processes_or_a_mistake():
-    four = Machines("Slurm", launchers=4)
-    check_launchers(four, 1)
+    request = make_request({"num_processes": 1})
+    four = replace(request, cluster=Machines("Slurm", launchers=4))
+    one, two = (make_plan(make_request({"num_processes": count})) for count in (1, 2))
+    check_plan(four, one)
+    check_plan(request, two)
     with pytest.raises(Conflict, match="Slurm started 4 launchers"):
-        check_launchers(four, 2)
-
-
-def test_one_launcher_may_start_many():
-    check_launchers(Machines(), 8)
+        check_plan(four, two)
 
 
 def explained(accel, *arguments, env):

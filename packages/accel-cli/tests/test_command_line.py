@@ -10,7 +10,7 @@ import pytest
 
 from accel_cli import main as entry
 from accel_cli.command import BUILT_IN, find_command, installed_commands, spelled
-from accel_state.errors import PluginError, SettingError
+from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.plugins import forget_plugins, plugins_of
 
 COMMAND_MODULE = """
@@ -186,6 +186,13 @@ def test_flags_are_spelled_with_underscores_and_with_dashes():
     assert spelled("--main_process_ip") == ("--main_process_ip", "--main-process-ip")
 
 
+@pytest.mark.parametrize("name", ["check-parity", "check-resume"])
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(name, monkeypatch):
+    monkeypatch.setattr("accel_cli.command.COMMANDS.names", lambda: ("launch",))
+    with pytest.raises(Missing, match="pip install accel-check"):
+        find_command(name)
+
+
 def test_find_command_refuses_unknown_names():
     with pytest.raises(SettingError):
         find_command("")
@@ -197,24 +204,6 @@ for number in map(int, sys.argv[1]):
     os.close(number)
 os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *sys.argv[2:]])
 """
-
-
-@pytest.mark.parametrize("streams", ["0", "1", "2", "012"])
-def test_a_run_whose_launcher_has_closed_streams_reads_and_writes_nothing(tmp_path, script, streams):
-    job = script(
-        "import os, pathlib, sys\n"
-        "rank = int(os.environ['RANK'])\n"
-        "streams = [os.readlink(f'/proc/self/fd/{number}') for number in map(int, sys.argv[2]) if number or not rank]\n"
-        "print('hello')\n"
-        "pathlib.Path(sys.argv[1], f'streams{rank}').write_text(' '.join(streams))\n"
-    )
-    words = ["launch", "--quiet", "--cpu", "--num_processes", "2", *(["--prefix_output"] if streams == "1" else [])]
-    words = [sys.executable, "-c", CLOSED, streams, *words, str(job), str(tmp_path), streams]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    for rank in (0, 1):
-        seen = (tmp_path / f"streams{rank}").read_text().split()
-        assert all(one == "/dev/null" or one.startswith("pipe:") for one in seen)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from accel_cli.config.file import read_config
-from accel_cli.config.wizard import AUTOMATIC, Lines, questions, reviewed
+from accel_cli.config.wizard import AUTOMATIC, Lines, questions
 from accel_cli.config.write import config_text, differing, meanings, modernised, nested, usual_config, write_config
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.settings import ASKED
 from accel_state.errors import SettingError
 from accel_state.settings.schema import BOOLEAN, choice, setting
@@ -72,36 +72,6 @@ def test_questions_follow_from_answers():
     questions(on_cpu, ASKED, {})
     assert not any("Which devices" in question for question in on_cpu.asked)
     assert not any("rank of this machine" in question for question in on_cpu.asked)
-
-
-class Changing(Answers):
-    """A prompter that changes one answer at the end, and then writes."""
-
-    def __init__(self, **known):
-        super().__init__(**known)
-        self.reviews = []
-
-    def choose(self, question, options, default):
-        if "want to change" not in question:
-            return super().choose(question, options, default)
-        self.reviews.append(list(options))
-        if len(self.reviews) > 1:
-            return default
-        self.known["machines_do"] = "2"
-        return next(option for option in options if "machines do you want" in option)
-
-
-def test_an_answer_can_be_changed_at_the_end():
-    asked = Changing(in_total="4", address="10.0.0.1")
-    answers = reviewed(asked, ASKED, {})
-    assert (answers["num_processes"], answers["num_machines"]) == (4, 2)
-    assert answers["main_process_ip"] == "10.0.0.1"
-    first, second = asked.reviews
-    assert "How many machines do you want to use? 1" in first
-    assert "How many machines do you want to use? 2" in second
-    # What follows from the changed answer is asked, and nothing else again.
-    assert asked.asked.count("How many processes in total do you want to use?") == 1
-    assert sum("address of the main machine" in question for question in asked.asked) == 1
 
 
 def test_a_file_is_shown_with_what_reads_each_entry(accel, tmp_path):
@@ -186,8 +156,6 @@ def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
     for question in expected.asked:
         opened.until(question)
         opened.type(next((pressed for part, pressed in keys.items() if part in question), "") + "\r")
-    opened.until("Which of your answers do you want to change?")
-    opened.type("\r")
     opened.until("Config file written to run.yaml")
     assert opened.end()[0] == 0
     written = yaml.safe_load((tmp_path / "run.yaml").read_text())

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from accel_cli.commands.launch import launch_request
-from accel_cli.launch.interface import Script
 from accel_cli.launch.outer_launch import WRITTEN
 from accel_cli.launch.request import request_of
 
@@ -181,7 +179,7 @@ def test_scripts_of_an_engine_import_from_the_working_directory(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(f"distributed_type: {kind}\nnum_processes: 1\n")
     request = request_of(["--config_file", "run.yaml"], {"PYTHONPATH": "/lib/mine"})
-    environment = launch_request(request, Script("script", "job.py")).environment(1)
+    environment = request.environment(1)
     paths = environment.get("PYTHONPATH")
     assert paths == (expected and os.pathsep.join(expected).format(folder=tmp_path))
     assert "PYTHONPATH" not in environment[WRITTEN]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from accel_cli.launch.check import check_elastic
-from accel_cli.launch.request import request_of
+from accel_cli.launch.request import check_request, request_of
 from accel_cli.launch.settings import MACHINES, fewest_machines
 from accel_state.errors import Conflict
 
@@ -25,9 +26,10 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 
 
 def test_a_launcher_that_needs_all_machines_refuses_a_range(tmp_path) -> None:
-    settings = request_of(["--nnodes=1:4", "job.py"], {"HF_HOME": str(tmp_path)}).settings
+    home = {"HF_HOME": str(tmp_path)}
+    address = "--main_process_ip=127.0.0.1"
+    ranged = request_of(["--nnodes=1:4", address, "job.py"], home)
     with pytest.raises(Conflict, match=r"num_machines=1:4 \(--num_machines\)"):
-        check_elastic(settings, "torchrun", elastic=False)
-    check_elastic(settings, "ray", elastic=True)
-    settings = request_of(["--nnodes=4", "job.py"], {"HF_HOME": str(tmp_path)}).settings
-    check_elastic(settings, "torchrun", elastic=False)
+        check_request(ranged)
+    check_request(replace(ranged, launcher=replace(ranged.launcher, elastic=True)))
+    check_request(request_of(["--nnodes=4", address, "job.py"], home))

@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.env import describe
-from accel_cli.distributions import requirements, versions
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.launchers import launch_classes
 from accel_state.settings.schema import settings_of
 from accel_testing.simulated_device import POSSIBLE
-
-
-def test_versions_are_those_of_the_installed_distributions():
-    names = ["accel-state", "accel-cli", "torch", "PyYAML", "pytest", "no-such-distribution"]
-    assert versions(names) == {name: metadata.version(name) for name in names[:-1]}
 
 
 def test_light_leaves_out_what_only_torch_can_tell(accel):
@@ -145,8 +139,9 @@ def test_the_variables_of_all_settings_are_shown_without_loading_them():
     assert set(describe(dict.fromkeys(known, "1"), None, light=True)["variables"]) == known
 
 
-def test_requirements_are_those_of_the_metadata():
-    for name in ("accel-cli", "accel-plugins", "pytest"):
-        given = {re.match("[A-Za-z0-9._-]+", line)[0] for line in metadata.requires(name) or ()}
-        assert set(requirements(name)) == given
-    assert requirements("no-such-distribution") == []
+def test_packages_are_those_of_the_project_and_what_they_require():
+    packages = describe({}, None, light=True)["packages"]
+    for name in ("accel-cli", "accel-plugins"):
+        needed = {re.match("[A-Za-z0-9._-]+", line)[0] for line in metadata.requires(name) or () if "extra" not in line}
+        assert {name.lower() for name in needed} <= {name.lower() for name in packages}
+        assert packages[name] == metadata.version(name)

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from accel_cli.launch.rendezvous import Port, seat_at
+from accel_cli.launch.addresses import seat_at
+from accel_cli.launch.port import Port
 from accel_state.errors import SettingError
 
 # The attacker is this library without the secret: it behaves as the process that it replaces would.

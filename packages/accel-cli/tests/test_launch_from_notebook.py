@@ -146,8 +146,7 @@ def test_a_killed_process_is_explained(notebook):
 
 def test_an_exit_code_is_told(notebook):
     done = notebook("import sys\nnotebook_launcher(sys.exit, (3,), num_processes=2)\n")
-    assert "raised:" in done.stderr
-    assert "SystemExit: 3" in done.stderr
+    assert "ended with exit code 3." in done.stderr
     assert notebook("import sys\nnotebook_launcher(sys.exit, (0,), num_processes=2)\n").returncode == 0
 
 
@@ -263,24 +262,6 @@ def test_an_error_longer_than_a_pipe_holds_is_raised_here(notebook, length):
         """
     )
     assert done.stdout == "True True True\n", done.stderr[-2000:]
-
-
-def test_a_process_killed_while_it_describes_its_error_is_explained(notebook):
-    done = notebook(
-        """
-        import os, signal
-        class Deadly(Exception):
-            def __str__(self):
-                os.kill(os.getpid(), signal.SIGKILL)
-        def work():
-            if os.environ["RANK"] == "0":
-                raise Deadly()
-            signal.pause()
-        notebook_launcher(work, num_processes=2)
-        """
-    )
-    assert done.returncode == 1
-    assert "Process 0 was killed by signal 9 (SIGKILL)" in done.stderr
 
 
 def test_the_runtime_of_a_tpu_starts_the_processes_of_a_notebook_beside_it(notebook, tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 
+from accel_cli.commands.launch import Launch
 from accel_cli.launch.backends import switches
-from accel_cli.launch.manual import ESSENTIAL, launch_manual
+from accel_cli.launch.options import ESSENTIAL
+from accel_cli.parser import Parser
 
 
 def test_a_backend_that_is_installed_later_is_in_it(accel, tmp_path):
@@ -34,8 +36,16 @@ def test_the_short_text_shows_what_most_runs_need_and_names_the_whole_one(accel)
     assert {*ESSENTIAL, *(f"--{name}" for name in switches())} <= set(flags[0]) < set(flags[1])
     assert "`accel launch --help-all` shows every option" in short
     assert accel("launch", "--num_processes", "2", "--help").stdout == short
-    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])
+    assert {"--slurm_option", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])
 
 
 def test_the_drop_in_shows_every_option():
-    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(launch_manual("accelerate launch").split())
+    parser = Parser("accelerate launch")
+    Launch().add_arguments(parser)
+    assert {"--slurm_option", "--fsdp_version", "--rdzv_conf"} <= set(parser.format_help().split())
+
+
+def test_options_without_effect_are_taken_and_not_shown(accel, script):
+    finished = accel("launch", "--same_network", "--cpu", script("print('ran')"))
+    assert finished.stdout == "ran\n", finished.stderr
+    assert "same_network" not in accel("launch", "--help-all").stdout

@@ -5,39 +5,34 @@ from __future__ import annotations
 import os
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
-from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.config.file import ConfigFile
+from accel_cli.config.resolved import label
 from accel_cli.launch import tpu_runner
-from accel_cli.launch.interface import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.interface import RUNNER, Script
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.local import environment_lines
 from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
-from accel_cli.launch.options import carried_classes, launch_classes
-from accel_cli.launch.sagemaker import describe_job, hyperparameters
+from accel_cli.launch.sagemaker import hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.network import SECRET_VARIABLE
-from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
-from accel_testing.launchers import make_plan
+from accel_testing.launchers import make_plan, make_request
 
 KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 JOB = Script("script", "job.py", ("--lr", "1"))
 PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
 
 
-def settings(**flags):
-    return resolve_settings(
-        launch_classes(), {name: Given(value, KNOWN[name].flag or "f:1") for name, value in flags.items()}, {}, {}
-    )
-
-
 def plan(script=JOB, mpi="Open MPI", **flags):
     flags = {
         next(name for name in KNOWN if name in (short, f"{_table(short)}.{short}")): v for short, v in flags.items()
     }
-    request = LaunchRequest(settings(**flags), script, Machine("python", 8, lambda: 1, {}), carried_classes())
+    request = make_request(flags, script)
     return Mpi(lambda: mpi).plan(request) if "mpirun_config.mpirun_hostfile" in flags else make_plan(request)
 
 
@@ -244,22 +239,21 @@ def test_each_core_calls_the_function_of_the_script(monkeypatch, tmp_path, capsy
 def test_describe_job_for_sagemaker(tmp_path):
     (tmp_path / "inputs").write_text("channel\tplace\ntrain\ts3://data\n")
     (tmp_path / "metrics").write_text("name\tregex\nloss\tloss=(.*)\n")
-    described = describe_job(
-        settings(
-            compute_environment="AMAZON_SAGEMAKER",
-            distributed_type="DATA_PARALLEL",
-            ec2_instance_type="ml.p3.16xlarge",
-            iam_role_name="role",
-            num_machines=2,
-            profile="me",
-            sagemaker_inputs_file=str(tmp_path / "inputs"),
-            sagemaker_metrics_file=str(tmp_path / "metrics"),
-        ),
-        "src/train.py",
-        ["--lr", "1e-3", "--epochs=2", "--shuffle", "true"],
-        {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        {"volume_size": "30"},
-    )
+    values = {
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p3.16xlarge",
+        "iam_role_name": "role",
+        "num_machines": 2,
+        "profile": "me",
+        "sagemaker_inputs_file": str(tmp_path / "inputs"),
+        "sagemaker_metrics_file": str(tmp_path / "metrics"),
+        "mixed_precision": "bf16",
+    }
+    script = Script("script", "src/train.py", ("--lr", "1e-3", "--epochs=2", "--shuffle", "true"))
+    config = ConfigFile("run.yaml", {}, additional={"volume_size": "30"})
+    made = make_plan(replace(make_request(values, script), config=config))
+    described = made.details
     job = described.estimator
     assert (job["entry_point"], job["source_dir"], job["instance_count"]) == ("train.py", "src", 2)
     assert job["hyperparameters"] == {"lr": 1e-3, "epochs": 2, "shuffle": True}
@@ -271,7 +265,7 @@ def test_describe_job_for_sagemaker(tmp_path):
     }
     assert (job["volume_size"], job["metric_definitions"]) == ("30", [{"Name": "loss", "Regex": "loss=(.*)"}])
     assert described.inputs == {"train": "s3://data"}
-    assert described.variables == {"AWS_PROFILE": "me", "AWS_DEFAULT_REGION": "us-east-1"}
+    assert made.environment == {"AWS_PROFILE": "me", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @pytest.mark.parametrize("arguments", [["lr"], ["--lr"], ["--fast", "--lr", "1"]])

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from accel_cli.config.resolved import resolve_settings
-from accel_cli.launch.backends import implied_backend
-from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
-from accel_cli.launch.options import carried_classes, launch_classes
+from accel_cli.launch.interface import RUNNER, LaunchPlan, Script
 from accel_cli.launch.outer_launch import WRITTEN, without_outer
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.network import loopback_variables
-from accel_state.settings.environ import ORIGINS, Given
-from accel_state.settings.schema import settings_of
-from accel_testing.launchers import make_plan
+from accel_state.settings.environ import ORIGINS
+from accel_testing.launchers import make_plan, make_request
 
 JOB = Script("script", "job.py", ("--lr", "1e-3"))
 ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ENABLE_MPS_FALLBACK": "1", "ACCELERATE_MIXED_PRECISION": "no"}
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 
 
-def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **values):
-    known = {known.name: known for cls in launch_classes() for known in settings_of(cls).values()}
-    flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
+def plan(processors=8, script=JOB, devices=1, environ=None, file=None, **values):
     environ = environ or {}
-    machine = Machine("python", processors, lambda: devices, environ)
-    made = make_plan(
-        LaunchRequest(
-            resolve_settings(launch_classes(), flags, environ, {}), script, machine, carried_classes(), backend
-        )
-    )
+    request = make_request(values, script, file=file, devices=devices, environ=environ)
+    made = make_plan(replace(request, machine=request.machine._replace(processors=processors)))
     assert set(made.environment[WRITTEN].split(",")) >= {n for n, v in made.environment.items() if n != WRITTEN} - set(
         environ
     )
@@ -93,9 +85,9 @@ def test_number_of_processes(values, expected):
 
 
 def test_devices_are_counted_only_when_needed():
-    machine = Machine("python", 1, lambda: pytest.fail("torch was asked"), {})
-    settings = resolve_settings(launch_classes(), {"num_processes": Given(2, "--num_processes")}, {}, {})
-    assert make_plan(LaunchRequest(settings, JOB, machine, carried_classes())).processes == 2
+    request = make_request({"num_processes": 2})
+    machine = request.machine._replace(devices=lambda: pytest.fail("torch was asked"))
+    assert make_plan(replace(request, machine=machine)).processes == 2
 
 
 def test_chosen_devices_are_shown_to_every_vendors_driver():
@@ -109,8 +101,8 @@ def test_log_level_of_the_user_is_kept():
 
 
 def test_port_and_address():
-    made = plan(num_processes=2, main_process_ip="10.0.0.1", main_process_port=29555)
-    assert (made.address, made.port) == ("10.0.0.1", 29555)
+    made = plan(num_processes=2, main_process_ip="127.0.0.2", main_process_port=29555)
+    assert (made.address, made.port) == ("127.0.0.2", 29555)
     assert plan(num_processes=2, main_process_port=0).port is None
     assert plan(num_processes=2, environ={"MASTER_PORT": "29556"}).port == 29556
 
@@ -194,8 +186,9 @@ def test_torchrun_on_a_given_port():
 
 
 def test_a_backend_that_follows_from_a_config_file_is_passed_on():
-    assert plan(backend="fsdp2").environment["ACCEL_BACKEND"] == "fsdp2"
-    assert plan(backend="fsdp2", environ={"ACCEL_BACKEND": "ddp"}).environment["ACCEL_BACKEND"] == "ddp"
+    file = {"distributed_type": "DEEPSPEED"}
+    assert plan(file=file).environment["ACCEL_BACKEND"] == "deepspeed"
+    assert plan(file=file, environ={"ACCEL_BACKEND": "ddp"}).environment["ACCEL_BACKEND"] == "ddp"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +220,9 @@ def test_contradictions_name_both_sides(values, kind, named):
 
 
 def test_a_kind_of_run_that_no_backend_carries():
-    file = {"distributed_type": Given("NOBODYS", "run.yaml:4")}
     with pytest.raises(Missing) as caught:
-        implied_backend(resolve_settings(launch_classes(), {}, {}, file))
-    assert "run.yaml:4" in caught.value.failure
+        make_request({}, file={"distributed_type": "NOBODYS"})
+    assert "run.yaml:2" in caught.value.failure
 
 
 def test_a_launch_inside_a_launch_sees_what_the_user_set_and_not_what_the_outer_one_wrote():

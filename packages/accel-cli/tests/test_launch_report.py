@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from accel_cli.launch.report import Failure, first_failure, meaning, read_record, report, shell_code
+from accel_cli.launch.failures import Failure, first_failure, meaning, read_record, report, shell_code
 
 
 def record(text="ValueError: wrong", time=None, trace="Traceback\nValueError: wrong\n", shown=False):

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from accel_cli.launch import hangs
-from accel_cli.launch.early_end import ended_early
 from accel_cli.launch.hangs import HangWatch
 from accel_state.watch.record import StatusRecord
 from accel_state.watch.status import RankStatus
@@ -67,12 +66,12 @@ def test_a_process_that_ends_while_the_others_wait_ends_the_run(accel, script):
     [(10.0, "", 0, [1]), (0.0, "", 0, []), (10.0, "tp of ranks 0, 2", 0, []), (10.0, "", 1, [])],
     ids=["in a collective of all", "not for long", "in a collective of others", "after a failure"],
 )
-def test_a_run_ends_early_only_if_a_collective_of_all_cannot_end(tmp_path, waited, group, code, expected):
-    record = StatusRecord()
-    record.open(str(tmp_path), 0)
+def test_a_run_ends_early_only_if_a_collective_of_all_cannot_end(watched, waited, group, code, expected):
+    watch, write = watched()
     since = time.monotonic() - waited
-    record.publish(RankStatus(2, "gather", "job.py:8", True, "job.py:8", "", since=since, group=group).to_json())
-    assert ended_early(str(tmp_path), {1: code}, 2) == expected
+    write(0, RankStatus(2, "gather", "job.py:8", True, "job.py:8", "", since=since, group=group))
+    watch.look()
+    assert watch.ended_early({1: code}) == expected
 
 
 def reported(background, timeout=250.0):
@@ -310,4 +309,28 @@ def test_an_all_reduce_of_the_script_that_waits_is_reported_and_ends_the_run(acc
     finished = accel(*launched("local", "--hang_timeout", "14"), job)
     assert finished.returncode == 1
     assert "rank 0 is in all_reduce() at job.py:9, before any collective" in finished.stderr
+    assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr
+
+
+POLLS = """
+    import time
+    import torch
+    import torch.distributed as dist
+    from accel_state.process import PartialState
+    state = PartialState(cpu=True)
+    while state.process_index == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    while not work.is_completed():
+        time.sleep(1.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_collective_in_torchs_flight_recorder_is_one_also_where_the_main_thread_is_elsewhere(accel, script):
+    environment = {"TORCH_FR_BUFFER_SIZE": "100"}
+    finished = accel(*launched("local", "--hang_timeout", "14"), script(POLLS), env=environment)
+    assert finished.returncode == 1
+    waits = "rank 0 is at job.py:11, before any collective, while gloo:all_reduce of default_pg (number 1) is pending"
+    assert waits in finished.stderr
     assert "The run was ended after 14 s in one collective (hang_timeout)." in finished.stderr

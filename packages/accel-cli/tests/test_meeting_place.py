@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from accel_cli.launch.addresses import seat_at
 from accel_cli.launch.agent import _seated
-from accel_cli.launch.rendezvous import seat_at
 from accel_testing.processes import ReservedPort
 
 OPTIONS = ["--nnodes=2", "--rdzv-backend=c10d"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.commands.launch import launch_request
-from accel_cli.launch.interface import Script
 from accel_cli.launch.launchers import load_launcher
 from accel_cli.launch.notes import first_line, notes
 from accel_cli.launch.request import request_of
@@ -20,7 +18,7 @@ def told(tmp_path, monkeypatch):
         for number in range(devices):
             (tmp_path / f"nvidia{number}").touch()
         request = request_of(["--num_processes", "2", *words, "job.py", *script], {})
-        plan = load_launcher(request.launcher.manifest).plan(launch_request(request, Script("script", "job.py")))
+        plan = load_launcher(request.launcher).plan(request)
         return [first_line(request, plan), *notes(request)]
 
     return launch

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from accel_cli.launch.local import Relay
+from accel_cli.launch.output import Relay
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from accel_cli.config.file import read_config
 from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.launch.launchers import launcher_settings
-from accel_cli.launch.options import add_launch_arguments, add_settings, carried_classes, flag_values
+from accel_cli.launch.launchers import carried_classes, launcher_settings
+from accel_cli.launch.options import add_launch_arguments, add_settings, flag_values
 from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError

@@ -9,9 +9,7 @@ import signal
 
 import pytest
 
-from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.report import Failure, first_failure
-from accel_cli.launch.restarts import Cause, Decision, Fingerprint, RestartPolicy, Restarts, find_cause
+from accel_cli.launch.failures import Cause, Decision, Failure, Fingerprint, RestartPolicy, find_cause, first_failure
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -175,8 +173,8 @@ def test_the_budget_and_the_policy():
 def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "run", tmp_path / "run"):
-        restarts = Restarts(LaunchPlan({}, (), "local", restart_policy="auto", max_restarts=1), 0)
-        assert restarts.after(failure(), 0.0, 0.0, str(folder), asked_to_end=False)
+        policy = RestartPolicy("auto", 1)
+        assert policy.after(failure(), 0.0, 0.0, str(folder), asked_to_end=False)
     assert json.loads((tmp_path / "run" / "failures.jsonl").read_text())["rank"] == 1
 
 

@@ -6,39 +6,35 @@ import json
 
 import pytest
 
-from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.launch.backends import SwitchSettings, check_selection, selection_of
-from accel_cli.launch.interface import LaunchRequest, Machine, Script
-from accel_cli.launch.options import carried_classes, launch_classes
+from accel_cli.config.resolved import resolve_settings
+from accel_cli.launch.backends import SwitchSettings, select
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.request import check_request
 from accel_state.choices import SageMakerDistributedType
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
-from accel_testing.launchers import make_plan
-
-KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
+from accel_testing.launchers import make_plan, make_request
 
 
 def settings(file=None, **flags):
-    given = {name: Given(value, KNOWN[name].flag or "run.yaml:1") for name, value in flags.items()}
-    there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
-    return resolve_settings(launch_classes(), given, {}, there)
+    return make_request(flags, file=file)
 
 
 def plan(devices=1, file=None, **flags):
-    machine = Machine("python", 8, lambda: devices, {})
-    return make_plan(LaunchRequest(settings(file, **flags), Script("script", "job.py"), machine, carried_classes()))
+    return make_plan(make_request(flags, file=file, devices=devices))
 
 
 @pytest.mark.parametrize("name", {one.value for kinds in (DistributedType, SageMakerDistributedType) for one in kinds})
 def test_every_kind_of_a_file_is_understood(name):
-    selection = selection_of(settings(distributed_type=name))
+    given = {"distributed_type": Given(name, "run.yaml:1")}
+    selection = select(resolve_settings(launch_classes(), {}, {}, given))
     assert (selection.label, selection.source.origin) == (name, "run.yaml:1")
 
 
 def test_kind_of_default_settings_is_none():
-    assert selection_of(settings()) is None
+    assert settings().selection is None
 
 
 @pytest.mark.parametrize(
@@ -51,24 +47,24 @@ def test_kind_of_default_settings_is_none():
     ],
 )
 def test_a_switch_comes_before_the_file(switch, name):
-    selection = selection_of(settings({"distributed_type": "MULTI_CPU"}, **{switch: True}))
+    selection = settings({"distributed_type": "MULTI_CPU"}, **{switch: True}).selection
     assert (selection.label, selection.source.origin) == (name, f"--{switch}")
 
 
 def test_every_switch_stands_for_a_kind():
     for name in settings_of(SwitchSettings):
-        assert selection_of(settings(**{name: True})).source.setting.name == name
+        assert settings(**{name: True}).selection.source.definition.name == name
 
 
 def test_use_deepspeed_and_use_fsdp_conflict():
     with pytest.raises(Conflict, match=r"--use_deepspeed.*--use_fsdp"):
-        selection_of(settings(use_fsdp=True, use_deepspeed=True))
+        settings(use_fsdp=True, use_deepspeed=True)
 
 
 @pytest.mark.parametrize("other", [{"cpu": True}, {"num_processes": 1}])
 def test_several_devices_contradict_the_cpu_and_one_process(other):
     with pytest.raises(Conflict, match="multi_gpu"):
-        check_selection(settings(multi_gpu=True, **other))
+        check_request(settings(multi_gpu=True, **other))
 
 
 def test_a_variable_for_the_cpu_does_not_contradict_several_devices(accel, script):

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from accel_cli.command import BUILT_IN
-from accel_cli.launch.launchers import launcher_names
+from accel_cli.launch.interface import AUTO
+from accel_cli.launch.launchers import LAUNCHERS
 
 pytest.importorskip("argcomplete", reason="completion needs the extra accel-cli[completion]")
 
@@ -60,7 +61,7 @@ def test_options_of_the_command_on_the_line(press_tab):
 
 def test_choices_of_an_option(press_tab):
     assert press_tab("accel launch --mixed_precision b") == ["bf16"]
-    assert press_tab("accel launch --launcher ") == sorted(launcher_names())
+    assert press_tab("accel launch --launcher ") == sorted((AUTO, *LAUNCHERS.names()))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

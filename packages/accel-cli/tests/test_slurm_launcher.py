@@ -8,10 +8,12 @@ import signal
 import pytest
 
 from accel_cli.launch import slurm
-from accel_cli.launch.launchers import SLURM, choose_launcher
-from accel_cli.launch.request import request_of
+from accel_cli.launch.launchers import SLURM
+from accel_cli.launch.options import add_launch_arguments
+from accel_cli.launch.request import read_request, request_of
 from accel_cli.launch.torchrun import AGENT
-from accel_state.errors import Conflict, SettingError
+from accel_cli.parser import Parser
+from accel_state.errors import Conflict
 from accel_testing.launchers import prepare_launch
 
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "ENVIRONMENT": "BATCH"}
@@ -39,8 +41,8 @@ def plan(tmp_path, monkeypatch):
 
 def test_a_job_is_a_script_that_runs_the_launch_again(plan):
     made = plan(
-        *("--launcher=slurm", "--nnodes=2", "--num_processes=8", "--slurm_time=1:30:00", "--slurm_partition=long"),
-        *("--slurm_gpus_per_node=4", "--slurm_option=--constraint=a b", "--mixed_precision=bf16", "--wait"),
+        *("--launcher=slurm", "--nnodes=2", "--num_processes=8", "--slurm_option=--time=1:30:00"),
+        *("--slurm_option=--gpus-per-node=4", "--slurm_option=--constraint=a b", "--mixed_precision=bf16", "--wait"),
         arguments=("--name", "it's"),
     )
     assert made.argv == ("sbatch", "--parsable")
@@ -52,7 +54,6 @@ def test_a_job_is_a_script_that_runs_the_launch_again(plan):
         "--nodes=2",
         "--ntasks-per-node=1",
         "--time=1:30:00",
-        "--partition=long",
         "--gpus-per-node=4",
         "--output=slurm-%j.out",
         "--open-mode=append",
@@ -69,12 +70,10 @@ def test_a_job_is_a_script_that_runs_the_launch_again(plan):
     assert command.endswith("""job.py --name 'it'"'"'s'""")
 
 
-def test_a_job_whose_tasks_are_processes(plan):
-    made = plan("--launcher=slurm", "--nnodes=2", "--num_processes=8", "--slurm_tasks=process", "--slurm_signal=0")
-    assert "#SBATCH --ntasks-per-node=4" in made.details.script
-    assert "--signal" not in made.details.script.replace("--slurm_signal", "")
-    with pytest.raises(SettingError, match="Set --num_processes"):
-        plan("--launcher=slurm", "--nnodes=2", "--slurm_tasks=process")
+def test_a_job_without_a_signal_and_without_requeueing(plan):
+    script = plan("--launcher=slurm", "--slurm_signal=0", "--slurm_requeue=false").details.script
+    assert "#SBATCH --signal" not in script
+    assert "#SBATCH --no-requeue" in script
 
 
 def test_a_step_has_a_launcher_on_each_node_of_the_allocation(plan):
@@ -88,13 +87,6 @@ def test_a_step_has_a_launcher_on_each_node_of_the_allocation(plan):
     )
     assert (made.details.job, made.details.requeue, made.details.restarts) == ("12", True, 2)
     assert made.world_size == 4
-
-
-def test_a_step_whose_tasks_are_processes_has_their_variables(plan):
-    made = plan("--cpu", "--num_processes=4", "--slurm_tasks=process", "--mixed_precision=bf16", environ=BATCH)
-    assert {"--ntasks=4", "--ntasks-per-node=2"} <= set(made.argv)
-    assert made.argv[-3:] == (slurm.TASK, "script", "job.py")
-    assert made.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 def test_the_task_of_a_node_starts_its_processes_through_torchrun(plan):
@@ -147,13 +139,15 @@ def test_jobs_of_salloc_are_not_queued_again(plan):
 )
 def test_an_allocation_is_recognised_where_the_user_describes_no_machines(tmp_path, words, environ, chosen):
     request = request_of([*words, "job.py"], {"HF_HOME": str(tmp_path), **environ})
-    assert request.launcher.manifest.name == chosen
+    assert request.launcher.name == chosen
 
 
 def test_the_drop_in_does_in_an_allocation_what_the_original_does(tmp_path):
-    settings = request_of(["job.py"], {"HF_HOME": str(tmp_path)}).settings
-    assert choose_launcher(settings, {}).manifest.name == "local"
-    assert choose_launcher(settings, BATCH).manifest is SLURM
+    parser = Parser("accel launch")
+    add_launch_arguments(parser)
+    parsed, environ = parser.parse_args(["job.py"]), {"HF_HOME": str(tmp_path), **BATCH}
+    assert read_request(parsed, environ).launcher is SLURM
+    assert read_request(parsed, environ, allocations=False).launcher.name == "local"
 
 
 def test_slurm_that_is_absent_is_a_typed_error(accel, script, tmp_path):
@@ -166,15 +160,8 @@ def test_slurm_that_is_absent_is_a_typed_error(accel, script, tmp_path):
 
 
 def test_options_of_slurm_without_slurm_are_told_of(accel, script):
-    done = accel("launch", "--slurm_time", "10", script("pass"))
-    assert (done.returncode, "slurm_time=10 (--slurm_time) has no effect" in done.stderr) == (0, True)
-
-
-@pytest.mark.parametrize("text", ["1:00:00", "90", "2-12", "1-00:30"])
-def test_times_are_those_of_slurm(plan, text):
-    assert f"#SBATCH --time={text}" in plan("--launcher=slurm", f"--slurm_time={text}").details.script
-    with pytest.raises(SettingError, match="slurm_time"):
-        plan("--launcher=slurm", f"--slurm_time={text}h")
+    done = accel("launch", "--slurm_signal", "10", script("pass"))
+    assert (done.returncode, "slurm_signal=10 (--slurm_signal) has no effect" in done.stderr) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch.rendezvous import Port, owner_of
+from accel_cli.launch.port import Port, owner_of
 from accel_state.errors import SettingError
 from accel_state.watch.runs import running_runs
 from accel_testing.processes import ReservedPort

@@ -19,14 +19,10 @@ def config(tmp_path):
     return path
 
 
-def test_a_terminal_gets_a_drawn_table(terminal, config, monkeypatch):
-    pytest.importorskip("rich")
+def test_markup_of_a_file_is_text(terminal, config, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
     code, shown = terminal("explain", "--config_file", config).end()
     assert code == 0
-    assert "\x1b[" in shown
-    assert "─" in shown
     assert "[b]x" in shown
 
 
@@ -43,11 +39,9 @@ def test_no_colours_where_none_are_wanted(terminal, config, monkeypatch, variabl
 def test_a_program_that_reads_gets_plain_text(accel, config):
     done = accel("explain", "--config_file", config, env={"FORCE_COLOR": "1"})
     assert "\x1b" not in done.stdout
-    assert "─" not in done.stdout
 
 
 def test_states_have_colours_in_a_terminal(terminal, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     code, shown = terminal("backends", "--no_probe").end()

@@ -218,6 +218,34 @@ def test_cut_batches_of_a_custom_sampler_may_be_short_anywhere() -> None:
     assert {number: padding.total for number, padding in shards[1].padded.items()} == {1: 3, 2: 1}
 
 
+@pytest.mark.parametrize("processes", [2, 3])
+def test_short_batches_anywhere_are_completed_if_the_sampler_has_a_batch_size(processes: int) -> None:
+    batches = [[0, 1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+    shards = [BatchSamplerShard(Listed(batches, 4), processes, process) for process in range(processes)]
+    steps = list(zip(*shards, strict=True))
+    assert all(len(batch) == 4 for step in steps for batch in step)
+    real = [
+        batch[: shard.padded[number].of(process)] if number in shard.padded else batch
+        for number, step in enumerate(steps)
+        for process, (shard, batch) in enumerate(zip(shards, step, strict=True))
+    ]
+    assert sorted(chain.from_iterable(real)) == list(range(11))
+
+
+@pytest.mark.parametrize("samples", range(9, 17))
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_length_of_a_shard_is_what_it_yields_of_split_batches(samples: int, drop_last: bool) -> None:
+    class Own(BatchSampler):
+        """A batch sampler of the script, with batches like those of torch."""
+
+    for processes in (1, 2, 4):
+        for even in (True, False):
+            for process in range(processes):
+                shard = BatchSamplerShard(Own(range(samples), 8, drop_last), processes, process, True, even)
+                assert len(shard) == len(list(shard)), (processes, process, even)
+                assert shard.steps_of(process) == len(list(shard))
+
+
 def test_a_batch_larger_than_promised_is_refused() -> None:
     with pytest.raises(DataError, match="largest batch"):
         list(BatchSamplerShard(Listed([[0, 1, 2]], 2), 2, 0, True))

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +22,8 @@ from accel_testing.processes import Processes
 
 INTERRUPTED = "interrupted"
 
-LATE = 12
-"""The first number that comes late: the main process has read the three steps before it, each of four numbers."""
-
 RECEIVED = 1
-"""Batches that the loop receives before: the loader reads one ahead, and the main process another one."""
+"""Batches that the loops receive before."""
 
 
 class Stop(RuntimeError):
@@ -43,26 +40,28 @@ def wait_until_interrupted() -> None:
         time.sleep(0.01)
 
 
-class LateStream(IterableDataset[Any]):
-    """Numbers; on rank 0 those after the first batches come when rank 1 has been interrupted."""
+class Stream(IterableDataset[Any]):
+    """Numbers."""
 
     def __iter__(self) -> Iterator[Any]:
-        for number in range(64):
-            if number == LATE and PartialState().process_index == 0:
-                wait_until_interrupted()
-            yield torch.tensor(number)
+        return iter(torch.arange(64))
 
 
-def interrupt_the_wait_for_a_batch(received: list[Any]) -> None:
-    """Send a signal to this process when it is in the call for the first batch that cannot come."""
-    log = protocol_state(current.process().transport).log
-    while True:
-        # In this order: the batch before it has been received, so an active call is for this one.
-        complete, call = len(received) == RECEIVED, log.active()
-        if complete and call is not None and call.operation == "DataLoader.__next__":
-            break
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGUSR1)
+def interrupt(received: list[Any]) -> Callable[[int], None]:
+    """What to do when this process begins to wait for others: it is interrupted in its wait for a batch.
+
+    A call that an error ends before it has sent its header is no interrupted one: it waits for the others, to refuse
+    the call with them.
+    """
+    main = threading.main_thread().ident
+
+    def waits(exchanges: int) -> None:
+        if len(received) == RECEIVED and threading.get_ident() == main and not interrupts:
+            interrupts.append(threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1)))
+            interrupts[0].start()
+
+    interrupts: list[threading.Thread] = []
+    return waits
 
 
 def outcome() -> Any:
@@ -72,22 +71,24 @@ def outcome() -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def interrupted() -> Any:
+def interrupted(interrupted_rank: int) -> Any:
+    """The error after an interrupt of one process, while the loop of the other one is in its first step."""
     rank = PartialState(cpu=True).process_index
-    loader = prepare_data_loader(DataLoader(LateStream(), batch_size=2), dispatch_batches=True, put_on_device=False)
+    loader = prepare_data_loader(DataLoader(Stream(), batch_size=2), dispatch_batches=True, put_on_device=False)
     previous = signal.signal(signal.SIGUSR1, stop)
-    if rank == 1:
+    if rank == interrupted_rank:
         received: list[Any] = []
-        thread = threading.Thread(target=interrupt_the_wait_for_a_batch, args=(received,))
-        thread.start()
+        listeners = protocol_state(current.process().transport).listeners
+        listeners.append(interrupt(received))
         with pytest.raises(Stop):
             received.extend(loader)
-        thread.join()
+        listeners.pop()
         store: Any = current.process().transport.store()
         store.add(INTERRUPTED, 1)
     else:
         try:
-            list(loader)
+            for _ in loader:
+                wait_until_interrupted()
         except AccelError as error:
             signal.signal(signal.SIGUSR1, previous)
             # This process was in the loop when the other one refused its next call.
@@ -96,9 +97,16 @@ def interrupted() -> Any:
     return outcome()
 
 
-def test_calls_after_an_interrupted_loader_are_refused(two: Processes) -> None:
-    waiting, refused = two.run(interrupted)
-    # The others wait for the rest of the interrupted call, so the process has closed its connections.
-    for text in (waiting, refused):
-        assert text.startswith("CollectiveError: "), text
-    assert "interrupted by Stop" in refused
+@pytest.mark.parametrize("rank", [0, 1])
+def test_calls_after_an_interrupted_loader_are_refused_on_all_processes(rank: int) -> None:
+    with Processes(2) as two:
+        check_refused_calls(two, rank)
+
+
+def check_refused_calls(two: Processes, rank: int) -> None:
+    for text in two.run(interrupted, rank):
+        assert text.startswith("ShapeMismatch: "), text
+        assert "DataLoader.__next__() at " in text
+        assert "was interrupted by Stop" in text
+    # The connections are whole: the processes call the same collectives from here on.
+    assert two.run(outcome) == [[0, 1]] * 2

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from accel_data import DataLoaderConfiguration
-from accel_data.config import check_sharding
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.settings.installed import Requirement
 
@@ -38,9 +37,9 @@ def test_an_unknown_way_of_sharding_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("dispatch", [None, True])
-def test_check_sharding_accepts_dispatch_and_auto(dispatch: bool | None) -> None:
-    check_sharding("dispatch", dispatch)
-    check_sharding("auto", dispatch)
+def test_both_ways_to_say_dispatch_go_together(dispatch: bool | None) -> None:
+    for sharding in ("auto", "dispatch"):
+        DataLoaderConfiguration(dispatch_batches=dispatch, sharding=sharding)  # type: ignore[arg-type]
 
 
 def test_a_stateful_loader_needs_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_data.interleave import Interleaving
-from accel_data.permutation import Permutation
+from accel_data.interleave import Interleaving, Permutation
 from accel_testing.profiling import count_calls
 
 Schedule = list[tuple[int, list[int]]]

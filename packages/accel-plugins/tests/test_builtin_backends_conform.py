@@ -7,7 +7,7 @@ import pytest
 from accel_plugins import DistributedDataParallelKwargs
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_testing.backends import BackendSuite
-from accel_testing.backends.suite import Run
+from accel_testing.backends.base import Run
 
 
 class TestSingle(BackendSuite):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import blocks_to_shard
+from accel_plugins.fsdp.sharding import blocks_to_shard
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.settings.schema import plain_value
 from accel_testing.backends.reference_loop import make_model

@@ -18,7 +18,7 @@ from accel_plugins import Bundle, Context
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
-from accel_plugins.fsdp.policies import blocks_to_shard, shard_groups
+from accel_plugins.fsdp.sharding import blocks_to_shard, shard_groups
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
@@ -28,8 +28,8 @@ from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
 from accel_testing.backends import Case, Training
+from accel_testing.backends.gradients import clipped_plain, count_collectives
 from accel_testing.backends.reference_loop import Plain, Small, batches, first_half, make_model, near, second_half
-from accel_testing.backends.tasks import clipped_plain, count_collectives
 from accel_testing.processes import Processes as Group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from accel_plugins import Bundle
-from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP2
+from accel_plugins.fsdp.sharding import is_built_in_shards
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_testing.backends import Case, Training
 from accel_testing.processes import Processes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
+from accel_plugins.checkpoint import shards
 from accel_plugins.checkpoint.shards import SavePlans, read_into, read_whole, write_shards
 from accel_plugins.fsdp import weights
 from accel_plugins.manifest import ObjectKind
@@ -76,7 +77,8 @@ def test_each_process_reads_its_ranges_of_shards_that_two_processes_wrote(
     two.run(written, str(tmp_path))
     for same, read_by_held in three.run(read_and_held, str(tmp_path), how):
         assert same
-        assert 0.99 < read_by_held <= 1.05
+        # What is mapped does not count; torch would read all shards that overlap, one and a half times as much.
+        assert read_by_held <= 0.05
 
 
 def packed(value: float) -> dict[str, Any]:
@@ -160,26 +162,16 @@ def test_a_tensor_is_converted_to_the_dtype_of_the_model(tmp_path: Path) -> None
     assert torch.equal(state["weight"], stored.to(torch.bfloat16))
 
 
-class _Cut:
-    """A thread of a reader that finds that the disk fails in the middle of a file."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from accel_bigmodel.weight_files import range_reader
-
-        fill = range_reader._ReadingThread._fill
-
-        def failing(self: Any, memory: memoryview, file: Any, offset: int) -> None:
-            fill(self, memory, file, offset)
-            raise OSError(5, "Input/output error")
-
-        monkeypatch.setattr(range_reader._ReadingThread, "_fill", failing)
+def failing_disk(*arguments: object) -> None:
+    """Stands for a page of a mapped file that cannot be read."""
+    raise OSError(5, "Input/output error")
 
 
 def fails_in_the_middle(folder: str) -> tuple[str, str, bool]:
     """The error of a load whose disk fails, what using the model says then, and whether a further load mends it."""
     model, intact = sharded("rows", seed=1), Path(folder)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        _Cut(monkeypatch)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards._LoadPlanner, "commit_tensor", failing_disk)
         with pytest.raises(CheckpointError) as failed:
             weights.load_model(model, intact, 0)
     with pytest.raises(CheckpointError) as used:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.weight_files import range_reader, save_weights_file
+from accel_bigmodel.weight_files import save_weights_file
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.parts import MappedState, read_part, read_weights, write_part
+from accel_plugins.checkpoint.parts import read_part, read_weights, with_own_memory, write_part
 from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError
 
@@ -121,8 +121,8 @@ def test_tensors_under_several_names_stay_one(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     saved = {"all": base, "twice": [base, (base[2:6], base.view(3, 4).t())], "none": torch.empty(0, 3), "n": 3}
     torch.save(saved, tmp_path / "a")
-    mapped = MappedState(tmp_path / "a")
-    found = mapped.read(mapped.state, {"all": torch.zeros(12), "twice": [torch.zeros(12)]})
+    mapped = pickled.read(tmp_path / "a", mapped=True)
+    found = with_own_memory(mapped, {"all": torch.zeros(12), "twice": [torch.zeros(12)]})
     assert same(found, saved)
     found["all"].fill_(7)
     assert found["twice"][1][1].unique().tolist() == [7.0]
@@ -145,8 +145,8 @@ KINDS = {
 def test_every_kind_of_tensor_is_read_as_torch_reads_it(tmp_path: Path, name: str, zipped: bool) -> None:
     torch.save({"a": KINDS[name], "b": torch.ones(5)}, tmp_path / "a", _use_new_zipfile_serialization=zipped)
     expected = torch.load(tmp_path / "a", weights_only=True)
-    mapped = MappedState(tmp_path / "a")
-    found = mapped.read(mapped.state, {"a": torch.empty_like(KINDS[name]), "b": torch.zeros(5)})
+    mapped = pickled.read(tmp_path / "a", mapped=True)
+    found = with_own_memory(mapped, {"a": torch.empty_like(KINDS[name]), "b": torch.zeros(5)})
 
     assert type(found["a"]) is type(expected["a"])
     assert found["a"].layout == expected["a"].layout
@@ -154,22 +154,11 @@ def test_every_kind_of_tensor_is_read_as_torch_reads_it(tmp_path: Path, name: st
     assert torch.equal(found["b"], torch.ones(5))
 
 
-def test_pieces_of_a_large_file_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_reader, "PIECE", 64)
+def test_weights_and_a_state_are_read_into_given_memory(tmp_path: Path) -> None:
     saved = {name: torch.randn(size) for name, size in zip("abcde", (1, 16, 17, 100, 333), strict=True)}
     save_weights_file(saved, tmp_path / "a.safetensors")
     pickled.write(saved, tmp_path / "a")
     own = {name: torch.zeros_like(value) for name, value in saved.items()}
-    mapped = MappedState(tmp_path / "a")
-
-    assert same(read_weights(tmp_path / "a.safetensors", own), dict(sorted(saved.items())))
-    assert same(mapped.read(mapped.state, {}), saved)
+    assert same(dict(sorted(read_weights(tmp_path / "a.safetensors", own).items())), saved)
     assert same(own, saved)
-
-
-def test_a_file_that_is_cut_short_meanwhile_is_an_error(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(100_000)}, tmp_path / "a")
-    mapped = MappedState(tmp_path / "a")
-    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="bytes too early"):
-        mapped.read(mapped.state, {"a": torch.zeros(100_000)})
+    assert same(with_own_memory(pickled.read(tmp_path / "a", mapped=True), {}), saved)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_cli.launch.launchers import choose_launcher, find_launcher
+from accel_cli.launch.launchers import find_launcher
 from accel_cli.launch.request import request_of
 from accel_ray.cluster import Layout
 from accel_state.errors import SettingError
@@ -92,9 +92,9 @@ def test_the_address_comes_from_the_flag_or_a_variable(plan: Plan) -> None:
 def test_an_address_that_was_given_chooses_the_launcher(tmp_path: Path) -> None:
     own = {"HF_HOME": str(tmp_path)}
     request = request_of(["--ray_address=a:1", "job.py"], own)
-    assert choose_launcher(request.settings, {}).manifest.name == "ray"
+    assert request.launcher.name == "ray"
     request = request_of(["job.py"], {**own, "RAY_ADDRESS": "a:1"})
-    assert choose_launcher(request.settings, {}).manifest.name == "local"
+    assert request.launcher.name == "local"
 
 
 @pytest.mark.parametrize("resource", ["TPU", "=4", "TPU=", "TPU=none", "TPU=0", "TPU=-1", "TPU=inf"])

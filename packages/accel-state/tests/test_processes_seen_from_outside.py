@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.proc import process_info, state_of, system_call
+from accel_state.proc import process_info, state_of
 from accel_state.process import wait_for_everyone
 from accel_state.watch import runs
-from accel_state.watch.calls import Location, UserFrame, locate, main_thread_frame
+from accel_state.watch.calls import IMPORT, Location, UserFrame, locate, main_thread_frame
 from accel_state.watch.record import STATUS_FOLDER, StatusRecord
-from accel_state.watch.runs import PREFIX, announce_run, find_run, make_launch_folder, running_runs
-from accel_state.watch.stacks import (
-    Frame,
-    frames_of_main_thread,
-    is_importing,
-    py_spy_program,
-    py_spy_stack,
-    user_frame,
+from accel_state.watch.runs import (
+    PREFIX,
+    LaunchedRun,
+    announce_run,
+    find_run,
+    make_launch_folder,
+    remove_launch_folder,
+    running_runs,
 )
+from accel_state.watch.stacks import user_frame_in
 from accel_state.watch.status import World, read_world, request_world
 from accel_testing.processes import Processes
 
@@ -71,28 +74,119 @@ def test_a_run_is_found_by_the_pid_of_its_launcher_and_by_the_folder_it_was_star
     assert find_run(os.getcwd()).status_folder == status
 
 
+LAUNCHER = """
+import sys, time
+from accel_state.watch import runs
+runs.PLACES = (sys.argv[1], sys.argv[1])
+folder = runs.make_launch_folder()
+if sys.argv[2] == "announces":
+    runs.announce_run(folder)
+print(folder, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launcher(temporary: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Path]]]:
+    """Start a process that has a folder as a launcher, and return both."""
+    started = []
+
+    def start(how: str) -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", LAUNCHER, str(temporary), how]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().rstrip())
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 @on_linux
-def test_a_killed_launcher_and_a_process_that_reuses_its_pid_are_not_runs(temporary: Path) -> None:
-    status = Path(announced(temporary))
-    told = json.loads((status / "run.json").read_text())
-    (status / "run.json").write_text(json.dumps({**told, "started": told["started"] + 1}))
+@pytest.mark.parametrize("how", ["announces", "is killed before"])
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch_and_by_a_reader(launcher: Any, how: str) -> None:
+    _, living = launcher(how)
+    for look in (runs.remove_abandoned_folders, running_runs):
+        killed, folder = launcher(how)
+        look()
+        assert folder.is_dir()
+        killed.kill()
+        killed.wait()
+        look()
+        assert not folder.exists()
+    assert living.is_dir()
+
+
+@on_linux
+def test_a_process_with_the_pid_of_a_killed_launcher_is_no_run(launcher: Any) -> None:
+    killed, folder = launcher("announces")
+    # Somebody else has the number now, and the folder is still there.
+    told = json.loads((folder / "status" / "run.json").read_text())
+    (folder / "status" / "run.json").write_text(json.dumps({**told, "pid": os.getpid()}))
+    assert mine() == [str(folder / "status")]
+    killed.kill()
+    killed.wait()
     assert mine() == []
 
 
 @on_linux
-def test_the_folders_of_dead_launchers_are_removed_but_not_those_of_other_containers(
-    temporary: Path, sleeper: subprocess.Popen[bytes]
+def test_a_run_of_another_container_is_not_shown_and_not_removed(temporary: Path) -> None:
+    status = Path(announced(temporary))
+    told = json.loads((status / "run.json").read_text())
+    (status / "run.json").write_text(json.dumps({**told, "namespace": "pid:[1]"}))
+    assert mine() == []
+    assert status.is_dir()
+
+
+@on_linux
+def test_a_launcher_whose_folder_is_removed_before_it_is_locked_takes_another(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living, dead, elsewhere = (Path(announced(temporary)) for _ in range(3))
-    told = json.loads((dead / "run.json").read_text())
-    sleeper.kill()
-    sleeper.wait()
-    (dead / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid}))
-    (elsewhere / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "namespace": "pid:[1]"}))
-    # A launcher that has not announced its run yet.
-    beginning = Path(make_launch_folder())
-    runs.remove_abandoned_folders()
-    assert [one.exists() for one in (living, dead, elsewhere, beginning)] == [True, False, True, True]
+    removed: list[str] = []
+
+    def mkdir(path: str, mode: int) -> None:
+        create(path, mode)
+        if not removed:
+            # Here a reader looks, in another process.
+            code = f"from accel_state.watch import runs; runs.PLACES = ({str(temporary)!r},) * 2; runs.running_runs()"
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
+            removed.append(path)
+
+    create = os.mkdir
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    folder = make_launch_folder()
+    assert removed
+    assert removed[0] != folder
+    assert os.listdir(temporary) == [os.path.basename(folder)]
+    remove_launch_folder(folder)
+    assert os.listdir(temporary) == []
+
+
+@on_linux
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_folder_of_its_parent(temporary: Path) -> None:
+    code = """if True:
+        import os, sys, time
+        from accel_state.watch import runs
+        runs.PLACES = (sys.argv[1], sys.argv[1])
+        runs.make_launch_folder()
+        if os.fork() == 0:
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+        os._exit(0)
+    """
+    with subprocess.Popen([sys.executable, "-c", code, str(temporary)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            parent.wait()
+            assert len(os.listdir(temporary)) == 1
+            runs.remove_abandoned_folders()
+            assert os.listdir(temporary) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": -1}', '{"pid": "1", "folder": 3}'])
@@ -162,9 +256,7 @@ def test_a_folder_in_which_no_run_writes_is_refused(temporary: Path, tmp_path_fa
 def test_a_folder_of_several_runs_is_refused_with_their_pids(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
     status, other = (Path(announced(temporary)) for _ in range(2))
     told = json.loads((other / "run.json").read_text())
-    info = process_info(sleeper.pid)
-    started = info.started if info is not None else 0
-    (other / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "started": started}))
+    (other / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid}))
     with pytest.raises(SettingError, match="2 runs write to") as raised:
         find_run(os.getcwd())
     assert str(sleeper.pid) in raised.value.remedy
@@ -179,27 +271,6 @@ def test_process_info_has_state_owner_and_memory() -> None:
     assert info.memory > 2**20
     assert process_info(2**22 + 1) is None
     assert state_of(2**22 + 1) == "ended"
-
-
-@on_linux
-def test_system_call_names_the_file_that_a_process_waits_for_where_permitted(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.DEVNULL) as reader:
-        try:
-            writer = os.open(tmp_path / "pipe", os.O_WRONLY)
-            deadline = time.monotonic() + 250
-            seen, waits = "", f"read() of {tmp_path / 'pipe'}"
-            # It may still be in a call that it makes at its start.
-            while seen != waits and time.monotonic() < deadline:
-                seen = system_call(reader.pid)
-                if not os.access(f"/proc/{reader.pid}/mem", os.R_OK):
-                    break
-            if not os.access(f"/proc/{reader.pid}/mem", os.R_OK):
-                pytest.skip("this system does not let a user see the calls of processes")
-            os.close(writer)
-        finally:
-            reader.kill()
-    assert seen == waits
 
 
 DUMP = """\
@@ -217,42 +288,21 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
 
 
 def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
-    frames = frames_of_main_thread(DUMP)
-    assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
-    assert user_frame(frames, "/runs/of me") == UserFrame(Location("train.py", 3), "_find_and_load")
-    assert is_importing(frames)
-    assert not is_importing(frames[3:])
-    assert user_frame(frames[3:], "/runs") == UserFrame(Location("of me/train.py", 3), "")
-    assert user_frame(frames[4:], "/runs") is None
-    assert frames_of_main_thread("") == []
-
-
-@pytest.mark.skipif(py_spy_program() is None, reason="py-spy is not installed")
-@pytest.mark.skipif(
-    sys.platform != "linux"
-    or (os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0"),
-    reason="the system lets no process read another one",
-)
-@pytest.mark.parametrize("stopped", [False, True])
-def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
-    sleeper: subprocess.Popen[bytes], stopped: bool
-) -> None:
-    deadline = time.monotonic() + 250
-    # py-spy may miss frames of a process that was stopped in an import.
-    while "_find_and_load" in (stack := py_spy_stack(sleeper.pid)) or "<module> (<string>:1)" not in stack:
-        assert time.monotonic() < deadline, stack
-        time.sleep(0.1)
-    if stopped:
-        sleeper.send_signal(signal.SIGSTOP)
-        while state_of(sleeper.pid) != "stopped":
-            time.sleep(0.01)
-        stack = py_spy_stack(sleeper.pid, stopped=True)
-    assert "<module> (<string>:1)" in stack
+    run = LaunchedRun(1, "", "/runs/of me", 0.0)
+    assert user_frame_in(DUMP, run) == UserFrame(Location("train.py", 3), IMPORT)
+    computes = re.sub(r".*<frozen importlib.*\n", "", DUMP)
+    assert user_frame_in(computes, run) == UserFrame(Location("train.py", 3), "<module>")
+    lines = computes.splitlines(keepends=True)
+    assert user_frame_in("".join(lines[:4] + lines[5:]), run._replace(working_folder="/runs")) == UserFrame(
+        Location("of me/train.py", 3), ""
+    )
+    assert user_frame_in(computes.replace("/runs/of me/train.py", "<string>"), run) is None
+    assert user_frame_in("", run) is None
 
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     record, clock = StatusRecord(), 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr("accel_state.watch.record.monotonic", lambda: clock)
     assert record.pace() == (0.0, 0.0)
     for steps in (4, 6, 6, 8):
         record.steps = steps

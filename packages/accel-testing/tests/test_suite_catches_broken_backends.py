@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_state.errors import PluginError
 from accel_testing.backends import BackendSuite, Case, loss_of, make_optimizer
-from accel_testing.backends.suite import MicroBatches
+from accel_testing.backends.base import MicroBatches
 from accel_testing.processes import Processes, ProcessesFailed, run_command
 
 HERE = Path(__file__).parent

@@ -30,6 +30,7 @@ from accel_torch import (
     DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 
@@ -458,11 +459,26 @@ def test_a_second_accelerator_may_name_the_same_backend() -> None:
         Accelerator(cpu=True, backend="ddp")
 
 
+def test_a_second_accelerator_cannot_change_the_settings_of_the_precision() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
+    again = Accelerator(kwargs_handlers=[AutocastKwargs(cache_enabled=False), GradScalerKwargs(init_scale=2.0)])
+    assert again.session.strategy is first.session.strategy
+    with pytest.raises(Conflict, match="created with AutocastKwargs") as refusal:
+        Accelerator(kwargs_handlers=[AutocastKwargs(enabled=False)])
+    assert "first" in refusal.value.remedy
+
+
+def test_a_second_accelerator_may_give_settings_that_say_nothing_new() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    again = Accelerator(kwargs_handlers=[AutocastKwargs(), ProfileKwargs(record_shapes=True)])
+    assert again.session.strategy is first.session.strategy
+
+
 AFTER_THE_START = (
     *("accel_bigmodel", "accel_data.loader", "accel_ops", "accel_state.protocol", "accel_state.transport.control"),
     *("accel_plugins.checkpoint.save_policy", "accel_plugins.mesh", "accel_plugins.parameters", "accel_plugins.shards"),
     *("accel_plugins.precision.config", "accel_plugins.transforms", "accel_plugins.wrapped.optimizer"),
-    *("accel_state.choices", "accel_state.watch.calls", "accel_state.watch.seconds"),
+    *("accel_state.choices", "accel_state.watch.calls", "accel_state.watch.goodput"),
     *("accel_state.network", "accel_state.processors", "accel_state.transport.rendezvous", "accel_state.uncaught"),
     *("accel_torch.misuse", "accel_torch.prepare", "accel_torch.replicas", "accel_torch.saving", "accel_torch.step"),
 )

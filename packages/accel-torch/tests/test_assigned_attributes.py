@@ -200,3 +200,35 @@ def into_own_folder(folder: str) -> tuple[str, list[float]]:
 
 def test_where_processes_name_different_folders_that_of_the_main_process_counts(two: Processes, tmp_path: Any) -> None:
     assert two.run(into_own_folder, str(tmp_path)) == [(str(tmp_path / "0"), [0.0])] * 2
+
+
+def settings_of_two(first: Any, second: Any) -> str:
+    """The error of a second Accelerator in a run of DistributedDataParallel, or what its models are wrapped with."""
+    Accelerator(cpu=True, kwargs_handlers=first)
+    try:
+        accelerator = Accelerator(kwargs_handlers=second)
+    except Conflict as error:
+        return f"{error.failure} {error.remedy}"
+    wrapped: Any = accelerator.prepare_model(nn.Linear(1, 1))
+    return f"wrapped, searching: {wrapped.find_unused_parameters}"
+
+
+SEARCHING = DistributedDataParallelKwargs(find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([SEARCHING], [SEARCHING], "wrapped, searching: True"),
+        ([SEARCHING], [], "wrapped, searching: True"),
+        ([], [DistributedDataParallelKwargs()], "wrapped, searching: False"),
+        ([], [SEARCHING], "only to the first one"),
+        ([SEARCHING], [DistributedDataParallelKwargs()], "only to the first one"),
+    ],
+)
+def test_settings_of_the_backend_act_or_are_refused_in_a_second_accelerator(
+    first: Any, second: Any, expected: str
+) -> None:
+    with Processes(2) as group:
+        answers = group.run(settings_of_two, first, second)
+    assert all(expected in answer for answer in answers), answers

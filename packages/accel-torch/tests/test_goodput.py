@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_state.errors import SettingError
 from accel_state.watch.goodput import GoodputSummary, read_goodput
+from accel_state.watch.record import EVALUATION, STATUS_RECORD, STEP
 from accel_testing.preloaded import PreloadedPython
 from accel_testing.processes import Finished, run_command
 from accel_torch import Accelerator
@@ -226,6 +228,86 @@ def test_goodput_that_a_later_accelerator_records_has_the_time_before(fresh_stat
     assert not (tmp_path / "goodput").exists()
     Accelerator(cpu=True, goodput=True, project_dir=tmp_path)
     assert read_goodput(tmp_path).ranks[0].starts == 1
+
+
+class Loops:
+    """Two models, two loaders and an Accelerator that records its time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.accelerator = Accelerator(cpu=True, goodput=True, project_dir=folder)
+        self.first, self.second = (torch.nn.Linear(2, 1) for _ in range(2))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (self.first, self.second)]
+        samples: Any = torch.zeros(12, 2)
+        loaders = [torch.utils.data.DataLoader(samples, batch_size=2) for _ in range(2)]
+        prepared: Any = self.accelerator.prepare(self.first, self.second, *optimizers, *loaders)
+        self.first, self.second, self.one, self.other, self.loader, self.more = prepared
+
+    def step(self, model: Any, optimizer: Any, batch: Any) -> None:
+        self.accelerator.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def alternating(self) -> None:
+        """Two models that are trained with every second batch, as those of a GAN."""
+        for number, batch in enumerate(self.loader):
+            self.step(*((self.first, self.one) if number % 2 else (self.second, self.other)), batch)
+
+    def critic(self) -> None:
+        """A second model that is trained in a loop of its own, inside of the loop of the first."""
+        for batch in self.loader:
+            for inner in self.more:
+                self.step(self.second, self.other, inner)
+            self.step(self.first, self.one, batch)
+
+    def teacher(self) -> None:
+        """A second model without gradients, whose outputs the step needs."""
+        self.second.eval().requires_grad_(False)
+        for batch in self.loader:
+            with torch.no_grad():
+                sum(self.second(inner).sum() for inner in self.more)
+            self.step(self.first, self.one, batch)
+
+    def pairs(self) -> None:
+        """Two loaders that are read together."""
+        for batch, inner in zip(self.loader, self.more, strict=True):
+            with torch.no_grad():
+                self.second(inner)
+            self.step(self.first, self.one, batch)
+
+    def evaluation_after_the_step(self) -> None:
+        """An evaluation that does not set the mode of the model."""
+        for batch in self.loader:
+            self.step(self.first, self.one, batch)
+            with torch.no_grad():
+                sum(self.first(inner).sum() for inner in self.more)
+
+    def evaluation_before_the_step(self) -> None:
+        """An evaluation of both models."""
+        for batch in self.loader:
+            for model in (self.first, self.second):
+                model.eval()
+            with torch.no_grad():
+                sum(self.first(inner).sum() for inner in self.more)
+            for model in (self.first, self.second):
+                model.train()
+            self.step(self.first, self.one, batch)
+
+
+@pytest.mark.parametrize("name", ["alternating", "critic", "teacher", "pairs"])
+def test_a_second_model_trains(fresh_state: Any, tmp_path: Path, name: str) -> None:
+    getattr(Loops(tmp_path), name)()
+    spent = STATUS_RECORD.seconds
+    assert spent[EVALUATION] == 0.0
+    assert spent[STEP] > spent[EVALUATION]
+
+
+@pytest.mark.parametrize("name", ["evaluation_after_the_step", "evaluation_before_the_step"])
+def test_a_loop_without_a_step_evaluates(fresh_state: Any, tmp_path: Path, name: str) -> None:
+    loops = Loops(tmp_path)
+    getattr(loops, name)()
+    spent = STATUS_RECORD.seconds
+    assert spent[EVALUATION] > 0.0
+    assert spent[STEP] > 0.0
 
 
 def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:

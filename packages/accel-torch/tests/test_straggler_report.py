@@ -14,13 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_ops import gather
 from accel_ops.checked_call import recent_calls
-from accel_state.watch.record import CATEGORIES
+from accel_state.watch.record import CATEGORIES, DATA, STATUS_RECORD
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 from accel_torch import Accelerator, DataLoaderConfiguration, GeneralTracker
-from accel_torch.hooks import PROCESS_HOOKS
 from accel_torch.straggler import SHARES, shares, table
-from accel_torch.time_recorder import TimeRecorder
 
 
 class Kept(GeneralTracker):
@@ -140,8 +138,7 @@ def read(timed: bool, dispatch: bool) -> list[Any]:
     skipping = accelerator.skip_first_batches(loader, 1)
     batches = [batch.tolist() for source in (loader, skipping, loader) for batch in source]
     if timed:
-        (recorder,) = (hook for hook in PROCESS_HOOKS if isinstance(hook, TimeRecorder))
-        assert recorder.account.seconds[CATEGORIES.index("waiting for data")] > 0
+        assert STATUS_RECORD.seconds[DATA] > 0
     return [*batches, len(loader), loader.end_of_dataloader]
 
 

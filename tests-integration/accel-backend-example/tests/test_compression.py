@@ -14,7 +14,9 @@ from accel_backend_example import ExampleConfig
 from accel_backend_example.manifest import MANIFEST
 from accel_plugins.checkpoint import pickled
 from accel_state.errors import CheckpointError, SettingError
-from accel_testing.backends import Case, tasks
+from accel_testing.backends import Case
+from accel_testing.backends.checkpoints import Around, save_and_resume
+from accel_testing.backends.gradients import overflow
 from accel_testing.processes import Processes
 
 
@@ -93,9 +95,9 @@ def test_small_gradients_arrive_late_with_feedback_and_never_without(two: Proces
     assert late[1] < 0
 
 
-@pytest.mark.parametrize("transforms", [(), (tasks.Around(),)], ids=["bare", "behind a layer"])
+@pytest.mark.parametrize("transforms", [(), (Around(),)], ids=["bare", "behind a layer"])
 def test_what_is_late_survives_a_checkpoint(two: Processes, tmp_path: Path, transforms: Any) -> None:
-    for answer in two.run(tasks.save_and_resume, case(0.2, transforms=transforms), str(tmp_path)):
+    for answer in two.run(save_and_resume, case(0.2, transforms=transforms), str(tmp_path)):
         assert answer["resumed"] == answer["expected"]
         assert answer["same_weights"]
     kept = [pickled.read(path)["unsent"] for path in tmp_path.glob("extra_state_*.pkl")]
@@ -111,7 +113,7 @@ def load_from(folder: str) -> str:
 
 
 def test_a_checkpoint_of_fewer_processes_is_refused(two: Processes, tmp_path: Path) -> None:
-    two.run(tasks.save_and_resume, case(0.2), str(tmp_path))
+    two.run(save_and_resume, case(0.2), str(tmp_path))
     (tmp_path / "extra_state_1.pkl").unlink()
     first, second = two.run(load_from, str(tmp_path))
     assert first == "nothing was raised"
@@ -119,5 +121,5 @@ def test_a_checkpoint_of_fewer_processes_is_refused(two: Processes, tmp_path: Pa
 
 
 def test_an_overflow_spreads_and_is_not_kept(two: Processes) -> None:
-    for answer in two.run(tasks.overflow, case(0.2, precision="fp16")):
+    for answer in two.run(overflow, case(0.2, precision="fp16")):
         assert answer == {"stepped": [False, True], "unchanged": True}

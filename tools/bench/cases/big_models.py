@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,9 +25,7 @@ LOADS: Final = (
     "is the increase over the memory before the load."
 )
 COLD: Final = (
-    'Loads from the disk: wall time of a load of 2 GB after posix_fadvise removed the files from the page cache; "raw" '
-    "reads the same bytes with preadv in as many threads, 4 MiB at a time: into existing memory, or, for the load as "
-    "bf16, into 1 GB of new memory, where each read overwrites half of the one before."
+    "Loads from the disk: wall time of a load of 2 GB after posix_fadvise removed the files from the page cache."
 )
 MAPS: Final = "Device maps: CPU time of a call for 200 blocks of 20 modules on the meta device."
 LARGE: Final = (
@@ -217,35 +214,6 @@ def cold_load(how: str, scope: Scope) -> Call:
     return run
 
 
-def cold_read(how: str, scope: Scope) -> Call:
-    """The same bytes read by as many threads, 4 MiB at a time, into as much memory, old or new, as the load fills."""
-    import torch
-
-    folder, piece = checkpoint(scope), 1 << 22
-    step = piece if how == "in place" else piece // 2
-    files = sorted(Path(folder).glob("*.safetensors"))
-    starts = [(file, begin) for file in files for begin in range(0, file.stat().st_size, piece)]
-    size = len(starts) * step + piece
-    memories: list[Any] = [torch.ones(size, dtype=torch.uint8).numpy()] if how == "in place" else []
-
-    def read(number: int) -> None:
-        file, begin = starts[number]
-        with open(file, "rb", buffering=0) as opened:
-            os.preadv(opened.fileno(), [memories[0][number * step : number * step + piece]], begin)
-
-    def run() -> None:
-        with paused():
-            if how == "as bf16":
-                memories.clear()
-            take_out_of_cache(folder)
-        if not memories:
-            memories.append(torch.empty(size, dtype=torch.uint8).numpy())
-        with ThreadPoolExecutor(min(8, max(4, os.cpu_count() or 1))) as pool:
-            list(pool.map(read, range(len(starts))))
-
-    return run
-
-
 def loads(name: str, how: str, seconds: float, memory: float | None) -> tuple[Case, Case]:
     """What one way to load takes, and what it holds."""
     side = partial(load, how)
@@ -356,12 +324,12 @@ CASES: Final = (
     *loads("load 2 GB and copy each weight", "copied", 0.7, None),
     *loads("load 2 GB as bf16", "as bf16", 0.7, 1.0),
     *(
-        Case(GROUP, name, "wall s", "ours/raw", 1.15, work, COLD)
+        Case(GROUP, name, "wall s", "ours/peer", 1.0, work, COLD)
         for name, how in (
             ("load 2 GB from the disk, not in the page cache, into the memory of a model", "in place"),
             ("load 2 GB from the disk, not in the page cache, as bf16", "as bf16"),
         )
-        for work in [Work(partial(cold_load, how), raw=partial(cold_read, how), alone=True)]
+        for work in [Work(partial(cold_load, how), partial(cold_load, how))]
     ),
     *(
         beside_original(f"{name}, 200 blocks", "CPU ms", limit, partial(mapped, function, kept), MAPS)

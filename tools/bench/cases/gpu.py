@@ -31,9 +31,13 @@ OFFLOADED: Final = (
     "A forward pass of a model of 2 GB whose weights are in memory of the host; "
     '"raw" copies the same bytes from pinned memory to the device, which is what the bus allows.'
 )
+FROM_DISK: Final = (
+    'A forward pass of a model of 2 GB whose weights are in files in the page cache; "raw" reads the bytes of '
+    "such files."
+)
 LOADING: Final = (
     'A model of 8 GB from a safetensors file into memory of the device, the file in the page cache; "raw" reads the '
-    "bytes of the file."
+    "bytes of the file, or loads it with the function of safetensors."
 )
 SNAPSHOT: Final = (
     "A step of GPT-2 with 124 million parameters and a checkpoint saved behind it, until the next step is done; "
@@ -210,24 +214,39 @@ def prepared_steps(scope: Scope) -> Call:
 
 
 # ---------------------------------------------------------------- weights
-def blocks(size: int, device: str) -> Any:
+class Offloaded(NamedTuple):
+    """A model that is offloaded: square layers with sides of `scale` times the usual one, and where they are kept."""
+
+    scale: float = 1.0
+    dtype: str = "float32"
+    on_disk: bool = False
+
+    @property
+    def side(self) -> int:
+        """The side of a layer."""
+        return int(self.scale * sizes().side)
+
+
+def blocks(size: int, device: str, side: int | None = None, dtype: str = "float32") -> Any:
     """A model of square layers with so many bytes."""
     import torch
 
-    side = sizes().side
+    side = side or sizes().side
+    kind: torch.dtype = getattr(torch, dtype)
     with torch.device(device):
-        return torch.nn.Sequential(
-            *(torch.nn.Linear(side, side, bias=False) for _ in range(max(1, size // (4 * side * side))))
-        ).eval()
+        layers = (torch.nn.Linear(side, side, bias=False, dtype=kind) for _ in count())
+        number = max(1, size // (kind.itemsize * side * side))
+        return torch.nn.Sequential(*(next(layers) for _ in range(number))).eval()
 
 
-def bus(scope: Scope) -> Call:
+def bus(offloaded: Offloaded, scope: Scope) -> Call:
     """Copies the bytes of the offloaded model from pinned memory to the device."""
     import torch
 
-    size = sizes()
-    held = [torch.empty(size.side, size.side, pin_memory=size.device == "cuda") for _ in range(4)]
-    number = len(blocks(size.offloaded, "meta"))
+    size, side = sizes(), offloaded.side
+    pins, dtype = size.device == "cuda", getattr(torch, offloaded.dtype)
+    held = [torch.empty(side, side, dtype=dtype, pin_memory=pins) for _ in range(4)]
+    number = len(blocks(size.offloaded, "meta", side, offloaded.dtype))
 
     def copy() -> None:
         for index in range(number):
@@ -236,14 +255,18 @@ def bus(scope: Scope) -> Call:
     return copy
 
 
-def offloaded_forward(scope: Scope) -> Call:
+def offloaded_forward(offloaded: Offloaded, scope: Scope) -> Call:
     """A forward pass of the offloaded model."""
     import torch
 
     size = sizes()
-    model = blocks(size.offloaded, "cpu")
-    scope.library("accel_bigmodel", "accelerate").cpu_offload(model, torch.device(size.device))
-    inputs = torch.ones(4, size.side, device=size.device)
+    model = blocks(size.offloaded, "cpu", offloaded.side, offloaded.dtype)
+    library = scope.library("accel_bigmodel", "accelerate")
+    if offloaded.on_disk:
+        library.disk_offload(model, scope.folder / "offloaded", torch.device(size.device))
+    else:
+        library.cpu_offload(model, torch.device(size.device))
+    inputs = torch.ones(4, offloaded.side, dtype=getattr(torch, offloaded.dtype), device=size.device)
 
     def forward() -> None:
         with torch.no_grad():
@@ -263,6 +286,33 @@ def weights_file(scope: Scope) -> Path:
         state = blocks(sizes().loaded, "meta").state_dict()
         save_file({name: torch.ones(tensor.shape) for name, tensor in state.items()}, path, {"format": "pt"})
     return path
+
+
+def reads_of_offloaded(offloaded: Offloaded, scope: Scope) -> Call:
+    """Reads the bytes of the offloaded model from files in the page cache into memory that is used again."""
+    folder = scope.folder / "read"
+    folder.mkdir()
+    weights = blocks(sizes().offloaded, "cpu", offloaded.side, offloaded.dtype).state_dict()
+    files = [folder / name for name in weights]
+    for file, weight in zip(files, weights.values(), strict=True):
+        file.write_bytes(weight.numpy().tobytes())
+    buffer = bytearray(2**26)
+
+    def read() -> None:
+        for file in files:
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+    return read
+
+
+def load_file(scope: Scope) -> Call:
+    """Loads the weights onto the device with the function of safetensors."""
+    from safetensors.torch import load_file as load_weights
+
+    path, size = weights_file(scope), sizes()
+    return lambda: load_weights(path, device=f"{size.device}:0" if size.device == "cuda" else "cpu")
 
 
 def raw_reads(scope: Scope) -> Call:
@@ -332,7 +382,20 @@ def _cases() -> tuple[Case, ...]:
     training = Work(prepared_training, prepared_training, plain_training, alone=True)
     beside_fabric = Work(prepared_training, fabric_training, alone=True)
     overhead = Work(prepared_steps, prepared_steps, plain_steps, alone=True)
-    offloaded = Work(offloaded_forward, offloaded_forward, bus, alone=True)
+    kinds = {
+        "2 GB": Offloaded(),
+        "2 GB in layers of 1 MiB": Offloaded(1 / 8),
+        "2 GB in layers of 16 MiB": Offloaded(1 / 2),
+        "2 GB in layers of 1 GiB": Offloaded(4),
+        "2 GB in bf16": Offloaded(dtype="bfloat16"),
+    }
+    offloaded = {
+        name: Work(partial(offloaded_forward, kind), partial(offloaded_forward, kind), partial(bus, kind), alone=True)
+        for name, kind in kinds.items()
+    }
+    disk = Offloaded(on_disk=True)
+    from_disk = Work(partial(offloaded_forward, disk), raw=partial(reads_of_offloaded, disk), alone=True)
+    beside_safetensors = Work(loading, raw=load_file, alone=True)
     loaded = Work(loading, loading, raw_reads, alone=True)
     saved = Work(saved_behind, None, trained_alone, alone=True)
     step, model = "GPU ms per step of 8,192 tokens", "GPT-2 124M, bf16"
@@ -351,21 +414,33 @@ def _cases() -> tuple[Case, ...]:
             method=OVERHEAD,
             per=STEPS,
         ),
-        gpu(
-            name="offloaded forward of 2 GB",
-            unit="GPU s",
-            figure="ours/raw",
-            limit=1.3,
-            work=offloaded,
-            method=OFFLOADED,
+        *(
+            gpu(
+                name=f"offloaded forward of {name}",
+                unit="GPU s",
+                figure=figure,
+                limit=limit,
+                work=work,
+                method=OFFLOADED,
+            )
+            for name, work in offloaded.items()
+            for figure, limit in (("ours/raw", 1.3), ("ours/peer", 1.0))
         ),
         gpu(
-            name="offloaded forward of 2 GB",
+            name="forward of 2 GB offloaded to the disk",
             unit="GPU s",
-            figure="ours/peer",
-            limit=1.0,
-            work=offloaded,
-            method=OFFLOADED,
+            figure="ours/raw",
+            limit=1.2,
+            work=from_disk,
+            method=FROM_DISK,
+        ),
+        gpu(
+            name="8 GB of weights to the device, beside safetensors",
+            unit="GPU s",
+            figure="ours/raw",
+            limit=1.2,
+            work=beside_safetensors,
+            method=LOADING,
         ),
         gpu(
             name="8 GB of weights to the device",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, matching_entries, resolve_device, warn_of_unknown_names
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module
-from accel_bigmodel.offload import PrefixedDataset
+from accel_bigmodel.offload import OffloadedWeightsLoader, PrefixedDataset, place_in_memory
 from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placeholder import Placeholder, refuse_weights_without_data
 from accel_bigmodel.prefetch import Block, BlockReader
@@ -196,7 +196,7 @@ class AlignDevicesHook(ModelHook):
             else:
                 set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             self._offloaded.append(_OffloadedTensor(tensors, leaf, name, tensors[leaf]))
-        self.weights_map = weights if self.weights_map is None else self.weights_map
+        self.weights_map = OffloadedWeightsLoader(weights) if self.weights_map is None else self.weights_map
         for device in {*self.original_devices.values()} - _WITHOUT_CACHE:
             family_of(device).empty_cache()
 
@@ -311,7 +311,7 @@ class AlignDevicesHook(ModelHook):
             for tensor in self._offloaded:
                 tensor.owner[tensor.leaf] = tensor.placeholder
             loaded, self._loaded = self._loaded, {}
-            self.reader.release(loaded)
+            self.reader.release(self._block, loaded)
 
     def _plan(self) -> dict[str, Tensor]:
         """The weights that are used in place; the others become the block that the reader reads each time."""
@@ -331,7 +331,8 @@ class AlignDevicesHook(ModelHook):
                 size += weight.numel() * tensor.placeholder.element_size()
         if to_read and self.execution_device is not None:
             dtypes = {tensor.name: tensor.placeholder.dtype for tensor in self._offloaded if tensor.name in to_read}
-            self._block = Block(to_read, dtypes, self.execution_device, size)
+            in_memory = {name: place for name in to_read if (place := place_in_memory(weights, name)) is not None}
+            self._block = Block(to_read, dtypes, self.execution_device, size, in_memory)
         return in_place
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

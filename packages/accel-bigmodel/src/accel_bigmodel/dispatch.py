@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +18,22 @@ from accel_bigmodel.align import (
     has_offloaded_params,
     refuse_second_offload,
 )
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_same, check_room, resolve_device
+from accel_bigmodel.device_map import (
+    DISK,
+    HOST,
+    Device,
+    DeviceMap,
+    check_device_same,
+    device_of_name,
+    is_offloaded,
+    main_device_of,
+    resolve_device,
+)
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
 from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
-from accel_bigmodel.placement import HOST, OFFLOADED
+from accel_bigmodel.placement import check_room
 from accel_bigmodel.prefetch import BlockReader
-from accel_bigmodel.tied import device_of_name, preserved_ties, retie_parameters
+from accel_bigmodel.tied import preserved_ties, retie_parameters
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
@@ -39,13 +49,11 @@ __all__ = (
     "disk_offload",
     "dispatch_layout",
     "dispatch_model",
-    "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
+    "own_state",
 )
 
 M = TypeVar("M", bound=nn.Module)
-
-DISK = "disk"
 
 
 def dispatch_model(
@@ -182,15 +190,6 @@ def _moved(model: nn.Module, device_map: DeviceMap, own_host: bool) -> dict[torc
         if len(coming) == len(targets):
             moved[tensor.device] = moved.get(tensor.device, 0) - tensor.nbytes
     return moved
-
-
-def main_device_of(device_map: DeviceMap) -> Device:
-    return next((device for device in device_map.values() if str(device) not in OFFLOADED), HOST)
-
-
-def is_offloaded(device: Device, main: Device) -> bool:
-    """Whether weights on `device` are offloaded from the main device, where they are used."""
-    return str(device) == DISK or (str(device) == HOST and str(main) != HOST)
 
 
 def _offloaded_weights(
@@ -392,31 +391,11 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         if has_offloaded_params(module):
             prefix = f"{name}." if name else ""
             with align_module_device(module, "cpu"):
-                state_dict.update(_own(module, prefix, state_dict))
+                state_dict.update(own_state(module, prefix, state_dict))
     return state_dict
 
 
-def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: MutableMapping[str, Any],
-    device_to_put_offload: Device = "cpu",
-) -> MutableMapping[str, Any]:
-    """Put the offloaded weights of one module into a state dict.
-
-    Args:
-        module_name: full name of one of its weights, such as "blocks.0.weight".
-        state_dict: changed and returned.
-        device_to_put_offload: device of the added weights.
-    """
-    if has_offloaded_params(module):
-        prefix = module_name[: module_name.rfind(".") + 1]
-        with align_module_device(module, device_to_put_offload):
-            state_dict.update(_own(module, prefix, None))
-    return state_dict
-
-
-def _own(module: nn.Module, prefix: str, wanted: MutableMapping[str, Any] | None) -> dict[str, Any]:
+def own_state(module: nn.Module, prefix: str, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state of a module that is in memory, by full name; only of `wanted` if given."""
     own = {prefix + name: value for name, value in module.state_dict().items()}
     at_hand = {name: value for name, value in own.items() if not getattr(value, "is_meta", False)}

@@ -1,4 +1,4 @@
-"""Finds checkpoints and models by their identifier on the Hugging Face Hub."""
+"""Finds checkpoints by their identifier on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from accel_state.errors import SettingError
 from accel_state.settings.installed import Requirement
 
-__all__ = ("fetch_model_info", "local_checkpoint")
+__all__ = ("local_checkpoint",)
 
 _HUB = Requirement("huggingface_hub", distribution="huggingface-hub")
 _IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
@@ -47,22 +47,3 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
             "Check the name and the network connection.",
         ) from error
     return folder
-
-
-def fetch_model_info(repo: str, token: str | None = None) -> Any:
-    """Fetch the Hub's information on a model; "gated" if it needs an access token, "repo" if it does not exist.
-
-    Raises:
-        Missing: huggingface_hub is not installed.
-    """
-    _HUB.demand(f"Cannot fetch the description of {repo!r} from the Hub.")
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    ask: Any = huggingface_hub.model_info
-    try:
-        return ask(repo, token=token)
-    except errors.GatedRepoError:
-        return "gated"
-    except errors.RepositoryNotFoundError:
-        return "repo"

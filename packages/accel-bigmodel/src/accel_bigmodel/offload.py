@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,6 @@ __all__ = (
     "INDEX_NAME",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
-    "extract_submodules_state_dict",
     "load_offloaded_weight",
     "offload_state_dict",
     "offload_weight",
@@ -201,7 +200,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 "Neither state_dict, save_folder nor index is given.",
                 "Pass at least one of them.",
             )
-        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        # A copy of the dictionary: pinned memory may replace its weights.
+        self.state_dict: Mapping[str, Tensor] = dict(state_dict) if type(state_dict) is dict else state_dict or {}
         self.save_folder = save_folder
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
@@ -251,7 +251,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
             self._files[place] = WeightFile(Path(place))
-        return self._files[place].get(str(entry.get("weight_name", key)))
+        weight: Tensor = self._files[place].get(str(entry.get("weight_name", key)))
+        return weight
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -271,25 +272,12 @@ class PrefixedDataset(Mapping[str, Any]):
         return len(self.dataset)
 
 
-def extract_submodules_state_dict(
-    state_dict: Mapping[str, Tensor], submodule_names: Sequence[str]
-) -> dict[str, Tensor]:
-    """The part of a state dict for some modules or tensors.
-
-    Args:
-        state_dict: weights by name.
-        submodule_names: names of modules, with everything in them, and of weights; "" is the whole model.
-    """
-    wanted = set(submodule_names)
-    return {
-        name: weight for name, weight in state_dict.items() if "" in wanted or any(p in wanted for p in _above(name))
-    }
-
-
-def _above(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+def place_in_memory(weights: Mapping[str, Any], name: str) -> tuple[dict[str, Tensor], str] | None:
+    """The dictionary and key of a weight that stays in host memory, if the dictionary belongs to the loader."""
+    if isinstance(weights, PrefixedDataset):
+        return place_in_memory(weights.dataset, f"{weights.prefix}{name}")
+    own = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else None
+    return (own, name) if type(own) is dict and name in own else None
 
 
 INDEX_NAME: Final = "index.json"

@@ -38,7 +38,8 @@ class Placeholder(Tensor):
     def of(tensor: Tensor, name: str) -> Placeholder:
         """The placeholder of a weight: same shape, dtype and `requires_grad`."""
         with torch._C.DisableTorchFunctionSubclass():
-            data = torch.empty_like(tensor, device="meta")
+            # `empty_like` of a meta tensor runs Python, which imports hundreds of modules at its first call.
+            data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             return _made(data, name, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
     @classmethod

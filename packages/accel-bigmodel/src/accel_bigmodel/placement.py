@@ -1,41 +1,280 @@
-"""Packs a model onto devices: the budget of each device in bytes, and the device of each piece, with the reason."""
+"""Creates device maps: packs a model onto devices within their budgets, and reports the reason of each placement."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from accel_bigmodel.device_map import (
+    DISK,
+    HOST,
+    OFFLOADED,
+    DeviceMap,
+    check_device_same,
+    clean_device_map,
+    prefixes_of_names,
+    resolve_device,
+)
+from accel_bigmodel.pieces import Piece, pieces_of
 from accel_bigmodel.sizes import Dtype, byte_counter, convert_bytes, convert_file_size_to_int, measure
 from accel_state.devices.select import best_family, family_of
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
+from accel_state.library import stack_level
 from accel_state.settings.integers import as_int
 
 __all__ = (
-    "HOST",
-    "OFFLOADED",
+    "DeviceMapReport",
     "DevicePacking",
     "MaxMemory",
     "Misfit",
-    "Piece",
     "Placement",
-    "fallback_allocate",
+    "check_room",
+    "device_map_by_policy",
+    "explain_device_map",
     "get_balanced_memory",
     "get_max_memory",
-    "get_module_size_with_ties",
-    "pieces_of",
+    "infer_auto_device_map",
 )
+
+_log: Final = logging.getLogger(__name__)
+_POLICIES: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+_BAR_WIDTH: Final = 40
 
 MaxMemory: TypeAlias = "Mapping[int | str, float | str]"
 """Device (index of an accelerator, "cpu", "disk") to bytes, or text such as "10GB"."""
 
-HOST = "cpu"
-OFFLOADED = (HOST, "disk")
-"""Devices of a device map that are not accelerators, in the order in which they fill up."""
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, int | str]:
+    """Create a device map that fills the accelerators first, then the CPU, then the disk, within the budgets.
+
+    The model may be on the meta device. `explain_device_map` takes the same arguments and shows the reasons.
+
+    Args:
+        max_memory: bytes, or text such as "10GB", by device; if None, the free memory.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: count floating-point weights in this dtype.
+        special_dtypes: dtypes of single weights, by full name.
+        verbose: print the report.
+        clean_result: write one entry for a module whose parts share a device.
+        offload_buffers: offload buffers of offloaded modules too; otherwise log a warning if no accelerator has room
+            for them.
+        fallback_allocation: if the first accelerator or the CPU would stay empty, place the first later module there
+            that fits.
+
+    Raises:
+        SettingError: the budget limits the disk too, and the model does not fit.
+
+    Example:
+        >>> infer_auto_device_map(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {0: 600, "cpu": 5000})
+        {'0': 0, '1': 'cpu'}
+    """
+    report = explain_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation
+    )
+    if verbose:
+        print(report)  # noqa: T201 - what verbose=True asks for
+    return report.device_map if clean_result else report.blocks
+
+
+def device_map_by_policy(
+    model: nn.Module,
+    device_map: str | DeviceMap | None,
+    max_memory: MaxMemory | None,
+    no_split_module_classes: Sequence[str] | None,
+    dtype: Dtype | None,
+    offload_buffers: bool,
+    special_dtypes: Mapping[str, Any] | None = None,
+) -> DeviceMap | None:
+    """The device map that a policy creates, or the given one."""
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in _POLICIES:
+        raise SettingError(
+            f"Cannot create a device map with the policy {device_map!r}.",
+            f"The policies are {', '.join(_POLICIES)}.",
+            "Use one of them, or pass a mapping.",
+        )
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
+    )
+
+
+def explain_device_map(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> DeviceMapReport:
+    """Report how `infer_auto_device_map` places a model with the same arguments; print the report.
+
+    Args:
+        model: the model, which may be on the meta device.
+        max_memory: bytes, or text such as "10GB", by device; if None, the free memory.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: count floating-point weights in this dtype.
+        special_dtypes: dtypes of single weights, by full name.
+        offload_buffers: buffers of offloaded modules are offloaded too.
+        fallback_allocation: if the first accelerator or the CPU would stay empty, place the first later module there
+            that fits.
+
+    Raises:
+        SettingError: the budget limits the disk too, and the model does not fit.
+
+    Example:
+        print(explain_device_map(model, max_memory={0: "2GB", "cpu": "16GB"}))
+    """
+    classes = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
+    budget = get_max_memory(max_memory)
+    pieces = pieces_of(model, classes, dtype, special_dtypes)
+    packing = DevicePacking(pieces, budget, fallback_allocation)
+    packing.run()
+    if packing.misfit is not None:
+        raise _too_large(packing, packing.misfit)
+    missing = 0 if offload_buffers else _missing_for_buffers(packing)
+    if missing:
+        warnings.warn(
+            f"Offloaded layers have {missing} bytes of buffers, which stay on an accelerator; none has room for them. "
+            "Pass offload_buffers=True to offload them too, or raise a budget.",
+            UserWarning,
+            stacklevel=stack_level(),
+        )
+    blocks = _blocks(packing)
+    return DeviceMapReport(
+        clean_device_map(blocks), blocks, tuple(packing.placements), dict(budget), dict(packing.used)
+    )
+
+
+def _blocks(packing: DevicePacking) -> dict[str, Any]:
+    """Devices by the highest names that were not split: everything below is on the device that was being filled."""
+    found = {name: placement for placement in packing.placements for name in placement.piece.names}
+    placed = {name: found[name] for piece in packing.pieces for name in piece.names}
+    reached: dict[str, Any] = {}
+    split = {""}
+    prefixes_of = prefixes_of_names()
+    checked = None
+    for name, placement in placed.items():
+        device, module = placement.device, name.rpartition(".")[0]
+        # Layers of one module often follow each other on one device.
+        for prefix in prefixes_of[name] if checked != (module, device) else (name,):
+            if device != reached.setdefault(prefix, placement.reached):
+                split.add(prefix)
+        checked = module, device
+    blocks: dict[str, Any] = {}
+    for name, placement in placed.items():
+        for prefix in prefixes_of[name]:
+            if prefix not in split:
+                blocks[prefix] = placement.device
+                break
+        else:
+            blocks[name] = placement.device
+    return blocks
+
+
+def _too_large(packing: DevicePacking, misfit: Misfit) -> SettingError:
+    """The error for a model that does not fit the budget, with the nearest device map."""
+    last = list(packing.used)[-1]
+    left = ", ".join(f"{device}: {free}" for device, free in misfit.left.items())
+    return SettingError(
+        f"Cannot place the model under the budget {dict(packing.budget)}: {packing.missing} bytes are missing.",
+        f"{misfit.piece.names[0]!r} takes {misfit.piece.size} bytes, and no device has enough memory (left: {left}).",
+        f"Raise the budget of {last!r} to {packing.used[last]} bytes. The nearest device map that fits is then "
+        f"{_nearest(packing)}. Without 'disk' in the budget, the disk has no limit.",
+    )
+
+
+def _nearest(packing: DevicePacking) -> str:
+    """The device map of a packing as text."""
+    nearest = clean_device_map(_blocks(packing))
+    shown = ", ".join(f"{name!r}: {device!r}" for name, device in list(nearest.items())[:10])
+    more = f", and {len(nearest) - 10} more" if len(nearest) > 10 else ""
+    return f"{{{shown}{more}}}"
+
+
+def check_room(
+    model: nn.Module, device_map: DeviceMap, needed: Mapping[torch.device, int], dtype: Dtype | None = None
+) -> None:
+    """Check that each device has enough memory for its weights in a device map.
+
+    For an accelerator the free memory counts, for the host the total memory. A device that does not report its memory
+    is not checked.
+
+    Args:
+        needed: additional bytes that the weights need on each device.
+        dtype: dtype of floating-point weights; if None, that of the model.
+
+    Raises:
+        SettingError: a device has too little memory; the message states the missing bytes and the nearest map that
+            fits.
+    """
+    rooms = {device: room for device in needed if (room := _room_of(device, needed[device])) is not None}
+    missing = {device: needed[device] - room for device, room in rooms.items() if needed[device] > room}
+    if not missing:
+        return
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    budget: dict[Any, int] = {}
+    for entry in device_map.values():
+        if str(entry) not in OFFLOADED and (device := resolve_device(entry)) in rooms:
+            held = sum(tensor.nbytes for tensor in tensors if check_device_same(tensor.device, device))
+            budget.setdefault(entry, rooms[device] + held)
+    packing = DevicePacking(
+        pieces_of(model, getattr(model, "_no_split_modules", None), dtype),
+        {**budget, HOST: family_of(HOST).free_memory()},
+    )
+    packing.run()
+    wanted = ", ".join(f"{needed[device]} on {device} ({rooms[device]} are free)" for device in missing)
+    raise SettingError(
+        f"Cannot place {type(model).__name__} by its device map: "
+        f"{', '.join(f'{size} bytes are missing on {device}' for device, size in missing.items())}.",
+        f"The weights that the map places there take {wanted}.",
+        f"Free memory, or use the nearest device map that fits: {_nearest(packing)}. Its parts for 'disk', if it has "
+        "any, need a folder.",
+    )
+
+
+def _room_of(device: torch.device, size: int) -> int | None:
+    """Bytes that a device has for `size` bytes; None if it does not report its memory."""
+    family = family_of(device)
+    try:
+        if family is family_of(HOST):
+            return family.total_memory()
+        room = family.free_memory(device.index)
+        if room < size:
+            # Memory in the cache of torch's allocator counts as free.
+            family.empty_cache()
+            room = family.free_memory(device.index)
+        return room
+    except NotOffered:
+        return None
+
+
+def _missing_for_buffers(packing: DevicePacking) -> int:
+    """Bytes of the buffers of offloaded modules, which stay on an accelerator, if none has room for them; else 0."""
+    offloaded = [p.piece for p in packing.placements if p.device in OFFLOADED]
+    buffers = sum(piece.buffers for piece in offloaded)
+    rooms = [packing.left[device] for device in packing.left if device not in OFFLOADED]
+    return buffers if rooms and buffers > max(rooms) else 0
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
@@ -112,35 +351,6 @@ def get_balanced_memory(
     return budget
 
 
-DISK = "disk"
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Piece:
-    """A unit on one device: a layer, an unsplit block or a single tensor, with everything that shares its weights.
-
-    Args:
-        names: names of the modules and tensors, in the order of the model.
-        sizes: bytes of each one separately.
-        size: bytes of all, shared weights counted once.
-        buffers: bytes of the buffers among them.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    size: int
-    buffers: int
-
-    @property
-    def largest(self) -> tuple[int, str]:
-        """Bytes and name of its largest layer."""
-        if len(self.names) == 1:
-            return self.sizes[0], self.names[0]
-        return max(zip(self.sizes, self.names, strict=True), key=lambda pair: pair[0])
-
-
 class Placement(NamedTuple):
     """The device of a piece, and the reason.
 
@@ -157,113 +367,11 @@ class Placement(NamedTuple):
     reached: int | str
 
 
-def pieces_of(
-    model: nn.Module,
-    no_split_module_classes: Sequence[str] | None = None,
-    dtype: Dtype | None = None,
-    special_dtypes: Mapping[str, Any] | None = None,
-) -> list[Piece]:
-    """The pieces of a model in its order, from one walk over its modules."""
-    walk = _Walk(frozenset(no_split_module_classes or ()), byte_counter(dtype, special_dtypes))
-    walk.visit("", model)
-    sizes, buffers = walk.sizes, walk.buffers
-    # A large model has many pieces; the garbage collector does not track tuples of numbers and texts.
-    pieces = []
-    for members in _tied_together(walk.layers):
-        if len(members) == 1:
-            ((name, keys),) = members
-            size = sum(map(sizes.__getitem__, keys))
-            piece = Piece((name,), (size,), size, 0)
-        else:
-            names = tuple([name for name, _ in members])
-            own_sizes = tuple([sum(map(sizes.__getitem__, own)) for _, own in members])
-            keys = tuple(set(chain.from_iterable(own for _, own in members)))
-            piece = Piece(names, own_sizes, sum(map(sizes.__getitem__, keys)), 0)
-        if buffers:
-            piece.buffers = sum([sizes[key] for key in keys if key in buffers])
-        pieces.append(piece)
-    return pieces
+class Misfit(NamedTuple):
+    """A piece that no device had room for, and the bytes that were left on each; None where there is no bound."""
 
-
-_Layer: TypeAlias = "tuple[str, tuple[int, ...]]"
-"""Name of a layer, block or tensor, and the identities of its tensors."""
-
-
-class _Walk:
-    """One pass over a model: its layers, unsplit blocks and single tensors, each with the identities of its tensors."""
-
-    def __init__(self, unsplit: frozenset[str], count: Callable[[str, Tensor], int]) -> None:
-        self.unsplit, self.count = unsplit, count
-        self.layers: list[_Layer] = []
-        self.sizes: dict[int, int] = {}
-        self.buffers: set[int] = set()
-
-    def visit(self, name: str, module: nn.Module) -> None:
-        # If a module has several names, each one counts, unlike in named_children().
-        if name and (not module._modules or type(module).__name__ in self.unsplit):
-            keys: set[int] = set()
-            self._collect(f"{name}.", module, keys)
-            self.layers.append((name, tuple(keys)))
-            return
-        prefix = f"{name}." if name else ""
-        self._add_each(prefix, module._parameters)
-        for child, inner in module._modules.items():
-            if inner is not None:
-                self.visit(prefix + child, inner)
-        if module._buffers:
-            self._add_each(prefix, module._buffers)
-            self.buffers.update(map(id, module._buffers.values()))
-
-    def _add_each(self, prefix: str, tensors: Mapping[str, Tensor | None]) -> None:
-        for leaf in tensors:
-            if tensors[leaf] is not None:
-                keys: set[int] = set()
-                self._note(prefix, {leaf: tensors[leaf]}, keys)
-                self.layers.append((prefix + leaf, tuple(keys)))
-
-    def _collect(self, prefix: str, module: nn.Module, keys: set[int]) -> None:
-        if module._parameters:
-            self._note(prefix, module._parameters, keys)
-        if module._buffers:
-            self._note(prefix, module._buffers, keys)
-            self.buffers.update(map(id, module._buffers.values()))
-        for child, inner in module._modules.items():
-            if inner is not None:
-                self._collect(f"{prefix}{child}.", inner, keys)
-
-    def _note(self, prefix: str, tensors: Mapping[str, Tensor | None], keys: set[int]) -> None:
-        """Add the identities of tensors to `keys`, and their sizes to those that are known."""
-        sizes, count = self.sizes, self.count
-        for leaf, tensor in tensors.items():
-            if tensor is not None:
-                key = id(tensor)
-                keys.add(key)
-                if key not in sizes:
-                    sizes[key] = count(prefix + leaf, tensor)
-
-
-def _tied_together(layers: Sequence[_Layer]) -> Iterable[Sequence[_Layer]]:
-    """The layers, those that share tensors directly or through others in one group, in the order of their first."""
-    members = [keys for _, keys in layers]
-    if sum(map(len, members)) == len(set[int]().union(*members)):
-        return ((layer,) for layer in layers)
-    root = list(range(len(members)))
-
-    def find(number: int) -> int:
-        while root[number] != number:
-            root[number] = root[root[number]]
-            number = root[number]
-        return number
-
-    first: dict[int, int] = {}
-    for number, keys in enumerate(members):
-        for key in keys:
-            a, b = sorted((find(first.setdefault(key, number)), find(number)))
-            root[b] = a
-    groups: dict[int, list[_Layer]] = {}
-    for number, layer in enumerate(layers):
-        groups.setdefault(find(number), []).append(layer)
-    return groups.values()
+    piece: Piece
+    left: Mapping[int | str, int | None]
 
 
 @dataclass
@@ -410,13 +518,6 @@ def _log_empty(needed: Mapping[int | str, int], budget: Mapping[int | str, int])
         _log.info("No part of the model is placed on these devices because of insufficient memory: %s.", each)
 
 
-class Misfit(NamedTuple):
-    """A piece that no device had room for, and the bytes that were left on each; None where there is no bound."""
-
-    piece: Piece
-    left: Mapping[int | str, int | None]
-
-
 def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
     """For each number, the largest layer among the pieces from there on; one entry more than there are pieces."""
     largest = (0, "")
@@ -429,78 +530,61 @@ def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
     return after[::-1]
 
 
-def get_module_size_with_ties(
-    tied_params: Sequence[str],
-    module_size: int,
-    module_sizes: Mapping[str, int],
-    modules_to_treat: Sequence[tuple[str, nn.Module]],
-) -> tuple[int, list[str], list[nn.Module]]:
-    """Bytes of a module together with the modules that share its weights, and the names and modules of these.
+@dataclass(frozen=True)
+class DeviceMapReport:
+    """A device map with its reasons; printing it shows the table and the bars.
 
     Args:
-        tied_params: names of parameters of other modules that the module shares.
-        module_size: bytes of the module itself.
-        module_sizes: bytes by name, as `compute_module_sizes` returns them.
-        modules_to_treat: names and modules to search for the others.
-
-    Raises:
-        SettingError: none of them has one of the parameters.
+        device_map: name to device, with one entry for each name with everything below it on one device.
+        blocks: the same without an entry for the whole model.
+        placements: each piece in the order in which it was placed, with device and reason.
+        budget: largest number of bytes on each device.
+        used: bytes in use on each device.
     """
-    names, modules = list[str](), list[nn.Module]()
-    for tied in tied_params:
-        found = next(((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")), None)
-        if found is None:
-            raise SettingError(
-                f"Cannot count the parameter {tied!r} with the module that shares it.",
-                "None of the given modules has it.",
-                "Pass the modules that have no device yet.",
+
+    device_map: dict[str, int | str]
+    blocks: dict[str, int | str]
+    placements: tuple[Placement, ...]
+    budget: Mapping[int | str, int]
+    used: Mapping[int | str, int]
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.bars()}"
+
+    def table(self) -> str:
+        """One line for each piece, with its reason; neighbours with the same device and reason share a line."""
+        rows = [("piece", "size", "device", "why")]
+        start = 0
+        for end in range(1, len(self.placements) + 1):
+            first = self.placements[start]
+            same = end < len(self.placements) and (self.placements[end].device, self.placements[end].reason) == (
+                first.device,
+                first.reason,
             )
-        module_size += module_sizes[found[0]] - module_sizes[tied]
-        names.append(found[0])
-        modules.append(found[1])
-    return module_size, names, modules
+            if not same:
+                rows.append(_row(self.placements[start:end]))
+                start = end
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+        )
+
+    def bars(self) -> str:
+        """One bar for each device: the used part of its budget."""
+        lines = []
+        for device, used in self.used.items():
+            budget = self.budget.get(device)
+            if budget is None:
+                lines.append(f"{device!s:>6}  {convert_bytes(used)} used, no bound")
+                continue
+            filled = round(_BAR_WIDTH * used / budget) if budget else 0
+            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+            lines.append(f"{device!s:>6}  [{bar}] {convert_bytes(used)} of {convert_bytes(budget)}")
+        return "\n".join(lines)
 
 
-def fallback_allocate(
-    modules: list[tuple[str, nn.Module]],
-    module_sizes: Mapping[str, int],
-    size_limit: int | str,
-    no_split_module_classes: Sequence[str] | None = None,
-    tied_parameters: Sequence[Sequence[str]] | None = None,
-) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """The first module, or part of a module, that is small enough, and the list without it.
-
-    Args:
-        modules: names and modules, in the order of the search.
-        module_sizes: bytes by name, as `compute_module_sizes` returns them.
-        size_limit: bytes, or text such as "1GB".
-        no_split_module_classes: names of classes of modules that are never split.
-        tied_parameters: groups of names of shared parameters, counted with the module that is taken.
-    """
-    limit, ties = convert_file_size_to_int(size_limit), tied_parameters or ()
-    for number, (name, module) in enumerate(modules):
-        before, after = modules[:number], modules[number + 1 :]
-        if _size_with_ties(name, [*before, *after], module_sizes, ties) <= limit:
-            return name, module, [*before, *after]
-        if isinstance(module, nn.Module) and type(module).__name__ not in (no_split_module_classes or ()):
-            parts = [(f"{name}.{child}", inner) for child, inner in module.named_children()]
-            found, part, left = fallback_allocate(parts, module_sizes, limit, no_split_module_classes, ties)
-            if found is not None:
-                return found, part, [*before, *left, *after]
-    return None, None, modules
-
-
-def _size_with_ties(
-    name: str,
-    others: Sequence[tuple[str, nn.Module]],
-    sizes: Mapping[str, int],
-    groups: Sequence[Sequence[str]],
-) -> int:
-    shared = [
-        tied
-        for group in groups
-        if any(one.startswith(f"{name}.") for one in group)
-        for tied in group
-        if not tied.startswith(f"{name}.") and any(tied.startswith(f"{other}.") for other, _ in others)
-    ]
-    return get_module_size_with_ties(shared, sizes[name], sizes, others)[0]
+def _row(run: tuple[Placement, ...]) -> tuple[str, str, str, str]:
+    names = [name for placement in run for name in placement.piece.names]
+    label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    size = sum(placement.piece.size for placement in run)
+    return label, convert_bytes(size), str(run[0].device), run[0].reason

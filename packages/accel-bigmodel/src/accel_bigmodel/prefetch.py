@@ -1,7 +1,9 @@
-"""Prefetch: a thread records the order in which hooks need blocks of weights, and reads the next ones ahead.
+"""Prefetch: reads the next blocks of weights ahead, in the order in which the first pass needed them.
 
-A block contains the weights that one hook needs together. If the thread has not read a block in time, or did not expect
-it, the caller reads it itself, so the order only affects the speed.
+A block contains the weights that one hook needs together. Devices that copy from pinned memory are given the copies of
+the next blocks at once, and order them by events. What is not in pinned memory, such as weights on the disk, a thread
+reads first. If a block was not expected, or is not ready in time, the caller reads it itself, so the order only affects
+the speed.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from accel_state.devices.copies import HostCopies
 from accel_state.devices.select import family_of
 
 __all__ = ("Block", "BlockReader", "end_threads")
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 2
-_GRACE = 10.0
-_UNSHARED = 2
+_BLOCKS_AHEAD = 2
+_PINNED_SHARE = 2
+"""At most one of so many parts of the host memory that is free at the first pass is pinned."""
+_THREAD_END_TIMEOUT_S = 10.0
+_UNSHARED_COUNT = 2
 
 
 @dataclass(eq=False)
@@ -38,12 +43,22 @@ class Block:
         dtypes: target dtype of each.
         device: target device.
         size: bytes of all on that device.
+        in_memory: name to the dictionary and key of a weight that stays in host memory, where a pinned copy may replace
+            it.
     """
 
     sources: dict[str, Callable[[], Tensor]]
     dtypes: dict[str, torch.dtype]
     device: torch.device
     size: int
+    in_memory: dict[str, tuple[dict[str, Tensor], str]] = field(default_factory=dict)
+
+
+class _Ready(NamedTuple):
+    """Weights on their device, or on the way there until `mark`."""
+
+    weights: dict[str, Tensor]
+    mark: Any = None
 
 
 @dataclass(eq=False)
@@ -52,11 +67,13 @@ class _Shared:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     queue: deque[Block] = field(default_factory=deque)
+    to_pin: deque[Block] = field(default_factory=deque)
     loading: Block | None = None
     unwanted: Block | None = None
-    ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
+    ready: dict[Block, _Ready] = field(default_factory=dict)
     spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
-    streams: dict[torch.device, Any] = field(default_factory=dict)
+    copies: dict[torch.device, HostCopies | None] = field(default_factory=dict)
+    room_to_pin: int | None = None
     closed: bool = False
     exhausted: bool = False
     thread: threading.Thread | None = None
@@ -71,6 +88,13 @@ class _Shared:
         blocks = {*self.queue, *self.ready, *(() if self.loading is None else (self.loading,))}
         return sum(block.size for block in blocks)
 
+    def copies_to(self, device: torch.device) -> HostCopies | None:
+        """The copies to a device from pinned memory; None if it does not gain from them."""
+        with self.changed:
+            if device not in self.copies:
+                self.copies[device] = family_of(device).host_copies(device)
+            return self.copies[device]
+
 
 _at_work: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
@@ -81,11 +105,11 @@ def end_threads() -> None:
     for shared in list(_at_work):
         shared.close()
         if shared.thread is not None:
-            shared.thread.join(_GRACE)
+            shared.thread.join(_THREAD_END_TIMEOUT_S)
 
 
 class BlockReader:
-    """Provides blocks to the threads that need them, and reads the next ones ahead in a thread.
+    """Provides blocks to the threads that need them, and reads the next ones ahead.
 
     Args:
         max_bytes: most that may be ready or in flight besides the weights in use. With 0 nothing is read ahead; when
@@ -99,6 +123,7 @@ class BlockReader:
         self._free: dict[torch.device, int] = {}
         self._next: dict[Block | None, Block] = {}
         self._last: dict[int, Block] = {}
+        self._seen: weakref.WeakSet[Block] = weakref.WeakSet()
         self._shared = _Shared()
         weakref.finalize(self, self._shared.close)
 
@@ -112,7 +137,7 @@ class BlockReader:
             return 0
         if self.max_bytes is not None:
             return self.max_bytes
-        return min([_AHEAD * self._largest, *(free // 2 for free in self._free.values())])
+        return min([_BLOCKS_AHEAD * self._largest, *(free // 2 for free in self._free.values())])
 
     @property
     def held(self) -> int:
@@ -121,27 +146,30 @@ class BlockReader:
             return self._shared.held()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no block is queued or being read; return False after `timeout` seconds."""
+        """Wait until the thread has nothing to read or pin; return False after `timeout` seconds."""
         shared = self._shared
         with shared.changed:
-            return shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, timeout)
+            return shared.changed.wait_for(
+                lambda: not shared.queue and not shared.to_pin and shared.loading is None, timeout
+            )
 
     def take(self, block: Block) -> dict[str, Tensor]:
-        """The weights of a block, on its device."""
+        """The weights of a block, on its device, for the stream of the calling thread."""
         shared = self._shared
         with shared.changed:
             self._note(block)
             while shared.loading is block:
                 shared.changed.wait()
-            weights = shared.ready.pop(block, None)
-            if weights is None and block in shared.queue:
+            ready = shared.ready.pop(block, None)
+            if ready is None and block in shared.queue:
                 shared.queue.remove(block)
-        if weights is None:
-            weights = self._load_now(block)
-        with shared.changed:
-            self._look_ahead(block)
-        _used_here(weights, block.device)
-        return weights
+        if ready is None:
+            ready = self._load_now(block)
+        copies = shared.copies_to(block.device)
+        if copies is not None and ready.mark is not None:
+            copies.use_after(ready.mark)
+        self._look_ahead(block)
+        return ready.weights
 
     def end_pass(self) -> None:
         """Forget what the calling thread was expected to need next: nothing stays on the device between passes."""
@@ -155,7 +183,7 @@ class BlockReader:
             for stale in [ready for ready in shared.ready if ready not in others]:
                 del shared.ready[stale]
 
-    def _load_now(self, block: Block) -> dict[str, Tensor]:
+    def _load_now(self, block: Block) -> _Ready:
         """Read a block; if the device is full, discard the blocks read ahead, and stop prefetching."""
         try:
             return _load(block, self._shared)
@@ -171,12 +199,21 @@ class BlockReader:
         family_of(block.device).empty_cache()
         return _load(block, self._shared)
 
-    def release(self, weights: dict[str, Tensor]) -> None:
+    def release(self, block: Block | None, weights: dict[str, Tensor]) -> None:
         """Return the weights of `take`; unused host memory is reused for the next blocks."""
+        copies = None if block is None else self._shared.copies_to(block.device)
+        if copies is not None:
+            for weight in weights.values():
+                if _users_of(weight) > _UNSHARED_COUNT:
+                    # A graph of autograd keeps it, and frees it at any time.
+                    copies.keep_until_used(weight)
+            copies.start_after_use()
+            weights.clear()
+            return
         with self._shared.changed:
             while weights:
                 _, weight = weights.popitem()
-                if weight.device == torch.device("cpu") and _users_of(weight) <= _UNSHARED:
+                if weight.device == torch.device("cpu") and _users_of(weight) <= _UNSHARED_COUNT:
                     self._shared.spare.setdefault((weight.dtype, weight.shape), []).append(weight)
 
     def _note(self, block: Block) -> None:
@@ -189,23 +226,51 @@ class BlockReader:
         self._last[thread] = block
 
     def _look_ahead(self, block: Block) -> None:
-        """Queue the blocks that followed last time, within the budget; they replace the previous queue."""
+        """Request the blocks that followed last time, within the budget; they replace what was requested before."""
         shared = self._shared
-        if block in self._next and block.device not in self._free and self.max_bytes is None:
-            # Measured once: later, a caching allocator counts returned blocks as in use.
-            self._free[block.device] = family_of(block.device).free_memory(block.device.index)
-        expected = list(self._chain(block))
-        others = {later for last in self._last.values() if last is not block for later in self._chain(last)}
-        for stale in [ready for ready in shared.ready if ready not in expected and ready not in others]:
-            del shared.ready[stale]
-        shared.queue = deque(queued for queued in shared.queue if queued in others)
-        for later in expected:
-            known = later in shared.ready or later is shared.loading or later in shared.queue
-            if not known and shared.held() + later.size <= self.budget:
-                shared.queue.append(later)
-        if shared.queue:
-            self._start()
-            shared.changed.notify_all()
+        to_start: list[Block] = []
+        with shared.changed:
+            if block in self._next and block.device not in self._free and self.max_bytes is None:
+                # Measured once: later, a caching allocator counts returned blocks as in use.
+                self._free[block.device] = family_of(block.device).free_memory(block.device.index)
+            expected = list(self._chain(block))
+            others = {later for last in self._last.values() if last is not block for later in self._chain(last)}
+            for stale in [ready for ready in shared.ready if ready not in expected and ready not in others]:
+                del shared.ready[stale]
+            shared.queue = deque(queued for queued in shared.queue if queued in others)
+            size = shared.held()
+            for later in expected:
+                requested = later in shared.ready or later is shared.loading or later in shared.queue
+                if not requested and size + later.size <= self.budget:
+                    size += later.size
+                    (to_start if self._is_pinned(later) else shared.queue).append(later)
+            pins = shared.copies.get(block.device) is not None and self.max_bytes != 0
+            if pins and block.in_memory and block not in self._seen:
+                shared.to_pin.append(block)
+            self._seen.add(block)
+            if shared.queue or shared.to_pin:
+                self._start()
+                shared.changed.notify_all()
+        for later in to_start:
+            self._start_copies(later)
+
+    def _is_pinned(self, block: Block) -> bool:
+        """Whether the device can copy the block without a thread that reads it first."""
+        copies = self._shared.copies.get(block.device)
+        return (
+            copies is not None
+            and len(block.in_memory) == len(block.sources)
+            and all(copies.is_pinned(weights[key]) for weights, key in block.in_memory.values())
+        )
+
+    def _start_copies(self, block: Block) -> None:
+        try:
+            ready = _load(block, self._shared)
+        except torch.OutOfMemoryError as error:
+            _stop_prefetching(self._shared, error)
+            return
+        with self._shared.changed:
+            self._shared.ready[block] = ready
 
     def _chain(self, block: Block) -> Iterator[Block]:
         room, start = self.budget, block
@@ -221,44 +286,80 @@ class BlockReader:
             shared.thread.start()
 
 
+def _stop_prefetching(shared: _Shared, error: BaseException) -> None:
+    logger.warning("Prefetching of weights stopped, because memory ran out: %s", error)
+    with shared.changed:
+        shared.exhausted = True
+        shared.queue.clear()
+        shared.to_pin.clear()
+
+
 def _read_ahead(shared: _Shared) -> None:
     """The loop of the thread, until the reader is deleted."""
     while True:
         with shared.changed:
             shared.loading = shared.unwanted = None
             shared.changed.notify_all()
-            while not shared.queue and not shared.closed:
+            while not shared.queue and not shared.to_pin and not shared.closed:
                 shared.changed.wait()
             if shared.closed:
                 return
-            block = shared.loading = shared.queue.popleft()
+            block = shared.loading = shared.queue.popleft() if shared.queue else None
+            to_pin = shared.to_pin[0] if block is None else None
+        ready = None
         try:
-            weights = _load(block, shared, beside=True)
+            if to_pin is not None:
+                _pin(to_pin, shared)
+            if block is not None:
+                ready = _load(block, shared)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            logger.warning("Prefetching of weights stopped, because memory ran out: %s", error)
-            with shared.changed:
-                shared.exhausted = True
-                shared.queue.clear()
+            _stop_prefetching(shared, error)
             continue
         except Exception:
-            # The thread that needs the block reads it again, and raises the error where it can be handled.
-            continue
+            # A weight that cannot be pinned is used as it is. The thread that needs the block reads it again, and
+            # raises the error where it can be handled.
+            logger.debug("Weights were not read ahead", exc_info=True)
         with shared.changed:
-            if block is not shared.unwanted:
-                shared.ready[block] = weights
+            if to_pin is not None and shared.to_pin:
+                shared.to_pin.popleft()
+            if block is not None and ready is not None and block is not shared.unwanted:
+                shared.ready[block] = ready
         # The thread must not keep the weights while it waits for work.
-        del weights
+        del ready
 
 
-def _load(block: Block, shared: _Shared, beside: bool = False) -> dict[str, Tensor]:
+def _pin(block: Block, shared: _Shared) -> None:
+    """Replace weights in host memory by pinned copies, within the share of the host memory."""
+    copies = shared.copies_to(block.device)
+    if copies is None:
+        return
+    if shared.room_to_pin is None:
+        shared.room_to_pin = family_of("cpu").free_memory() // _PINNED_SHARE
+    for weights, key in block.in_memory.values():
+        weight = weights[key]
+        size = copies.pinned_size(weight)
+        if copies.is_pinned(weight) or size > shared.room_to_pin:
+            continue
+        shared.room_to_pin -= size
+        pinned = copies.pin(weight)
+        # All names of a tied weight get the same copy.
+        same = [name for name, other in weights.items() if other.data_ptr() == weight.data_ptr()]
+        weights.update({name: pinned.view(weights[name].shape) for name in same})
+
+
+def _load(block: Block, shared: _Shared) -> _Ready:
+    copies = shared.copies_to(block.device)
+    if copies is not None:
+        moved = {name: copies.start(source(), block.dtypes[name]) for name, source in block.sources.items()}
+        return _Ready(moved, copies.mark())
     weights = {}
     for name, source in block.sources.items():
         weight, dtype = source(), block.dtypes[name]
         if weight.device != block.device:
-            weights[name] = _transfer(weight, dtype, block.device, shared.streams if beside else None)
+            weights[name] = weight.to(device=block.device, dtype=dtype)
         else:
             weights[name] = _spare(shared, dtype, weight).copy_(weight)
-    return weights
+    return _Ready(weights)
 
 
 def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
@@ -268,33 +369,6 @@ def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
         if waiting:
             return waiting.pop()
     return torch.empty(weight.shape, dtype=dtype, device=weight.device)
-
-
-def _transfer(
-    weight: Tensor, dtype: torch.dtype, device: torch.device, streams: dict[torch.device, Any] | None
-) -> Tensor:
-    """A copy on another device; with `streams`, through pinned memory on a separate stream, if the device supports it.
-
-    It is the same stream each time, because a device's allocator reuses freed memory only for the stream that allocated
-    it.
-    """
-    module = torch.get_device_module(device)
-    if streams is None or not hasattr(module, "Stream") or not family_of(device).spec.pins_memory:
-        return weight.to(device=device, dtype=dtype)
-    pinned = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
-    stream = streams.get(device) or streams.setdefault(device, module.Stream(device))
-    with module.stream(stream):
-        moved = pinned.to(device, non_blocking=True).to(dtype)
-    stream.synchronize()
-    return moved
-
-
-def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
-    """Inform the allocator that this thread's stream uses memory that another stream has filled."""
-    module = torch.get_device_module(device)
-    if family_of(device).spec.pins_memory and hasattr(module, "current_stream"):
-        for weight in weights.values():
-            weight.record_stream(module.current_stream(device))
 
 
 def _users_of(weight: Tensor) -> int:

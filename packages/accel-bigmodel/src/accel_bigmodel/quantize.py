@@ -7,21 +7,28 @@ since bitsandbytes 0.46, the CPU support this.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.dispatch import dispatch_layout, is_offloaded, main_device_of
-from accel_bigmodel.load import chosen_map
+from accel_bigmodel.device_map import (
+    OFFLOADED,
+    Device,
+    DeviceMap,
+    check_device_map,
+    device_of_name,
+    is_offloaded,
+    main_device_of,
+    resolve_device,
+)
+from accel_bigmodel.dispatch import dispatch_layout
 from accel_bigmodel.loading import Loading, refuse_empty
-from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
-from accel_bigmodel.placement import OFFLOADED, MaxMemory
-from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_bigmodel.placement import MaxMemory, device_map_by_policy
+from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_bigmodel.trainable import BITSANDBYTES
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.choices import CustomDtype
@@ -31,17 +38,13 @@ from accel_state.errors import SettingError
 __all__ = (
     "BnbQuantizationConfig",
     "get_keys_to_not_convert",
-    "get_parameter_device",
     "get_quantized_model_device_map",
-    "has_4bit_bnb_layers",
     "is_named",
     "layers_of_bitsandbytes",
     "linear_layers",
     "load_and_quantize_model",
     "put_quantized",
-    "quantize_and_offload_8bit",
     "replace_layers",
-    "replace_with_bnb_layers",
 )
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -175,28 +178,6 @@ def is_named(name: str, parts: Iterable[str]) -> bool:
     return any(f".{part}." in f".{name}." for part in parts)
 
 
-def replace_with_bnb_layers(
-    model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
-    modules_to_not_convert: Sequence[str] | None = None,
-    current_key_name: Sequence[str] | None = None,
-) -> nn.Module:
-    """Replace every linear layer by a layer of bitsandbytes with the same weights, which are not quantised yet.
-
-    Args:
-        modules_to_not_convert: names, or parts of them between dots, of modules that are not replaced.
-        current_key_name: names of the modules around `model`.
-
-    Returns:
-        The model.
-
-    Raises:
-        Missing: bitsandbytes is not installed.
-    """
-    prefix = "".join(f"{name}." for name in current_key_name or ())
-    return replace_layers(model, linear_layers(model, modules_to_not_convert or (), prefix), bnb_quantization_config)
-
-
 def linear_layers(model: nn.Module, skipped: Iterable[str], prefix: str = "") -> list[str]:
     """Names of the layers that can be replaced: only torch's own class; a subclass may do more than multiply."""
     named = model.named_modules(remove_duplicate=False)
@@ -248,61 +229,6 @@ def put_quantized(model: nn.Module, name: str, device: Device, weight: Tensor, d
     old: Any = owner._parameters[leaf]
     parameter = type(old)(weight.to("cpu", dtype or weight.dtype), requires_grad=old.requires_grad, **vars(old))
     owner._parameters[leaf] = parameter.to(resolve_device(device))
-
-
-def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether a model has layers of bitsandbytes with 4-bit weights.
-
-    Raises:
-        Missing: bitsandbytes is not installed.
-    """
-    kind = layers_of_bitsandbytes(f"Cannot look for 4-bit layers in {type(model).__name__}.").Linear4bit
-    return any(isinstance(module, kind) for module in model.modules())
-
-
-def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of the first parameter of a module; the CPU if it has none."""
-    first = next(parameter.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def quantize_and_offload_8bit(
-    model: nn.Module,
-    param: Tensor,
-    param_name: str,
-    new_dtype: torch.dtype,
-    offload_folder: str | os.PathLike[str],
-    offload_index: MutableMapping[str, dict[str, Any]],
-    fp16_statistics: Tensor | None,
-) -> None:
-    """Write a weight of a model to an offload folder in 8 bits, with its scales as `<name without .weight>.SCB`.
-
-    Args:
-        param: the weight.
-        param_name: its full name in the model; the model's weight moves to the meta device.
-        new_dtype: dtype from which it is quantised.
-        offload_folder: folder of the files.
-        offload_index: receives the entries of the files.
-        fp16_statistics: scales of a weight that is already in 8 bits; None quantises it here.
-
-    Raises:
-        Missing: bitsandbytes is not installed.
-    """
-    layers = layers_of_bitsandbytes(f"Cannot quantise {param_name!r}.")
-    scales = fp16_statistics
-    if scales is None:
-        quantised = layers.Int8Params(param.detach().to("cpu", new_dtype), requires_grad=False).to(
-            _quantize_device(param.device)
-        )
-        param, scales = quantised.CB, quantised.SCB
-    offload_weight(param, param_name, offload_folder, offload_index)
-    offload_weight(scales, f"{param_name.removesuffix('.weight')}.SCB", offload_folder, offload_index)
-    set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype)
-
-
-def _quantize_device(device: torch.device) -> torch.device:
-    """The device that quantises a weight: its own device, if that can compute."""
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def load_and_quantize_model(
@@ -406,7 +332,9 @@ def _chosen_map(
     others = {
         n: _plain_dtype(n, config) for n, p in model.named_parameters(remove_duplicate=False) if n not in quantised
     }
-    found: Any = chosen_map(model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others)
+    found: Any = device_map_by_policy(
+        model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others
+    )
     main = main_device_of(found)
     left = [name for name, device in found.items() if is_offloaded(device, main)]
     if left and not config.llm_int8_enable_fp32_cpu_offload:

@@ -20,14 +20,11 @@ __all__ = (
     "Dtype",
     "Measured",
     "byte_counter",
-    "calculate_maximum_sizes",
     "compute_module_sizes",
-    "compute_module_total_buffer_size",
     "convert_bytes",
     "convert_file_size_to_int",
     "dtype_byte_size",
     "get_max_layer_size",
-    "get_module_leaves",
     "get_non_persistent_buffers",
     "measure",
     "named_module_tensors",
@@ -269,25 +266,6 @@ def measure(
     return measured
 
 
-def compute_module_total_buffer_size(
-    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Any] | None = None
-) -> int:
-    """Bytes of all buffers of a model.
-
-    Args:
-        model: the model, which may be on the meta device.
-        dtype: the dtype in which it will be loaded; by default that of each buffer.
-        special_dtypes: dtypes of single buffers by name, in place of `dtype`.
-    """
-    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
-
-
-def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names in the result of `compute_module_sizes` without names below them: the tensors."""
-    parents = {name.rpartition(".")[0] for name in module_sizes if name}
-    return [name for name in module_sizes if name not in parents]
-
-
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str] | None
 ) -> tuple[int, list[str]]:
@@ -313,10 +291,3 @@ def get_max_layer_size(
         elif size == largest:
             names.append(name)
     return largest, names
-
-
-def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the model, and bytes and names of its largest layers; its own `_no_split_modules` count as layers."""
-    sizes = compute_module_sizes(model)
-    modules = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
-    return sizes[""], get_max_layer_size(modules, sizes, getattr(model, "_no_split_modules", None) or [])

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 __all__ = (
     "canonical_name",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "device_of_name",
     "find_tied_parameters",
     "id_tensor_storage",
     "memory_of",
@@ -122,41 +119,3 @@ def _owner(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return None
-
-
-def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the model's `config` ties its embeddings, as in models of transformers."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return False
-    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    words = bool(getattr(decoder, "tie_word_embeddings", False)) and bool(
-        getattr(model, "get_output_embeddings", lambda: None)() is not None
-    )
-    both = bool(getattr(config, "is_encoder_decoder", False)) and bool(getattr(config, "tie_encoder_decoder", False))
-    return words or both or any(hasattr(module, "_tie_weights") for module in model.modules())
-
-
-def device_of_name(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device of a full name in a device map: that of the longest matching entry, or None."""
-    while name not in device_map:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return device_map[name]
-
-
-def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn about each group of tied names that a device map puts on different devices.
-
-    Args:
-        tied_params: groups of names, as `find_tied_parameters` returns them.
-        device_map: devices by the names of modules and tensors.
-    """
-    for names in tied_params:
-        devices = {name: device_of_name(name, device_map) for name in names}
-        if len(set(map(str, devices.values()))) > 1:
-            _log.warning(
-                "Tied parameters are on different devices: %s. Put them on one, or let device_map='auto' do it.",
-                devices,
-            )

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from accel_bigmodel.placement import HOST, OFFLOADED
+from accel_bigmodel.device_map import HOST, OFFLOADED
 from accel_state.errors import SettingError
 from accel_state.settings.installed import Requirement
 

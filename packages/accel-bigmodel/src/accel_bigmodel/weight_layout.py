@@ -1,4 +1,4 @@
-"""The location of each weight of a model: its device, and the file and the bytes with its data.
+"""The location of each weight of a model: its device, and the file with its data.
 
 A load creates one layout, fills in the files and passes it to the hooks. Names, ties and the device map are checked
 once, when the layout is created.
@@ -8,38 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel.device_map import check_device_map, matching_entries
-from accel_bigmodel.tied import device_of_name, find_tied_parameters
+from accel_bigmodel.device_map import DISK, check_device_map, device_of_name, matching_entries
+from accel_bigmodel.tied import find_tied_parameters
+from accel_bigmodel.weight_files.names import is_safetensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from accel_bigmodel.device_map import Device, DeviceMap
+    from accel_bigmodel.weight_files.reading import StoredWeight
 
-__all__ = ("StoredWeight", "WeightLayout", "WeightSpec", "layout_of")
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """The bytes of a weight in a file.
-
-    Args:
-        path: absolute path of the file.
-        name: name of the weight in the file; None in a raw file, which contains only one weight.
-        dtype: dtype of the data; None if the file states it.
-        offset: first byte of the data; None in a file of `torch.save`, which only torch can read.
-        size: length of the data in bytes; None if `offset` is None.
-    """
-
-    path: Path
-    name: str | None = None
-    dtype: torch.dtype | None = None
-    offset: int | None = None
-    size: int | None = None
+__all__ = ("WeightLayout", "WeightSpec", "index_entry", "layout_of")
 
 
 @dataclass(frozen=True)
@@ -83,30 +65,30 @@ class WeightLayout:
         return [name for name, weight in self.weights.items() if str(weight.device) == device]
 
     def offload_index(self) -> dict[str, dict[str, Any]]:
-        """The offload index of the weights on the disk; empty unless the bytes of each one are known."""
-        weights = [self.weights[name] for name in self.names_on("disk")]
-        entries = {weight.name: _index_entry(weight) for weight in weights}
-        return {name: entry for name, entry in entries.items() if entry is not None} if all(entries.values()) else {}
+        """The offload index of the weights on the disk; empty unless each one is in a safetensors file."""
+        stored = {name: self.weights[name].stored for name in self.names_on(DISK)}
+        entries = {name: index_entry(weight) for name, weight in stored.items() if weight is not None}
+        return entries if all(entries.values()) and len(entries) == len(stored) else {}
 
     def with_files(self, stored: Mapping[str, StoredWeight]) -> WeightLayout:
         """The same layout, with the files of some weights filled in; names that the model lacks are ignored.
 
-        If a file contains one name of a tied weight, the other names get the same bytes.
+        If a file contains one name of a tied weight, the other names get the same weight.
         """
         shared = {n: stored[one] for names in self.tied for one in names if one in stored for n in names}
-        found = {**shared, **stored}
         filled = {
-            name: replace(self.weights[name], stored=file) for name, file in found.items() if name in self.weights
+            name: replace(self.weights[name], stored=weight)
+            for name, weight in {**shared, **stored}.items()
+            if name in self.weights
         }
         return replace(self, weights={**self.weights, **filled})
 
 
-def _index_entry(weight: WeightSpec) -> dict[str, Any] | None:
-    """The entry of an offload index for the bytes of a weight; None if they are unknown."""
-    stored = weight.stored
-    if stored is None or stored.offset is None or stored.name is None:
-        return None
-    return {"safetensors_file": str(stored.path), "weight_name": stored.name}
+def index_entry(weight: StoredWeight) -> dict[str, Any]:
+    """The entry of an offload index for a weight that stays in its file; empty if it is not a safetensors file."""
+    if not is_safetensors(weight.path):
+        return {}
+    return {"safetensors_file": str(weight.path.absolute()), "weight_name": weight.name}
 
 
 def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLayout:

@@ -10,51 +10,159 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli.terminal import columns
 from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours, walk
 from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, read_manifest, verify
 from accel_plugins.checkpoint.recovery import is_in_use, located, missing, recover, remove, unfinished
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, RemoteListing, split_url
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import integer, list_of, printable, record
 
-__all__ = (
-    "as_lines",
-    "checkpoint_table",
-    "copy",
-    "describe_checkpoint",
-    "describe_remote",
-    "described_lines",
-    "prune",
-    "remote_prune",
-    "remote_table",
-)
+__all__ = ("Folder", "Store", "as_lines", "copy", "described_lines", "place_of")
 
 _POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def checkpoint_table(folder: Path, *, hashes: bool = False) -> list[dict[str, Any]]:
-    """One row for each checkpoint in a folder, oldest first, and for each incomplete one.
+class Folder(NamedTuple):
+    """A checkpoint, a folder of checkpoints, or the project above it.
 
     Args:
-        folder: a checkpoint, a folder of them, or the project above it.
-        hashes: read every byte; otherwise only sizes are compared.
+        path: the folder.
     """
-    if _is_checkpoint(folder):
-        return [row for row in (_row(folder, hashes),) if row is not None]
-    place = _place(folder)
-    named = [one.path for one in checkpoints(place)]
-    halves = unfinished(place)
-    others = [entry for entry in place.iterdir() if entry not in {*named, *halves} and _is_checkpoint(entry)]
-    whole = [*named, *sorted(others, key=_changed)]
-    rows = [*(_row(entry, hashes) for entry in whole), *(_half(entry) for entry in halves)]
-    return [row for row in rows if row is not None]
+
+    path: Path
+
+    def table(self, *, hashes: bool = False) -> list[dict[str, Any]]:
+        """One row for each checkpoint, oldest first, and for each incomplete one.
+
+        Args:
+            hashes: read every byte; otherwise only sizes are compared.
+        """
+        if _is_checkpoint(self.path):
+            return [row for row in (_row(self.path, hashes),) if row is not None]
+        place = _place(self.path)
+        named = [one.path for one in checkpoints(place)]
+        halves = unfinished(place)
+        others = [entry for entry in place.iterdir() if entry not in {*named, *halves} and _is_checkpoint(entry)]
+        whole = [*named, *sorted(others, key=_changed)]
+        rows = [*(_row(entry, hashes) for entry in whole), *(_half(entry) for entry in halves)]
+        return [row for row in rows if row is not None]
+
+    def prune(self, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
+        """Remove the oldest checkpoints until `keep` are left, and what ended runs left behind; return their names.
+
+        Args:
+            keep: number of checkpoints to keep.
+            named: names of what runs left behind that is removed although nothing proves that they have ended.
+            dry_run: only return the names.
+        """
+        place = _place(self.path)
+        left = [entry for entry in unfinished(place) if entry.name in named or not is_in_use(entry)]
+        if dry_run:
+            return [path.name for path in (*left, *surplus(place, keep))]
+        recover(place)
+        for entry in left:
+            remove(entry, asked=entry.name in named)
+        return [path.name for path in left if not path.exists()] + [path.name for path in remove_oldest(place, keep)]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything in a checkpoint's manifest, and how the folder differs from it.
+
+        Raises:
+            SettingError: the folder is not a checkpoint of accel.
+            CheckpointError: its manifest cannot be read.
+        """
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            raise SettingError(
+                f"Cannot describe the checkpoint {self.path}.",
+                f"It has no {MANIFEST_NAME}, so it is not a checkpoint of accel, or it contains several.",
+                "Give the path of one checkpoint; `accel checkpoint list` shows the checkpoints.",
+            )
+        return _described(str(self.path), manifest, verify(self.path))
+
+
+class Store(NamedTuple):
+    """A store of checkpoints, or a checkpoint in it; a store that does not answer raises `CheckpointError`.
+
+    Args:
+        url: its URL.
+    """
+
+    url: str
+
+    def table(self, *, hashes: bool = False) -> list[dict[str, Any]]:
+        """One row for each checkpoint, oldest first, and for each incomplete one; see `Folder.table`."""
+        remote = RemoteCheckpoints.at(self.url)
+        listing = remote.scan()
+        if not any(listing) and self.url.rstrip("/").count("/") >= 3:
+            # The URL is that of a checkpoint.
+            store, name = split_url(self.url)
+            remote = RemoteCheckpoints.at(store)
+            listing = remote.scan(name)
+        rows = []
+        for one in listing.committed:
+            verdict = remote.verify(one, hashes=hashes)
+            row = {
+                "name": one.name,
+                "position": _position(one.manifest.facts),
+                "processes": one.manifest.facts.get("world_size"),
+                "size": one.manifest.size,
+                "written": one.manifest.written,
+                "state": _state(verdict, hashes),
+                "damage": list(verdict.damage),
+            }
+            rows.append(row)
+        unknown: dict[str, Any] = {"position": "", "processes": None, "size": 0, "written": None, "damage": []}
+        for name, damage in sorted(listing.damaged.items()):
+            rows.append({**unknown, "name": name, "state": f"damaged: {damage}", "damage": [damage]})
+        for name, size in sorted(listing.uncommitted.items()):
+            rows.append({**unknown, "name": name, "size": size, "state": "left behind: it was not committed"})
+        return rows
+
+    def prune(self, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
+        """Remove the oldest checkpoints until `keep` are left, and return the names of the removed ones.
+
+        Args:
+            keep: number of checkpoints to keep.
+            named: names of uncommitted checkpoints that are removed too; another process may be writing them.
+            dry_run: only return the names.
+        """
+        remote = RemoteCheckpoints.at(self.url)
+        gone = [*remote.surplus(keep), *(name for name in remote.scan().uncommitted if name in named)]
+        if not dry_run:
+            remote.remove(gone)
+        return gone
+
+    def describe(self) -> dict[str, Any]:
+        """Everything in a checkpoint's manifest, and how the store differs from it."""
+        remote, found = remote_checkpoint(self.url)
+        return _described(self.url, found.manifest, remote.verify(found))
+
+
+def place_of(path: str, failed: str) -> Folder | Store:
+    """The folder or the store of a path or URL.
+
+    Args:
+        path: the path or URL.
+        failed: the first sentence of an error message.
+
+    Raises:
+        SettingError: there is no such folder.
+    """
+    if is_url(path):
+        return Store(path)
+    folder = located(Path(path))
+    if folder is None or not folder.is_dir():
+        remedy = "Give the path of a checkpoint, of a folder of checkpoints, or of the project folder."
+        raise SettingError(failed, "There is no such folder.", remedy)
+    return Folder(folder)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -143,49 +251,6 @@ def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return columns(["checkpoint", "position", "size", "age", "state"], cells, "state")
 
 
-def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
-    """One row for each checkpoint of a store, oldest first, and for each incomplete one.
-
-    Args:
-        url: URL of a store, or of a checkpoint in it.
-        hashes: read every byte; otherwise only sizes are compared.
-
-    Raises:
-        CheckpointError: the store does not answer, or refuses the request.
-    """
-    remote, listing = _on_store(url)
-    rows = []
-    for one in listing.committed:
-        verdict = remote.verify(one, hashes=hashes)
-        row = {
-            "name": one.name,
-            "position": _position(one.manifest.facts),
-            "processes": one.manifest.facts.get("world_size"),
-            "size": one.manifest.size,
-            "written": one.manifest.written,
-            "state": _state(verdict, hashes),
-            "damage": list(verdict.damage),
-        }
-        rows.append(row)
-    unknown: dict[str, Any] = {"position": "", "processes": None, "size": 0, "written": None, "damage": []}
-    for name, damage in sorted(listing.damaged.items()):
-        rows.append({**unknown, "name": name, "state": f"damaged: {damage}", "damage": [damage]})
-    for name, size in sorted(listing.uncommitted.items()):
-        rows.append({**unknown, "name": name, "size": size, "state": "left behind: it was not committed"})
-    return rows
-
-
-def _on_store(url: str) -> tuple[RemoteCheckpoints, RemoteListing]:
-    """The checkpoints below a URL, or the checkpoint at that URL."""
-    remote = RemoteCheckpoints.at(url)
-    listing = remote.scan()
-    if any(listing) or url.rstrip("/").count("/") < 3:
-        return remote, listing
-    store, name = split_url(url)
-    above = RemoteCheckpoints.at(store)
-    return above, above.scan(name)
-
-
 def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
     """The complete checkpoint at a URL.
 
@@ -202,22 +267,6 @@ def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
             f"List those that exist: accel checkpoint list {store}",
         )
     return remote, found[0]
-
-
-def remote_prune(url: str, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
-    """Remove the oldest checkpoints of a store until `keep` are left, and return the names of the removed ones.
-
-    Args:
-        url: URL of the store.
-        keep: number of checkpoints to keep.
-        named: names of uncommitted checkpoints that are removed too; another process may be writing them.
-        dry_run: only return the names.
-    """
-    remote = RemoteCheckpoints.at(url)
-    gone = [*remote.surplus(keep), *(name for name in remote.scan().uncommitted if name in named)]
-    if not dry_run:
-        remote.remove(gone)
-    return gone
 
 
 def copy(source: str, target: str) -> str:
@@ -260,12 +309,6 @@ def _complete(folder: Path) -> Path:
     return folder
 
 
-def describe_remote(url: str) -> dict[str, Any]:
-    """Describe a checkpoint on a store, as `describe` does for a folder."""
-    remote, found = remote_checkpoint(url)
-    return _described(url, found.manifest, remote.verify(found))
-
-
 def shown_size(size: float) -> str:
     """A number of bytes with a unit.
 
@@ -287,42 +330,6 @@ def shown_age(written: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def prune(folder: Path, keep: int, *, named: Collection[str] = (), dry_run: bool = False) -> list[str]:
-    """Remove the oldest checkpoints until `keep` are left, and what ended runs left behind; return their names.
-
-    Args:
-        folder: a folder of checkpoints, or the project above it.
-        keep: number of checkpoints to keep.
-        named: names of what runs left behind that is removed although nothing proves that they have ended.
-        dry_run: only return the names.
-    """
-    place = _place(folder)
-    left = [entry for entry in unfinished(place) if entry.name in named or not is_in_use(entry)]
-    if dry_run:
-        return [path.name for path in (*left, *surplus(place, keep))]
-    recover(place)
-    for entry in left:
-        remove(entry, asked=entry.name in named)
-    return [path.name for path in left if not path.exists()] + [path.name for path in remove_oldest(place, keep)]
-
-
-def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """Everything in a checkpoint's manifest, and how the folder differs from it.
-
-    Raises:
-        SettingError: the folder is not a checkpoint of accel.
-        CheckpointError: its manifest cannot be read.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise SettingError(
-            f"Cannot describe the checkpoint {folder}.",
-            f"It has no {MANIFEST_NAME}, so it is not a checkpoint of accel, or it contains several.",
-            "Give the path of one checkpoint; `accel checkpoint list` shows the checkpoints.",
-        )
-    return _described(str(folder), manifest, verify(folder))
 
 
 def _described(place: str, manifest: CheckpointManifest, verdict: Verdict) -> dict[str, Any]:

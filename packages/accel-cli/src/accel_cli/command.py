@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from accel_state.errors import Missing
 from accel_state.plugins import Interface, Plugin, PluginGroup
 
 if TYPE_CHECKING:
@@ -44,11 +45,14 @@ BUILT_IN: Final = (
 """Name, target and one line of help of each command of this package."""
 
 
+_SEPARATE: Final = {"check-parity": "accel-check", "check-resume": "accel-check"}
+"""Commands of this project in packages of their own, which a user may call without having the package."""
+
+
 class Command(Protocol):
     """One command of `accel`.
 
-    A command with many options may also define `manual(prog) -> str`, which writes its help text without a parser. The
-    list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
+    The list of commands loads the commands of other packages for their `help`, so their modules must not import torch.
     """
 
     @property
@@ -110,9 +114,16 @@ def find_command(name: str) -> Command:
 
     Raises:
         SettingError: there is no command with that name.
+        Missing: it belongs to a package that is not installed.
         PluginError: several packages provide it, or it cannot be loaded.
     """
     failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
+    if name in _SEPARATE and name not in commands:
+        raise Missing(
+            failed,
+            f"It belongs to {_SEPARATE[name]}, which is not installed.",
+            f"Run `pip install {_SEPARATE[name]}`.",
+        )
     if name in commands or name not in conversions:
         return COMMANDS.find(name, failed, conversions).get(failed)
     convert: Callable[[str, Any], Command] = Plugin(COMMANDS.group, name, _CONVERT, _PACKAGE).load()

@@ -5,15 +5,14 @@ This module imports neither torch nor commands that do not run, so that `accel -
 
 from __future__ import annotations
 
-import atexit
 import errno
-import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from accel_cli.command import Command, described, find_command, installed_commands
+from accel_cli.parser import Parser
 from accel_state.errors import AccelError, LaunchError
 from accel_state.plugins import output_protected
 
@@ -21,8 +20,6 @@ __all__ = ("console", "main")
 
 _TRACEBACK_VARIABLE = "ACCELERATE_DEBUG_MODE"
 _COMPLETION_VARIABLE = "_ARGCOMPLETE"
-_ALLOCATIONS = 100_000
-"""Number of new objects that starts a garbage collection; loading all settings of a command creates fewer."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
@@ -36,7 +33,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         >>> main(["launch", "--num_processes", "2", "train.py"])  # doctest: +SKIP
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
     try:
         with output_protected():
             code = _run(arguments, prog)
@@ -72,32 +68,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         return 130
 
 
-def _open_closed_streams() -> None:
-    """Open standard streams that are closed on the null device.
-
-    Otherwise the next file or socket would get the number of a closed stream, and the processes would write there.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open as long as the process
-            if stream.fileno() == number:
-                os.set_inheritable(number, True)
-            setattr(sys, name, stream)
-
-
 def console() -> NoReturn:
-    """Run `main`, and exit as fast as possible.
-
-    Freeing all imported modules takes longer than many commands, so the process skips it if no exit handler is
-    registered.
-    """
-    # Garbage collections during the imports find nothing, and take a tenth of the time.
-    gc.set_threshold(_ALLOCATIONS)
-    code = main()
-    sys.stderr.flush()
-    if atexit._ncallbacks() == 0 and "threading" not in sys.modules:
-        os._exit(code)
-    sys.exit(code)
+    """Run `main`, and exit."""
+    sys.exit(main())
 
 
 def _run(arguments: list[str], prog: str) -> int:
@@ -112,19 +85,13 @@ def _run(arguments: list[str], prog: str) -> int:
     if name == "--version":
         print(_version())
         return 0
-    command = find_command(name)
-    manual = getattr(command, "manual", None)
-    if manual is not None and arguments[1:2] in (["-h"], ["--help"]):
-        print(manual(f"{prog} {name}"), end="")
-        return 0
-    return _call(command, f"{prog} {name}", manual, arguments[1:])
+    return _call(find_command(name), f"{prog} {name}", arguments[1:])
 
 
-def _call(command: Command, prog: str, manual: Callable[[str], str] | None, arguments: list[str]) -> int:
-    from accel_cli.parser import Parser
+def _call(command: Command, prog: str, arguments: list[str]) -> int:
     from accel_state.untrusted import printable
 
-    parser = Parser(prog, printable(command.help[:1].upper() + command.help[1:] + "."), manual)
+    parser = Parser(prog, printable(command.help[:1].upper() + command.help[1:] + "."))
     command.add_arguments(parser)
     try:
         parsed = parser.parse_args(arguments)
@@ -135,12 +102,15 @@ def _call(command: Command, prog: str, manual: Callable[[str], str] | None, argu
 
 
 def _help(prog: str) -> str:
-    from accel_cli.terminal import render
+    from accel_state.untrusted import printable
 
-    rows = [(name, described(command)) for name, command in installed_commands().items()]
-    end = f"`{prog} <command> --help` shows the options of a command; `{prog} --version` shows the version."
-    about = "Launch PyTorch training on many processes, and inspect settings, runs and checkpoints."
-    return render(f"{prog} <command> [arguments]", about, {"commands": rows}, end)
+    parser = Parser(prog, "Launch PyTorch training on many processes, and inspect settings, runs and checkpoints.")
+    parser.usage = f"{prog} <command> [arguments]"
+    parser.epilog = f"`{prog} <command> --help` shows the options of a command; `{prog} --version` shows the version."
+    commands = parser.add_subparsers(title="commands", metavar="<command>")
+    for name, command in installed_commands().items():
+        commands.add_parser(printable(name), help=printable(described(command), keep="\n\t").replace("%", "%%"))
+    return parser.format_help()
 
 
 def _version() -> str:

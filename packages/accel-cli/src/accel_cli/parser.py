@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
-from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from accel_cli.terminal import width
 from accel_state.errors import SettingError
 
 __all__ = ("Parser",)
 
-
 _OF_TORCHRUN: Final = ("__nproc_per_node",)
 """Options of torchrun that count the processes of one machine, with underscores."""
+
+_MIN_COLUMNS: Final = 50
+_MAX_COLUMNS: Final = 120
 
 
 class Parser(ArgumentParser):
@@ -23,41 +23,12 @@ class Parser(ArgumentParser):
     Args:
         prog: name of the command.
         about: one sentence on what it does.
-        manual: returns the help text, in place of argparse; it receives `prog`.
     """
 
-    def __init__(
-        self, prog: str, about: str = "", manual: Callable[[str], str] | None = None, **kwargs: object
-    ) -> None:
-        kwargs.setdefault("formatter_class", _formatter)
+    def __init__(self, prog: str, about: str = "", **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
         kwargs.setdefault("description", about)
         super().__init__(prog, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
-        self._manual = manual
-        self._declared: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
-
-    def declare(self, *names: str, **options: Any) -> None:
-        """Declare an option, which is added only if the command line contains it: `add_argument` is slow."""
-        self._declared.update(dict.fromkeys(names, (names, options)))
-
-    def add_declared(self, words: Sequence[str] | None = None) -> None:
-        """Add the declared options that a command line contains; by default all of them."""
-        for word in list(self._declared) if words is None else words:
-            flag = word.partition("=")[0] if word.startswith("--") else word[:2]
-            if flag in self._declared:
-                names, options = self._declared[flag]
-                for name in names:
-                    del self._declared[name]
-                self.add_argument(*names, **options)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, with the declared options."""
-        words = sys.argv[1:] if args is None else list(args)
-        self.add_declared(words)
-        return super().parse_known_args(words, namespace)
-
-    def format_help(self) -> str:
-        """The help text."""
-        return super().format_help() if self._manual is None else self._manual(self.prog)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing the usage and exiting.
@@ -79,7 +50,7 @@ class Parser(ArgumentParser):
         from accel_plugins.separate import install_remedy, package_of
         from accel_state.settings.schema import closest
 
-        known = (*self._option_string_actions, *self._declared)
+        known = self._option_string_actions
         command = f"`{self.prog} {'--help-all' if '--help-all' in known else '--help'}`"
         for word in message.split():
             flag = word.partition("=")[0]
@@ -94,9 +65,32 @@ class Parser(ArgumentParser):
         return f"{command} lists all options."
 
 
-def _formatter(prog: str) -> HelpFormatter:
-    # Each declared option creates a formatter, which imports a library to get the width if it is not passed.
-    return HelpFormatter(prog, width=width())
+class _Formatter(HelpFormatter):
+    """Shows an option without its spellings with dashes."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        # Otherwise argparse imports a library to get the width, for each option.
+        super().__init__(prog, **{"width": _columns(), "max_help_position": 30, **options})
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        dashed = {name.replace("_", "-") for name in action.option_strings if "_" in name}
+        names = ", ".join(name for name in action.option_strings if name not in dashed)
+        value = "" if action.nargs == 0 else self._format_args(action, action.dest.upper())
+        return f"{names} {value}".rstrip()
+
+
+def _columns() -> int:
+    """Number of columns for a help text in this terminal."""
+    try:
+        columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
+    except (OSError, ValueError):
+        try:
+            columns = os.get_terminal_size().columns
+        except OSError:
+            columns = 80
+    return min(max(columns - 2, _MIN_COLUMNS), _MAX_COLUMNS)
 
 
 def _sentence(message: str) -> str:

@@ -1,111 +1,43 @@
-"""Texts for a terminal: tables, and help texts that are rendered from data, which is faster than building a parser.
-
-In a terminal, tables are drawn with rich if it is installed, otherwise as plain columns. `NO_COLOR` and terminals
-without colours are respected.
-"""
+"""Tables and colours for a terminal; `NO_COLOR` and terminals without colours are respected."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-__all__ = ("coloured", "columns", "in_colour", "render", "width")
-
-_LEFT: Final = 30
-_NARROWEST: Final = 50
-_WIDEST: Final = 120
-
-
-def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str = "") -> str:
-    """Render a help text.
-
-    Args:
-        usage: the command line.
-        about: one sentence on what it does.
-        sections: rows (name, meaning), by heading.
-        end: a closing sentence.
-    """
-    from textwrap import wrap
-
-    from accel_state.untrusted import printable
-
-    columns = width()
-    lines = [*wrap(f"usage: {usage}", columns, subsequent_indent="       "), "", *wrap(about, columns)]
-    for heading, rows in sections.items():
-        lines += ["", f"{heading}:"]
-        for name, meaning in rows:
-            # Plugins have both.
-            lines += _row(printable(name), printable(meaning, keep="\n\t"), columns)
-    return "\n".join((*lines, *(("", *wrap(end, columns)) if end else ()), ""))
-
-
-def _row(name: str, meaning: str, columns: int) -> list[str]:
-    from textwrap import wrap
-
-    text = wrap(meaning, columns - _LEFT) or [""]
-    if len(name) + 4 > _LEFT:
-        return [f"  {name}", *(" " * _LEFT + line for line in text)]
-    return [f"  {name:<{_LEFT - 2}}{text[0]}".rstrip(), *(" " * _LEFT + line for line in text[1:])]
-
-
-def width() -> int:
-    """Number of columns for a help text in this terminal."""
-    try:
-        columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
-    except (OSError, ValueError):
-        columns = _terminal()
-    return min(max(columns - 2, _NARROWEST), _WIDEST)
-
-
-def _terminal() -> int:
-    try:
-        return os.get_terminal_size().columns
-    except OSError:
-        return 80
-
+__all__ = ("coloured", "columns", "in_colour")
 
 _GAP: Final = "  "
 
-
 _COLOURS: Final = {
-    **dict.fromkeys(("good", "complete", "default", "available", "ok", "running", "finished", "yes"), "green"),
-    **dict.fromkeys(("warning", "incomplete", "unknown", "?", "no"), "yellow"),
-    **dict.fromkeys(("damaged", "cannot", "unusable", "error", "broken", "failed"), "red"),
+    **dict.fromkeys(("good", "complete", "default", "available", "ok", "running", "finished", "yes"), "32"),
+    **dict.fromkeys(("warning", "incomplete", "unknown", "?", "no"), "33"),
+    **dict.fromkeys(("damaged", "cannot", "unusable", "error", "broken", "failed"), "31"),
 }
-_CODES: Final = {"green": "32", "yellow": "33", "red": "31"}
+"""Codes of green, yellow and red by the first word of a status."""
 
 
 def coloured(text: str) -> str:
     """A status in its colour if the terminal supports colours; otherwise the plain text."""
-    code = _CODES.get(_colour(text))
-    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    return f"\x1b[{code}m{text}\x1b[0m" if code is not None and wanted else text
+    words = text.replace(":", " ").split()
+    return _in_code(text, _COLOURS.get(words[0], "") if words else "")
 
 
 def in_colour(text: str, colour: str) -> str:
-    """A text in a colour such as "#4269d0", if rich is installed and the terminal supports colours."""
-    from accel_state.settings.installed import importable
-
-    if not (text and sys.stdout.isatty() and importable("rich")):
-        return text
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    with console.capture() as captured:
-        console.print(Text(text, style=colour), end="", soft_wrap=True)
-    return captured.get()
+    """A text in a colour such as "#4269d0" if the terminal supports colours."""
+    parts = (str(int(colour[start : start + 2], 16)) for start in (1, 3, 5))
+    return _in_code(text, f"38;2;{';'.join(parts)}")
 
 
-def _colour(text: str) -> str:
-    words = text.replace(":", " ").split()
-    return _COLOURS.get(words[0], "") if words else ""
+def _in_code(text: str, code: str) -> str:
+    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    return f"\x1b[{code}m{text}\x1b[0m" if code and text and wanted else text
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str = "") -> list[str]:
-    """Lines of a table with a heading; cells are never cut, and wrap only at the width of a terminal.
+    """Lines of a table with a heading; cells are never cut.
 
     Characters that control a terminal are escaped: cells may come from other users' files. The column with the heading
     `status` has colours if the terminal supports them.
@@ -114,32 +46,16 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str =
         >>> columns(["name", "value"], [["cpu", True], ["port", 29500]])
         ['name  value', 'cpu   True', 'port  29500']
     """
-    from accel_state.settings.installed import importable
     from accel_state.untrusted import printable
 
-    if sys.stdout.isatty() and importable("rich"):
-        return _drawn(head, rows, status)
     texts = [[printable(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return [_GAP.join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
-
-
-def _drawn(head: Sequence[str], rows: Sequence[Sequence[object]], status: str) -> list[str]:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from accel_state.untrusted import printable
-
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, name in enumerate(head):
-        drawn.add_column(name, overflow="fold", style="" if number else "cyan", header_style="bold")
-    for row in rows:
-        texts = [printable(cell) for cell in row]
-        styles = [_colour(text) if name == status else "" for name, text in zip(head, texts, strict=True)]
-        drawn.add_row(*(Text(text, style=style) for text, style in zip(texts, styles, strict=True)))
-    console = Console()
-    with console.capture() as captured:
-        console.print(drawn)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    lines = []
+    for number, row in enumerate(texts):
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        cells[-1] = cells[-1].rstrip()
+        if number and status:
+            place = list(head).index(status)
+            cells[place] = coloured(cells[place])
+        lines.append(_GAP.join(cells).rstrip())
+    return lines

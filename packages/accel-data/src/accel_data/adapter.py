@@ -1,4 +1,4 @@
-"""A wrapper of a loader that `isinstance` accepts as a `DataLoader`, with all attributes of the inner loader."""
+"""A `DataLoader` that wraps another one, and has all its attributes."""
 
 from __future__ import annotations
 
@@ -38,27 +38,21 @@ class DataLoaderAdapter(DataLoader[Any]):
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
         loader_class = stateful_loader_class() if use_stateful_dataloader else DataLoader
-        self.hold(loader_class(dataset, batch_sampler=batch_sampler, **kwargs), use_stateful_dataloader)
-
-    def hold(self, base: DataLoader[Any], use_stateful_dataloader: bool = False) -> None:
-        """Set the inner loader."""
-        self.__dict__.update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
+        base: DataLoader[Any] = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
+        # Without `DataLoader.__setattr__`, which this object is not ready for.
+        vars(self).update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the inner loader, so that `isinstance` accepts both classes."""
-        return type(self.__dict__.get("base_dataloader", self))
+        """The class of the inner loader: scripts expect an instance of it, and of this class."""
+        return type(vars(self).get("base_dataloader", self))
 
-    def __copy__(self) -> DataLoaderAdapter:
-        return _made_of(type(self), self.__dict__)
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
 
     def __reduce__(self) -> Any:
-        # Pickle refuses to create an object of another class than `__class__`.
-        return _made_of, (type(self), self._kept())
-
-    def _kept(self) -> dict[str, Any]:
-        """The attributes to pickle."""
-        return self.__dict__
+        # The default gives up where `__class__` is not the type.
+        return object.__new__, (type(self),), self.__getstate__()
 
     def __getattr__(self, name: str) -> Any:
         # During copying or unpickling there is no inner loader yet.
@@ -113,9 +107,3 @@ class DataLoaderAdapter(DataLoader[Any]):
                 "Give use_stateful_dataloader=True, or prepare the loader.",
             )
         return base
-
-
-def _made_of(kind: type[DataLoaderAdapter], attributes: dict[str, Any]) -> DataLoaderAdapter:
-    loader = kind.__new__(kind)
-    loader.__dict__.update(attributes)
-    return loader

@@ -80,41 +80,36 @@ class DataLoaderConfiguration:
         return (self.order != "sampler" or self.use_seedable_sampler) and not self.use_configured_sampler
 
     def __post_init__(self) -> None:
-        check_sharding(self.sharding, self.dispatch_batches)
-        check_order(self.order)
+        _check_sharding(self.sharding, self.dispatch_batches)
+        _check_choice("order", self.order, ORDERS)
         if self.use_stateful_dataloader:
             TORCHDATA.demand("Cannot use use_stateful_dataloader=True.")
 
 
-def check_order(order: str) -> None:
-    """Check an order.
+def _check_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> None:
+    """Check a value that is one of a few; the first one is the default.
 
     Raises:
-        SettingError: the order is unknown.
+        SettingError: it is another one.
     """
-    if order not in ORDERS:
-        near = closest(str(order), ORDERS)
+    if value not in choices:
+        near = closest(str(value), choices)
         raise SettingError(
-            f"Cannot use order={order!r}.",
-            f"The value must be one of {', '.join(ORDERS)}.",
-            f"Did you mean {near!r}?" if near else "Use 'sampler', the default.",
+            f"Cannot use {name}={value!r}.",
+            f"The value must be one of {', '.join(choices)}{also}.",
+            f"Did you mean {near!r}?" if near else f"Use {choices[0]!r}, the default.",
         )
 
 
-def check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:
+def _check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:
     """Check a way of sharding, alone and with `dispatch_batches`.
 
     Raises:
         Conflict: one of the two means dispatch, the other does not.
         SettingError: the way of sharding is unknown.
     """
-    if not callable(sharding) and sharding not in SHARDINGS:
-        near = closest(str(sharding), SHARDINGS)
-        raise SettingError(
-            f"Cannot use sharding={sharding!r}.",
-            f"The value must be one of {', '.join(SHARDINGS)}, or a function.",
-            f"Did you mean {near!r}?" if near else "Use 'auto', the default.",
-        )
+    if not callable(sharding):
+        _check_choice("sharding", sharding, SHARDINGS, ", or a function")
     if dispatch_batches is not None and sharding != "auto" and dispatch_batches != (sharding == "dispatch"):
         raise Conflict(
             f"Cannot combine sharding={sharding!r} with dispatch_batches={dispatch_batches}.",

@@ -13,14 +13,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel_data.batches import cut, join, samples_in
-from accel_data.loader import LoaderOptions, PreparedLoader
+from accel_data.loader import PreparedLoader
 from accel_data.mesh import coordinates
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position, Progress
 from accel_data.sharding import Padding, shortage
 from accel_data.source import LocalSource, Source, first_batches
-from accel_data.source_choice import source_of
+from accel_data.stream_source import source_of
 from accel_ops.objects import gather_object, scatter_object
 from accel_ops.tree import recursively_apply
 from accel_state import current
@@ -83,17 +83,18 @@ class DataLoaderDispatcher(PreparedLoader):
         process = current.process_or_start()
         shards = max(coordinates(torch_device_mesh, process.world_size)) + 1
         local = source_of(self.base_dataloader)
-        options = LoaderOptions(
+        self._read_from(
+            DispatchedSource(local, shards, split_batches, _drop_last, slice_fn, torch_device_mesh),
+            use_stateful_dataloader,
+            gradient,
+            Progress(iteration),
+            skip_batches,
             device=process.device,
-            skip_batches=skip_batches,
-            skips=skip_batches > 0,
             restores=restore_position or use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
-        source = DispatchedSource(local, shards, split_batches, _drop_last, slice_fn, torch_device_mesh)
-        self._read_from(source.skipping(skip_batches), options, use_stateful_dataloader, gradient, Progress(iteration))
 
     @property
     def split_batches(self) -> bool:
@@ -213,20 +214,17 @@ class DispatchedSource(Source):
         yield from global_steps(batches, self.processes, self.split, self.drop_last, self.slice_fn, first, batched)
 
     def skipping(self, steps: int) -> DispatchedSource:
-        return self._over(self.local.skipping(steps * self.batches_per_step))
+        return self.over(self.local.skipping(steps * self.batches_per_step))
 
     def skipped(self) -> tuple[int, int | None]:
         batches, samples = self.local.skipped()
         return batches // self.batches_per_step, samples
 
     def with_sample_ids(self) -> DispatchedSource:
+        other = self.over(self.local.with_sample_ids())
         # A function that slices batches cannot slice lists of ids.
-        return DispatchedSource(
-            self.local.with_sample_ids(), self.processes, self.split, self.drop_last, mesh=self.mesh
-        )
-
-    def _over(self, local: LocalSource) -> DispatchedSource:
-        return DispatchedSource(local, self.processes, self.split, self.drop_last, self.slice_fn, self.mesh)
+        other.slice_fn = None
+        return other
 
     def obstacle_to_counting(self) -> str | None:
         if self.processes > 1:

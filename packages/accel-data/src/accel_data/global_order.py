@@ -4,45 +4,36 @@ The sequence of an epoch is the batches of its steps, concatenated by rank. It d
 the data set. A position in it is a number of samples, so a run can continue on another number of processes: after
 `start` samples, step i of G samples has the positions start + iG up to start + (i + 1)G (see `ShardPlan`).
 
-This module finds the loaders that do not have such a sequence, for which `prepare_data_loader` raises an error.
+This module finds the loaders that do not have such a sequence, for which `prepare_data_loader` raises an error. Whether
+a custom sampler yields the same indices on all processes is compared when the first epoch begins, as in every loader.
 """
 
 from __future__ import annotations
 
-import hashlib
-from itertools import islice
-from typing import Any, Final
+from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler
 
-from accel_data.order import SeedableRandomSampler, decided_by_epoch
+from accel_data.order import decided_by_epoch
 from accel_data.own_shards import OwnShardSource
 from accel_data.source import MapSource, Source
 from accel_data.stream_source import StreamSource
-from accel_ops.objects import gather_object
-from accel_ops.rng import restore, snapshot
 from accel_state.errors import Conflict
 
 __all__ = ("check_global_order",)
 
-_COMPARED: Final = 1024
-"""Indices of a custom sampler that the processes compare."""
 
-
-def check_global_order(loader: DataLoader[Any], source: Source, compared: bool) -> None:
+def check_global_order(loader: DataLoader[Any], source: Source) -> None:
     """Check that the order of a loader depends only on the seed, the epoch and the data set.
 
     Args:
         loader: the script's loader.
         source: the source of the prepared loader.
-        compared: whether all processes call this, so that they can compare a custom sampler.
 
     Raises:
-        Conflict: the order depends on more; raised on every process if custom samplers differ between processes.
+        Conflict: the order depends on more.
     """
     obstacle, remedy = _obstacle(loader, source) or ("", "")
-    if not obstacle and compared and isinstance(source, MapSource):
-        obstacle, remedy = _difference(source.shard.sampler) or ("", "")
     if obstacle:
         needed_by = 'which order="global" and some backends need'
         raise Conflict(f"Cannot give {source.local.identity()} a global order, {needed_by}.", obstacle, remedy)
@@ -100,21 +91,3 @@ def _stream_obstacle(loader: DataLoader[Any], source: StreamSource) -> tuple[str
             "Add a method set_epoch(epoch) that determines the order, or a torch.Generator as attribute `generator`.",
         )
     return None
-
-
-def _difference(sampler: Any) -> tuple[str, str] | None:
-    """The difference between the custom samplers of the processes; called on every process."""
-    custom = type(sampler) not in (SequentialSampler, SeedableRandomSampler)
-    digest = ""
-    if custom:
-        generators = snapshot()
-        digest = hashlib.blake2b(repr(list(islice(iter(sampler), _COMPARED))).encode()).hexdigest()
-        restore(generators)
-    everyones = gather_object([digest])
-    other = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
-    if other is None:
-        return None
-    return (
-        f"The sampler yields other indices on process {other} than on process 0.",
-        "Make the sampler yield the indices of all processes, in an order that does not depend on the rank.",
-    )

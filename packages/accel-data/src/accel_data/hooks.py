@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from accel_state.watch.seconds import TimeAccount
+from typing import Any, Protocol
 
 __all__ = ("BatchPauses", "DeviceTransfer", "LoaderHook", "accompanied", "with_hook")
 
@@ -36,22 +32,17 @@ class DeviceTransfer(Protocol):
         """
 
 
-class LoaderHook(Protocol):
-    """Follows the epochs and batches of a loader as the loop receives them; implemented in layers above.
-
-    Attributes:
-        waits: the account in which the loader records how long its loop waits for batches, so that no function is
-            called for each batch: `batch_given` receives the first batch after `waits.due`. None calls it with every
-            batch.
-    """
-
-    waits: TimeAccount | None
+class LoaderHook:
+    """Follows the epochs and batches of a loader as the loop receives them; layers above subclass it."""
 
     def epoch_begins(self) -> None:
         """Called before an epoch begins, before its position is read and random numbers are drawn."""
 
     def batch_given(self, batch: Any) -> None:
-        """Called with each batch that is due, on its device, before the loop receives it."""
+        """Called with each batch, on its device, before the loop receives it."""
+
+    def batch_requested(self) -> None:
+        """Called when the loop requests a batch, before it is read."""
 
     def epoch_ends(self) -> None:
         """Called when the loop requests a batch after the last one, or when it ends early."""
@@ -89,26 +80,16 @@ def accompanied(
 def with_hook(batches: Generator[Any, None, None], hook: LoaderHook) -> Generator[Any, None, None]:
     """The batches of an epoch, with calls of a hook."""
     hook.epoch_begins()
-    waits = hook.waits
-    # Else the epoch would go on as long as the traceback of an error of the hook exists.
+    requested, given = hook.batch_requested, hook.batch_given
+    # The traceback of an error that the hook raises must not keep the epoch open.
     with closing(batches):
         try:
-            if waits is None:
-                for batch in batches:
-                    hook.batch_given(batch)
-                    yield batch
-                    del batch
-                return
-            marks = waits.marks
-            marks[0] = monotonic()
+            requested()
             for batch in batches:
-                marks[1] = now = monotonic()
-                waits.waited += now - marks[0]
-                if now > waits.due:
-                    hook.batch_given(batch)
+                given(batch)
                 yield batch
                 # Its memory must be free before the next batch is copied to the device.
                 del batch
-                marks[0] = monotonic()
+                requested()
         finally:
             hook.epoch_ends()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
@@ -15,21 +13,21 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from accel_data.accelerate_compat import is_torchdata_state, position_in
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
 from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, with_hook
+from accel_data.loader_state import load_state, state_of
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
 from accel_data.sharding import batching_of, innermost_sampler
 from accel_data.source import Source
-from accel_data.source_choice import source_of
-from accel_data.workers import is_of_a_worker, lacks_main_guard
+from accel_data.stream_source import source_of
+from accel_data.workers import explain
 from accel_ops.conversion import send_to_device
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
-from accel_state.errors import CheckpointError, CollectiveError, DataError
+from accel_state.errors import CollectiveError, DataError
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 from accel_state.library import stack_level
@@ -38,7 +36,6 @@ __all__ = (
     "NO_BATCH",
     "DataLoaderShard",
     "DataLoaderStateMixin",
-    "LoaderOptions",
     "PreparedLoader",
     "SkipDataLoader",
 )
@@ -50,20 +47,15 @@ _logger: Final = logging.getLogger(__name__)
 NO_BATCH: Final = object()
 """Marks the end of an epoch, instead of a batch."""
 
-_VERSION: Final = 1
 _TOO_FEW_SAMPLES_REMEDY: Final = (
     "Check how samples are selected or filtered, use fewer processes, or use even_batches=True and drop_last=False."
-)
-_REPEATABLE_ORDER_REMEDY: Final = (
-    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
-    "skip_first_batches."
 )
 _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_NOT_PICKLED: Final = ("between_batches", "device_transfer", "epoch_reader", "hook", "pauses")
-"""Attributes that are not pickled."""
+_ATTACHED: Final = frozenset({"between_batches", "device_transfer", "epoch_reader", "hook", "pauses"})
+"""Attributes that belong to the run of this process, so that they are neither copied nor pickled."""
 
 
 class DataLoaderStateMixin:
@@ -113,38 +105,18 @@ class DataLoaderStateMixin:
         self.gradient_state.finish(self)
 
 
-@dataclass(frozen=True)
-class LoaderOptions:
-    """How a prepared loader treats its batches and its position.
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader over a source of this process's shard.
 
-    Args:
+    Attributes:
+        source: yields this process's batches.
         device: the device for batches; None does not move them.
         rng_types: generators to synchronise at the start of an epoch; see `synchronize_rng_states`.
         synchronized_generator: the generator that "generator" selects.
         skip_batches: batches to skip at the beginning of every epoch.
         skips: whether the script set a position itself, so that none is restored.
         restores: whether `load_state_dict` restores the position.
-        torch_device_mesh: stored as an attribute.
-    """
-
-    device: torch.device | None = None
-    rng_types: Sequence[str | RNGType] | None = None
-    synchronized_generator: torch.Generator | None = None
-    skip_batches: int = 0
-    skips: bool = False
-    restores: bool = False
-    torch_device_mesh: Any = None
-    _drop_last: bool = False
-    _non_blocking: bool = False
-
-
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader over a source of this process's shard.
-
-    The fields of `LoaderOptions` are attributes too.
-
-    Attributes:
-        source: yields this process's batches.
+        torch_device_mesh: the mesh on which the data is sharded, or None.
         progress: the position: that of the iterator which yielded last.
         between_batches: called before each batch of the loop, after the loop has finished with the previous one; with
             True before the first batch of an epoch.
@@ -159,61 +131,71 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     source: Source
     progress: Progress
-    device: torch.device | None
-    rng_types: Sequence[str | RNGType] | None
-    synchronized_generator: torch.Generator | None
-    skip_batches: int
-    skips: bool
-    restores: bool
-    torch_device_mesh: Any
+    device: torch.device | None = None
+    rng_types: Sequence[str | RNGType] = ()
+    synchronized_generator: torch.Generator | None = None
+    skip_batches: int = 0
+    skips: bool = False
+    restores: bool = False
+    torch_device_mesh: Any = None
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
     pauses: BatchPauses | None = None
     epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None] | None = None
-    _non_blocking: bool
+    _non_blocking: bool = False
+    _drop_last: bool = False
 
     @classmethod
     def around(
         cls: type[P],
         source: Source,
-        options: LoaderOptions,
         use_stateful_dataloader: bool = False,
         gradient_state: GradientState | None = None,
         progress: Progress | None = None,
+        **attributes: Any,
     ) -> P:
         """A loader over a source that is already sharded.
 
         Args:
             source: yields this process's batches.
-            options: the loader's options.
             use_stateful_dataloader: whether the source reads through torchdata.
             gradient_state: gradient state of the loader's Accelerator. None uses the current one.
             progress: the loader's position; None for the beginning.
+            attributes: further attributes of the loader; `skip_batches` leaves out the first batches of every epoch.
         """
         loader = cls.__new__(cls)
-        loader._read_from(source, options, use_stateful_dataloader, gradient_state, progress)
+        loader._read_from(source, use_stateful_dataloader, gradient_state, progress, **attributes)
         return loader
 
     def _read_from(
         self,
         source: Source,
-        options: LoaderOptions,
-        use_stateful_dataloader: bool,
-        gradient_state: GradientState | None,
-        progress: Progress | None,
+        use_stateful_dataloader: bool = False,
+        gradient_state: GradientState | None = None,
+        progress: Progress | None = None,
+        skip_batches: int = 0,
+        **attributes: Any,
     ) -> None:
-        self.hold(source.local.base, use_stateful_dataloader)
         vars(self).update(
-            vars(options),
-            source=source,
+            attributes,
+            base_dataloader=source.local.base,
+            source=source.skipping(skip_batches) if skip_batches else source,
+            use_stateful_dataloader=use_stateful_dataloader,
             gradient_state=gradient_state or GradientState(),
             progress=progress or Progress(),
+            skip_batches=skip_batches,
+            skips=skip_batches > 0,
         )
 
-    def _options(self, **changes: Any) -> LoaderOptions:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderOptions)}
-        return LoaderOptions(**own | changes)
+    def _like_this(self: P, source: Source, **attributes: Any) -> P:
+        """A loader with the same attributes, except for some, over another source."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), source=source, base_dataloader=source.local.base, **attributes)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _ATTACHED}
 
     # Gradient accumulation reads it at each micro-batch, and a C function is faster.
     end_of_dataloader = property(  # pyright: ignore[reportAssignmentType]
@@ -348,7 +330,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if not self.source.may_be_empty:
                 raise self.error("cannot begin an epoch.", "It has no samples.", _TOO_FEW_SAMPLES_REMEDY)
             if self.progress.epoch == 0:
-                _logger.warning("%s: it has no batches. %s", self._name(), _TOO_FEW_SAMPLES_REMEDY)
+                _logger.warning("%s: it has no batches. %s", self.identify(), _TOO_FEW_SAMPLES_REMEDY)
         return first
 
     def _check_draws(self) -> None:
@@ -385,7 +367,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         if reported != received:
             warnings.warn(
-                f"{self._name(epoch)}: it yielded {received} batches on this process; len() reports {reported}. "
+                f"{self.identify(epoch)}: it yielded {received} batches on this process; len() reports {reported}. "
                 "Correct __len__ of the data set, the sampler or the batch sampler, or remove it: a learning rate "
                 "schedule may be computed from it.",
                 UserWarning,
@@ -411,34 +393,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _explained(self, error: Exception) -> Exception | None:
         """An error of reading with process and loader in its message; None to raise it unchanged."""
-        if isinstance(error, IndexError):
-            return self.error(
-                "cannot get the next batch.",
-                f"An index of the sampler is not in the data set: {error}",
-                "Check that the data set's __len__ and the sampler agree with the indices that __getitem__ accepts.",
-            )
         if isinstance(error, (CollectiveError, DataError)):
-            return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
-        if self.base_dataloader.num_workers and is_of_a_worker(error):
-            if lacks_main_guard(self.base_dataloader):
-                return self.error(
-                    "cannot start its DataLoader workers.",
-                    "They import the script again, and each would run all of it.",
-                    "Put the main part of the script under `if __name__ == '__main__':`, or give the DataLoader "
-                    "multiprocessing_context='fork'.",
-                )
-            return self.error(
-                "cannot get the next batch.",
-                f"A DataLoader worker died or did not answer: {error}",
-                "Look for the cause (memory, a crash in __getitem__), or try num_workers=0.",
-            )
-        return None
+            return type(error)(f"{self.identify()}: {error.failure}", error.obstacle, error.remedy)
+        explanation = explain(error, self.base_dataloader)
+        return None if explanation is None else self.error(*explanation)
 
     def error(self, failed: str, obstacle: str, remedy: str) -> DataError:
         """An error whose message names the process and the loader before what failed."""
-        return DataError(f"{self._name()}: {failed}", obstacle, remedy)
+        return DataError(f"{self.identify()}: {failed}", obstacle, remedy)
 
-    def _name(self, epoch: int | None = None) -> str:
+    def identify(self, epoch: int | None = None) -> str:
+        """Process, data set and epoch, for messages."""
         process = current.process_or_none()
         where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
         dataset: Any = self.dataset
@@ -455,7 +420,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         size = self.source.step_size or getattr(self.batch_sampler, "step_size", None)
         if size is None:
             raise DataError(
-                f"{self._name()}: cannot compute its total batch size.",
+                f"{self.identify()}: cannot compute its total batch size.",
                 "Its batch sampler has no batch size.",
                 "Give the batch sampler a batch_size attribute.",
             )
@@ -501,8 +466,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         A position to restore is kept if it is in that epoch.
         """
         if epoch != self.progress.epoch:
-            following = self.progress.following if epoch == self.progress.epoch + 1 else None
-            self.progress.replay = self.progress.following = None
+            following = self.progress.next_rng_state if epoch == self.progress.epoch + 1 else None
+            self.progress.replay = self.progress.next_rng_state = None
             self.progress.move_to(epoch)
             if following is not None:
                 self.source.local.upcoming_rng(following)
@@ -510,58 +475,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def skipping(self: P, steps: int) -> P:
         """A loader without the first `steps` batches of its epochs; both share their position."""
-        options = self._options(skip_batches=self.skip_batches + steps, skips=True)
-        stateful, source = self.use_stateful_dataloader, self.source.skipping(steps)
-        other = type(self).around(source, options, stateful, self.gradient_state, self.progress)
-        for name in _NOT_PICKLED:
-            setattr(other, name, getattr(self, name))
-        return other
+        return self._like_this(self.source.skipping(steps), skip_batches=self.skip_batches + steps, skips=True)
 
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
         """A loader over sample ids, with a separate progress and gradient state; see `audit`."""
-        options = self._options(device=None)
-        return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
-
-    def _kept(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        attributes = dict.fromkeys(_ATTACHED) | {"device": None, "use_stateful_dataloader": False}
+        return self._like_this(self.source.with_sample_ids(), progress=progress, gradient_state=gradient, **attributes)
 
     def _state(self) -> dict[str, Any]:
-        """The position as plain values and tensors, equal on all processes except torchdata's state.
-
-        torchdata's state is included, so that its loader and the original library can continue from it. If that state
-        is complete, it is returned alone.
-        """
-        source, progress = self.source, self.progress
-        local, iteration = source.local, progress.iteration
-        theirs = iteration.final_base or iteration.base if progress.resume is None else progress.resume.base
-        if source.self_contained and (theirs or progress.resume is None):
-            return dict(theirs or source.base_state() or {})
-        begun = iteration.rng_state if iteration.steps else local.upcoming_rng()
-        position = progress.resume or progress.position(progress.replay or begun)
-        if not local.continues_from_base:
-            position = dataclasses.replace(position, base=None)
-        obstacle = local.obstacle() if self.restores and position.steps else None
-        if obstacle is not None:
-            raise CheckpointError(
-                f"{self._name()}: cannot save a position that can be restored.",
-                obstacle,
-                _REPEATABLE_ORDER_REMEDY,
-            )
-        # An epoch draws no random numbers after its last batch, so the next one begins with the current random state.
-        ended = iteration.steps and iteration.end_of_dataloader
-        following = local.upcoming_rng() if ended else progress.following
-        return {
-            **(theirs or {}),
-            "version": _VERSION,
-            **position.state_dict(),
-            "sampler": local.identity(),
-            "processes": source.processes,
-            "step_size": source.step_size,
-            "length": source.length(),
-            "following": following.state_dict() if following is not None else None,
-            "sample_seed": None if local.sample_seed is None else local.sample_seed.seed,
-            **({"mixture": self.dataset.mixture_state()} if hasattr(self.dataset, "mixture_state") else {}),
-        }
+        return state_of(self.source, self.progress, self.restores, self.identify())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`.
@@ -573,47 +495,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: the loader restores positions, and cannot restore this one exactly.
         """
-        if is_torchdata_state(state_dict):
-            epoch = self.progress.epoch
-            if self.restores:
-                self.progress.move_to(epoch, position_in(state_dict, self.source, epoch, self._name()))
-            return
-        position = Position.from_state_dict(state_dict)
-        if hasattr(self.dataset, "load_mixture_state"):
-            self.dataset.load_mixture_state(state_dict.get("mixture"), position.epoch, position.samples or 0)
-        local = self.source.local
-        same = state_dict["sampler"] == local.identity()
-        if local.sample_seed is not None and state_dict["sample_seed"] is not None:
-            local.sample_seed.seed = state_dict["sample_seed"]
-        resumes = self.restores and position.steps > 0
-        if resumes:
-            self._check_restorable(state_dict)
-        rng_state = position.rng_state if same else None
-        following = state_dict.get("following") if same else None
-        self.progress.following = None if following is None else RNGState.from_state_dict(following)
-        self.progress.replay = rng_state if position.steps else None
-        if rng_state is not None and not position.steps:
-            local.upcoming_rng(rng_state)
-        self.progress.move_to(position.epoch, position if resumes else None)
-
-    def _check_restorable(self, state: Mapping[str, Any]) -> None:
-        source, local = self.source, self.source.local
-        obstacle = local.obstacle()
-        if state["sampler"] != local.identity():
-            obstacle = f"It was saved with {state['sampler']}; this loader has {local.identity()}."
-        elif state["length"] != source.length():
-            obstacle = f"It was saved over {state['length']} samples; this loader has {source.length()}."
-        elif source.counts_steps and (state["processes"], state["step_size"]) != (source.processes, source.step_size):
-            obstacle = (
-                f"Its position is in steps of {state['step_size']} samples on {state['processes']} processes; this "
-                f"loader has steps of {source.step_size} on {source.processes}."
-            )
-        if obstacle is not None:
-            raise CheckpointError(
-                f"{self._name()}: cannot restore its position in epoch {state['epoch']}.",
-                obstacle,
-                _REPEATABLE_ORDER_REMEDY,
-            )
+        load_state(state_dict, self.source, self.progress, self.restores, self.identify())
 
 
 class _OpenEpoch:
@@ -709,20 +591,20 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        source = source_of(self.base_dataloader)
-        options = LoaderOptions(
-            device,
-            rng_types,
-            synchronized_generator,
+        self._read_from(
+            source_of(self.base_dataloader),
+            use_stateful_dataloader,
+            gradient,
+            Progress(iteration),
             skip_batches,
-            skips=skip_batches > 0,
+            device=device,
+            rng_types=rng_types or (),
+            synchronized_generator=synchronized_generator,
             restores=restore_position or use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
-        source = source.skipping(skip_batches) if skip_batches else source
-        self._read_from(source, options, use_stateful_dataloader, gradient, Progress(iteration))
 
 
 class SkipDataLoader(DataLoaderShard):

@@ -9,21 +9,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import count, pairwise
 from numbers import Real
 from typing import Any, Final, Literal, get_args
 
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
-from accel_data.interleave import Interleaving
-from accel_data.permutation import Permutation
+from accel_data.interleave import Interleaving, Permutation
+from accel_data.sharding import MappedBatches
 from accel_ops.agreement import StoreBarrier
 from accel_state import current
 from accel_state.errors import CheckpointError, Conflict, DataError, SettingError, UnknownKind
 from accel_state.settings.integers import as_int
 from accel_state.settings.schema import closest
 
-__all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen")
+__all__ = ("MixtureDataset", "MixtureStream", "SourceCount", "StopWhen")
 
 logger = logging.getLogger(__name__)
 
@@ -343,8 +344,10 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         self._measure()
         return start
 
-    def resolved(self, batches: BatchSampler) -> ResolvedBatches:
+    def resolved(self, batches: BatchSampler) -> MappedBatches:
         """The batches of a prepared loader, which are positions, as (source, index).
+
+        They are resolved here, since DataLoader workers do not receive changed weights.
 
         Raises:
             Conflict: the loader shuffles.
@@ -355,7 +358,23 @@ class MixtureDataset(_Weighted, Dataset[Any]):
                 "A mixture determines the source of each sample itself, and shuffles within each source.",
                 "Remove shuffle=True; give MixtureDataset another seed for another order.",
             )
-        return ResolvedBatches(batches, self)
+        shard: Any = batches
+        step, width = getattr(shard, "step_size", None), getattr(shard, "per_process", None)
+        ahead = step - shard.process_index * width if step and width else 0
+        return MappedBatches(batches, partial(self._resolve, ahead))
+
+    def _resolve(self, ahead: int, batches: Iterator[list[int]]) -> Iterator[list[Any]]:
+        """The batches as (source, index).
+
+        Args:
+            ahead: positions from the beginning of this process's batch to the end of the step.
+            batches: batches of positions.
+        """
+        for batch in batches:
+            located = self.located(batch)
+            # The other processes of this step follow the same schedule.
+            self.read_until(batch[0] + ahead)
+            yield located
 
     def mixture_state(self) -> dict[str, Any]:
         """The state of the order as plain values; a prepared loader saves it with its position."""
@@ -450,48 +469,6 @@ def _size(name: str, source: Any) -> int:
     if size < 1:
         raise DataError(f"Cannot mix the source {name!r}.", "It has no samples.", "Remove it, or check its filters.")
     return size
-
-
-class ResolvedBatches(BatchSampler):
-    """Batches of positions in a mixture, as (source, index), since DataLoader workers do not receive changed weights.
-
-    Args:
-        batches: batches of positions.
-        mixture: the mixture.
-    """
-
-    def __init__(self, batches: BatchSampler, mixture: MixtureDataset) -> None:
-        self.batch_sampler = batches
-        self.mixture = mixture
-        self.batch_size = getattr(batches, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = batches.drop_last
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        shard, mixture = self.batch_sampler, self.mixture
-        step, width = getattr(shard, "step_size", None), getattr(shard, "per_process", None)
-        ahead = step - shard.process_index * width if step and width else 0  # type: ignore[attr-defined]
-        for batch in shard:
-            located = mixture.located(batch)
-            # The other processes of this step follow the same schedule.
-            mixture.read_until(batch[0] + ahead)
-            yield located
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    @property
-    def even_batches(self) -> bool:
-        """That of the batches."""
-        return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.batch_sampler.even_batches = even  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch_sampler" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
 
 
 class MixtureStream(_Weighted, IterableDataset[Any]):

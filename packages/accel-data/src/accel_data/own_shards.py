@@ -92,17 +92,14 @@ class OwnShardSource(Source):
         return self.local.base_state() if self._reader is None else self._reader.state
 
     def skipping(self, steps: int) -> OwnShardSource:
-        return self._over(self.local.skipping(steps))
+        return self.over(self.local.skipping(steps))
 
     def skipped(self) -> tuple[int, int | None]:
         steps, samples = self.local.skipped()
         return steps, None if samples is None else samples * self.processes
 
     def with_sample_ids(self) -> OwnShardSource:
-        return self._over(self.local.with_sample_ids(own=True))
-
-    def _over(self, local: LocalSource) -> OwnShardSource:
-        return OwnShardSource(local, self.processes, self.even, self.drop_last, self.ranks, self.real)
+        return self.over(self.local.with_sample_ids(own=True))
 
 
 def _in_step(reader: _Reader, drop_last: bool, earlier: Callable[[], Any] | None) -> Iterator[PaddedBatch]:

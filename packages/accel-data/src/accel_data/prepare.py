@@ -22,7 +22,7 @@ from accel_data.config import DataLoaderConfiguration, OrderOf, Sharding
 from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
 from accel_data.global_order import check_global_order
 from accel_data.kinds import LoaderKind, Shard, classify, distributed_sampler, get_sampler
-from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
+from accel_data.loader import DataLoaderShard, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.order import SeedableRandomSampler, is_stock
 from accel_data.own_shards import OwnShardSource
@@ -131,12 +131,16 @@ def prepare_data_loader(
         check_split(getattr(batching_of(loader), "batch_size", None), shard.processes)
     source, generator = _source(kind, loader, shard, configuration, slice_fn_for_dispatch, torch_device_mesh)
     if order == "global":
-        check_global_order(dataloader, source, shard.everyone and shard.readers > 1)
+        check_global_order(dataloader, source)
     if restore_position or use_stateful_dataloader:
         option = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
         _check_resumable(dataloader.dataset, source.local, option)
     synchronized = generator if shard.shared else None
-    options = LoaderOptions(
+    loader_class = DataLoaderDispatcher if kind is LoaderKind.DISPATCHED else DataLoaderShard
+    return loader_class.around(
+        source,
+        use_stateful_dataloader,
+        gradient,
         device=_device(device) if put_on_device else None,
         rng_types=_rng_types(rng_types, synchronized),
         synchronized_generator=synchronized,
@@ -145,8 +149,6 @@ def prepare_data_loader(
         _drop_last=dataloader.drop_last,
         _non_blocking=non_blocking,
     )
-    loader_class = DataLoaderDispatcher if kind is LoaderKind.DISPATCHED else DataLoaderShard
-    return loader_class.around(source, options, use_stateful_dataloader, gradient)
 
 
 def _check_resumable(dataset: Any, source: LocalSource, option: str) -> None:

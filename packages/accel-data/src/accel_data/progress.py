@@ -128,22 +128,22 @@ class Progress:
         iteration: the position of the current iterator; of the last one, if none is open.
         resume: where the next iteration continues, or None when it begins at the beginning.
         replay: the random state from which the next iteration begins, or None when the samplers draw a new one.
-        following: the random state of the epoch after this one, when this one was restored after its last batch.
+        next_rng_state: the random state from which the next epoch begins, if this one was loaded at its end.
     """
 
-    __slots__ = ("_open", "epoch", "following", "iteration", "replay", "resume")
+    __slots__ = ("_open", "epoch", "iteration", "next_rng_state", "replay", "resume")
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
         self.iteration = Iteration(epoch)
         self.resume: Position | None = None
         self.replay: RNGState | None = None
-        self.following: RNGState | None = None
+        self.next_rng_state: RNGState | None = None
         self._open: list[Iteration] = []
 
     def enter(self) -> Iteration:
         """Open an iteration of the next epoch, which becomes the current one."""
-        self.following = None
+        self.next_rng_state = None
         self.iteration = Iteration(self.epoch)
         self._open.append(self.iteration)
         return self.iteration

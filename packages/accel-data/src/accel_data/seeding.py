@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from accel_data.order import has_own_state
 from accel_data.streams import seed_stream
 
-__all__ = ("SampleSeed", "SeededSamples", "SeededStream", "TaggedBatches")
+__all__ = ("SampleSeed", "SeededSamples", "SeededStream")
 
 _BITS: Final = 2**32
 
@@ -39,6 +39,10 @@ class SampleSeed:
         """A 64-bit hash of seed, epoch and place."""
         text = ",".join(map(str, (self.seed, self.epoch, *place)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def with_keys(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """The batches with the key of its sample beside each index, since DataLoader workers do not know the epoch."""
+        return ([(self.key(index), index) for index in batch] for batch in batches)
 
 
 class SeededBlock:
@@ -63,42 +67,6 @@ class SeededBlock:
         torch.set_rng_state(self.torch_state)
         if self.numpy is not None:
             self.numpy.random.set_state(self.numpy_state)
-
-
-class TaggedBatches(BatchSampler):
-    """Batches in which each index carries the key of its sample, since DataLoader workers do not know the epoch.
-
-    Args:
-        batches: the indices.
-        sample_seed: seed and epoch.
-    """
-
-    def __init__(self, batches: BatchSampler, sample_seed: SampleSeed) -> None:
-        self.batch_sampler = batches
-        self.sample_seed = sample_seed
-        self.batch_size = getattr(batches, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = batches.drop_last
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        key = self.sample_seed.key
-        return ([(key(index), index) for index in batch] for batch in self.batch_sampler)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    @property
-    def even_batches(self) -> bool:
-        """The `even_batches` of the batch sampler."""
-        return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.batch_sampler.even_batches = even  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch_sampler" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
 
 
 class SeededSamples(Dataset[Any]):

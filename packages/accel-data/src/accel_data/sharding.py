@@ -1,4 +1,4 @@
-"""This process's samples of an epoch: arithmetic on positions, without reading the batches of other processes.
+"""Which samples of an epoch a process reads, computed by arithmetic on their positions.
 
 With B samples per process and P processes a step takes G = B * P samples of the global order; in step i process r has
 the positions iG + rB up to iG + (r + 1)B. The samples after the full steps are dropped, distributed unevenly,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ from accel_state.errors import DataError, SettingError
 __all__ = (
     "BatchSamplerShard",
     "Drawn",
+    "MappedBatches",
     "Padding",
     "ShardPlan",
     "SkipBatchSampler",
@@ -33,6 +34,7 @@ __all__ = (
     "check_process",
     "check_split",
     "innermost_sampler",
+    "length_of",
     "shard_samples",
     "shortage",
 )
@@ -370,10 +372,8 @@ class BatchSamplerShard(BatchSampler):
         skip = self.skipped_steps if self._start is None else self._start
         with replaying(self.batch_sampler, self.sampler, self.last_rng, self._replay):
             batches = self._first_kept(iter(self.batch_sampler), self.num_processes)
-            if self.split_batches:
-                yield from _split_batches(batches, self.plan(0), skip)
-            else:
-                yield from _whole_batches(batches, self, skip)
+            steps = _split(batches, self.plan(0)) if self.split_batches else _grouped(batches, self.num_processes)
+            yield from _of_process(steps, self, skip)
 
     def _first_kept(self, drawn: Iterator[T], count: int) -> Iterator[T]:
         """The same, with the first ones kept for a comparison."""
@@ -402,12 +402,17 @@ class BatchSamplerShard(BatchSampler):
         Args:
             index: index of the process; None for this one.
         """
+        index = self.process_index if index is None else index
         batches = len(self.batch_sampler)
         if self.split_batches:
-            return batches
+            return batches - (not self.pads and self._last_batch_lacks(index, batches))
         steps, rest = divmod(batches, self.num_processes)
-        index = self.process_index if index is None else index
         return steps + bool(rest and not self.drop_last and (self.pads or index < rest))
+
+    def _last_batch_lacks(self, index: int, batches: int) -> bool:
+        """Whether the last of the batches to split has no samples for a process, if only that one is short."""
+        size, samples = self.step_size or 1, length_of(self.sampler)
+        return samples is not None and 0 < samples - (batches - 1) * size <= index * (self.per_process or 1)
 
     def steps_of(self, index: int) -> int | None:
         """Number of batches of a process, by the reported length; None when no length is reported."""
@@ -419,78 +424,22 @@ class BatchSamplerShard(BatchSampler):
             return None
 
 
-def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
-    """This process's batches of a custom batch sampler; a step has one batch per process.
-
-    If the shard pads, the batches of the first step complete a step that lacks batches, as they are. A sampler with a
-    batch size promises equal batches: there, single samples from the beginning complete the short batch at the end,
-    and further batches of that size.
-
-    Args:
-        batches: the batches of all processes.
-        shard: this process's shard.
-        skip: number of steps to skip.
-    """
-    processes, index, batch_size = shard.num_processes, shard.process_index, shard.batch_size
-    source = iter(batches)
-    first: list[list[int]] = []
-    head: list[int] = []
-    upcoming = [list(batch) for batch in islice(source, processes)]
-    while upcoming:
-        step, upcoming = upcoming, [list(batch) for batch in islice(source, processes)]
-        first = first or [list(batch) for batch in step]
-        if batch_size is not None:
-            head.extend(chain.from_iterable(step[: max(0, batch_size * processes - len(head))]))
-        if skip:
-            skip -= 1
-        elif upcoming:
-            yield step[index], None
-        elif shard.pads and not shard.drop_last:
-            counts = [len(batch) for batch in step]
-            if batch_size is None:
-                complete = [*step, *(list(batch) for batch in islice(cycle(first), processes - len(step)))]
-            else:
-                complete = _filled(step, head, processes, batch_size)
-            yield complete[index], _padding_of(complete, counts)
-        elif len(step) == processes or (index < len(step) and not shard.drop_last):
-            yield step[index], _short_step(step, processes, batch_size)
+def _grouped(batches: Iterator[Sequence[int]], processes: int) -> Iterator[list[list[int]]]:
+    """The steps of all processes: one batch of a custom batch sampler for each, and fewer in the last step."""
+    while step := [list(batch) for batch in islice(batches, processes)]:
+        yield step
 
 
-def _short_step(step: list[list[int]], processes: int, batch_size: int | None) -> Padding | None:
-    """The padding of a step with short batches, for scripts that pad their results to the sampler's batch size."""
-    counts = [len(batch) for batch in step]
-    if batch_size is None or len(step) < processes or all(count >= batch_size for count in counts):
-        return None
-    # The length of the data does not determine the number of samples in the last step, so the total is unknown.
-    return Padding(-1, batch_size, processes, tuple(counts))
-
-
-def _filled(step: list[list[int]], head: Sequence[int], processes: int, batch_size: int) -> list[list[int]]:
-    """A batch of each process: those of the step, and samples of the beginning in the place of those that lack."""
-    filler = cycle(head)
-    last = [*step[-1], *islice(filler, max(batch_size - len(step[-1]), 0))]
-    return [*step[:-1], last, *(list(islice(filler, batch_size)) for _ in range(processes - len(step)))]
-
-
-def _padding_of(complete: list[list[int]], counts: list[int]) -> Padding | None:
-    """The padding of a step whose batches have so many real samples; batches after them have none."""
-    sizes = [len(batch) for batch in complete]
-    real = [*counts, *[0] * (len(complete) - len(counts))]
-    return None if real == sizes else Padding.by_process(real, sizes[0] if len(set(sizes)) == 1 else 0)
-
-
-def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int) -> Iterator[Step[int]]:
-    """This process's shard of each batch of a custom batch sampler.
+def _split(batches: Iterable[Sequence[int]], plan: ShardPlan) -> Iterator[list[list[int]]]:
+    """The steps of all processes: one batch of a custom batch sampler, split between them.
 
     Args:
         batches: the batches of all processes together.
         plan: how to shard each batch; its length is ignored.
-        skip: number of batches to skip.
 
     Raises:
         DataError: a batch is larger than the sampler's batch size.
     """
-    head: list[int] = []
     for number, batch in enumerate(batches):
         if len(batch) > plan.step_size:
             raise DataError(
@@ -498,17 +447,62 @@ def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int)
                 f"The batch sampler yielded {len(batch)} indices, more than its batch_size of {plan.step_size}.",
                 "Set the batch sampler's batch_size to its largest batch, or remove split_batches.",
             )
-        if len(head) < plan.step_size:
-            head.extend(batch)
-        if number < skip:
-            continue
-        shard = ShardPlan(len(batch), plan.batch_size, plan.processes, plan.index, plan.even)
-        first = shard.first
-        if shard.full_steps:
-            yield list(batch[first : first + plan.batch_size]), None
-        elif shard.has_tail:
-            filled = [*batch, *islice(cycle(head), plan.step_size - len(batch))] if plan.even else list(batch)
-            yield filled[first : first + plan.batch_size], shard.padding()
+        yield [list(batch[first : first + plan.batch_size]) for first in range(0, len(batch), plan.batch_size)]
+
+
+def _of_process(steps: Iterator[list[list[int]]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
+    """This process's batches in the steps of a custom batch sampler.
+
+    If the shard pads, the processes have batches of equal size in every step: a sampler with a batch size promises
+    batches of that size at most, so samples from the beginning complete those that are shorter or missing. A sampler
+    without one may vary its batches, for example with their numbers of tokens: there, the batches of the first step
+    take the place of missing ones, and no batch is changed.
+
+    Args:
+        steps: at most one batch for each process.
+        shard: this process's shard.
+        skip: number of steps to skip.
+    """
+    processes, index, size = shard.num_processes, shard.process_index, shard.per_process
+    first: list[list[int]] = []
+    head: list[int] = []
+    upcoming = next(steps, None)
+    while upcoming is not None:
+        step, upcoming = upcoming, next(steps, None)
+        first = first or step
+        head += [*chain.from_iterable(step)][: max((shard.step_size or 0) - len(head), 0)]
+        lacks = len(step) < processes
+        if skip:
+            skip -= 1
+        elif lacks and shard.drop_last and not shard.split_batches:
+            return
+        elif shard.pads:
+            complete = [*step, *islice(cycle(first), processes - len(step))] if size is None else step
+            if size is not None and (lacks or len({len(batch) for batch in step}) > 1):
+                filler = cycle(head)
+                complete = [
+                    [*batch, *islice(filler, max(size - len(batch), 0))]
+                    for batch in [*step, *[[]] * (processes - len(step))]
+                ]
+            yield complete[index], _padding_of(complete, step)
+        elif index < len(step):
+            yield step[index], None if upcoming or lacks or size is None else _short_step(step, size)
+
+
+def _padding_of(complete: list[list[int]], step: list[list[int]]) -> Padding | None:
+    """The padding of a step whose batches were completed; None if all samples are real."""
+    sizes, real = [len(batch) for batch in complete], [len(batch) for batch in step]
+    real += [0] * (len(complete) - len(step))
+    return None if real == sizes else Padding.by_process(real, sizes[0] if len(set(sizes)) == 1 else 0)
+
+
+def _short_step(step: list[list[int]], size: int) -> Padding | None:
+    """The padding of a last step with short batches, for scripts that pad their results to the sampler's batch size."""
+    counts = [len(batch) for batch in step]
+    if all(count >= size for count in counts):
+        return None
+    # The length of the data does not determine the number of samples in the last step, so the total is unknown.
+    return Padding(-1, size, len(counts), tuple(counts))
 
 
 class SkipBatchSampler(BatchSampler):
@@ -547,6 +541,43 @@ class SkipBatchSampler(BatchSampler):
         return max(len(self.batch_sampler) - self.skip_batches, 0)
 
 
+class MappedBatches(BatchSampler):
+    """A batch sampler whose indices are replaced on the way to the data set, which may be in a DataLoader worker.
+
+    Args:
+        batch_sampler: yields batches of indices; its attributes can be read here.
+        replaced: returns the batches with other indices.
+    """
+
+    def __init__(
+        self, batch_sampler: BatchSampler, replaced: Callable[[Iterator[list[int]]], Iterator[list[Any]]]
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.replaced = replaced
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = batch_sampler.drop_last
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.replaced(iter(self.batch_sampler))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the batch sampler pads its last step; `join_uneven_inputs` sets it."""
+        return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.batch_sampler.even_batches = even  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "batch_sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
 class UnbatchedSampler(Sampler[int]):
     """Yields single indices from batches of one index, for loaders without batching.
 
@@ -580,6 +611,14 @@ def innermost_sampler(batch_sampler: Any) -> Any:
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return getattr(batch_sampler, "sampler", None)
+
+
+def length_of(source: Any) -> int | None:
+    """The result of `len`, or None if there is no length."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def check_process(num_processes: int, process_index: int) -> None:

@@ -36,11 +36,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             "Give the number of completed batches of this epoch.",
         )
     # Scripts that import this function may prepare no loader.
-    from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
+    from accel_data.loader import DataLoaderShard, PreparedLoader
     from accel_data.progress import Progress
     from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
     from accel_data.source import rebuilt
-    from accel_data.source_choice import source_of
+    from accel_data.stream_source import source_of
 
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
@@ -56,9 +56,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         # Of a plain loader nobody counts the epochs; the script has set that of its stream.
         epoch = getattr(dataloader.dataset, "epoch", 0)
         return DataLoaderShard.around(
-            source_of(dataloader).skipping(num_batches),
-            LoaderOptions(skip_batches=num_batches, skips=True),
+            source_of(dataloader),
             progress=Progress(epoch if isinstance(epoch, int) else 0),
+            skip_batches=num_batches,
         )
     if dataloader.batch_sampler is None:
         single = BatchSampler(dataloader.sampler, 1, False)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -15,8 +15,16 @@ from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, is
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
 from accel_data.sample_ids import IndexIds, as_list
-from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
-from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
+from accel_data.seeding import SampleSeed, SeededSamples
+from accel_data.sharding import (
+    BatchSamplerShard,
+    MappedBatches,
+    Padding,
+    UnbatchedSampler,
+    batching_of,
+    length_of,
+    shortage,
+)
 from accel_data.stateful import has_state, is_stateful, steps_in
 from accel_data.workers import opened_with_workers
 from accel_ops.objects import gather_object
@@ -30,12 +38,13 @@ __all__ = (
     "SelfContainedSource",
     "Source",
     "first_batches",
-    "length_of",
     "loader_over",
     "opened",
     "rebuilt",
     "with_states",
 )
+
+S = TypeVar("S", bound="Source")
 
 READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": False, "worker_init_fn": None}
 """Changes to a loader that reads sample ids in place of samples."""
@@ -131,6 +140,12 @@ class Source:
     def padded(self) -> Mapping[int, Padding]:
         """Padding of batches of the epoch opened last that do not contain it, by number; grows while they are read."""
         return {}
+
+    def over(self: S, local: LocalSource) -> S:
+        """The same source over what another one reads."""
+        other = copy.copy(self)
+        other.local = local
+        return other
 
     def skipping(self, steps: int) -> Source:
         """A source whose epochs begin `steps` steps later."""
@@ -441,14 +456,6 @@ def first_batches(source: LocalSource, count: int, replay: RNGState | None) -> t
     return first, replay or (None if drawn is None or drawn.kind == "seed" else drawn)
 
 
-def length_of(source: Any) -> int | None:
-    """The result of `len`, or None if there is no length."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def loader_over(
     base: DataLoader[Any], batches: BatchSampler, sample_seed: SampleSeed | None = None, **changes: Any
 ) -> DataLoader[Any]:
@@ -462,7 +469,7 @@ def loader_over(
     """
     resolved = None if "dataset" in changes else getattr(base.dataset, "resolved", None)
     indices: Any = batches if resolved is None else resolved(batches)
-    indices = indices if sample_seed is None else TaggedBatches(indices, sample_seed)
+    indices = indices if sample_seed is None else MappedBatches(indices, sample_seed.with_keys)
     name = "sampler" if base.batch_sampler is None else "batch_sampler"
     changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
     if sample_seed is not None and not isinstance(base.dataset, SeededSamples):

@@ -1,4 +1,4 @@
-"""Batches of a stream."""
+"""Batches of a stream, and the choice of the source for any loader."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.order import LastRNG, RNGState, has_own_state, restore_generator
 from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
 from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SeededStream
-from accel_data.source import READS_SAMPLE_IDS, LocalSource, length_of, opened, rebuilt, with_states
-from accel_data.stateful import has_state, is_finished, is_stateful
+from accel_data.sharding import BatchSamplerShard, batching_of, length_of
+from accel_data.source import (
+    READS_SAMPLE_IDS,
+    LocalSource,
+    MapSource,
+    SelfContainedSource,
+    opened,
+    rebuilt,
+    with_states,
+)
+from accel_data.stateful import has_state, is_finished, is_stateful, knows_its_order
 from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
 
-__all__ = ("StreamSource",)
+__all__ = ("StreamSource", "source_of")
 
 
 class StreamSource(LocalSource):
@@ -193,3 +202,16 @@ class StreamSource(LocalSource):
             f"The stream {self.identity()} has no position: it has neither set_epoch nor a generator, so its samples "
             f"may not be repeatable.{hint}"
         )
+
+
+def source_of(loader: DataLoader[Any]) -> LocalSource:
+    """The source of a loader whose samplers are already those of this process."""
+    contained = knows_its_order(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, 1, loader.batch_size, self_contained=contained)
+    if contained:
+        return SelfContainedSource(loader)
+    batching = batching_of(loader)
+    if isinstance(batching, BatchSamplerShard):
+        return MapSource(loader, batching)
+    return MapSource.reading(loader, BatchSamplerShard(batching or BatchSampler(loader.sampler, 1, False)))

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from accel_data.seeding import SeededSamples
 from accel_data.streams import IterableDatasetShard
 
-__all__ = ("is_of_a_worker", "keep_their_epoch", "lacks_main_guard", "opened_with_workers")
+__all__ = ("explain", "keep_their_epoch", "opened_with_workers")
 
 _WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """Beginnings of torch's messages about a DataLoader worker that died or does not answer."""
@@ -32,7 +32,31 @@ _ENDING: Final = 5.0
 """Seconds to wait for the end of a worker whose connection is broken; torch looks at its workers as often."""
 
 
-def is_of_a_worker(error: BaseException) -> bool:
+def explain(error: Exception, loader: DataLoader[Any]) -> tuple[str, str, str] | None:
+    """What failed, why, and what to do, for an error of reading through a loader; None if it says so itself."""
+    if isinstance(error, IndexError):
+        return (
+            "cannot get the next batch.",
+            f"An index of the sampler is not in the data set: {error}",
+            "Check that the data set's __len__ and the sampler agree with the indices that __getitem__ accepts.",
+        )
+    if not loader.num_workers or not _is_of_a_worker(error):
+        return None
+    if _lacks_main_guard(loader):
+        return (
+            "cannot start its DataLoader workers.",
+            "They import the script again, and each would run all of it.",
+            "Put the main part of the script under `if __name__ == '__main__':`, or give the DataLoader "
+            "multiprocessing_context='fork'.",
+        )
+    return (
+        "cannot get the next batch.",
+        f"A DataLoader worker died or did not answer: {error}",
+        "Look for the cause (memory, a crash in __getitem__), or try num_workers=0.",
+    )
+
+
+def _is_of_a_worker(error: BaseException) -> bool:
     """Whether an error of reading means that a DataLoader worker died or does not answer."""
     if isinstance(error, RuntimeError):
         return str(error).startswith(_WORKER_ERRORS)
@@ -49,7 +73,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
     return False
 
 
-def lacks_main_guard(loader: DataLoader[Any]) -> bool:
+def _lacks_main_guard(loader: DataLoader[Any]) -> bool:
     """Whether the workers of a loader import the script again, and the script would run in each of them."""
     context: Any = loader.multiprocessing_context or multiprocessing
     if context.get_start_method() == "fork":
@@ -90,7 +114,7 @@ class _DeferringHandler:
             self._handler(number, frame)
         except RuntimeError as error:
             # torch's handler calls the program's handler, which may also raise.
-            if self._reads or not is_of_a_worker(error):
+            if self._reads or not _is_of_a_worker(error):
                 # The error may be raised before `read` can decrement the counter.
                 self._reads = 0
                 raise

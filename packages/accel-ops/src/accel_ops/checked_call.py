@@ -418,6 +418,28 @@ class CheckedCall(HeaderCall):
             for row in self._all_gather_bytes(plan.fingerprint, plan.description, layout.pack(*numbers))
         ]
 
+    def scatter_bytes(self, messages: Sequence[torch.Tensor], src: int) -> torch.Tensor:
+        """Message r of process `src` on process r, uint8 of shape (bytes of the longest message,).
+
+        Args:
+            messages: one for each process, uint8 of shape (bytes,); empty on the other processes.
+            src: the sending process.
+        """
+        transport = self._transport
+
+        def move(lengths: Sequence[int]) -> torch.Tensor:
+            length = lengths[src]
+            output = torch.empty(length, dtype=torch.uint8, device=transport.device)
+            inputs = [_lengthened(message, length).to(transport.device) for message in messages]
+            self.wait([transport.scatter(output, inputs or None, src)])
+            return output
+
+        self._moves, self._move = True, move
+        self._exchange_headers(*self._header_only(), max((message.numel() for message in messages), default=0))
+        output = move(self._state.header.lengths())
+        self._moves, self._move = False, None
+        return output
+
     def broadcast_bytes(self, data: bytes | None, src: int, moves: bool = False) -> bytes:
         """The bytes of process `src`; the others pass None. With `moves` the caller moves other data afterwards."""
         self._moves = moves
@@ -490,6 +512,15 @@ class CheckedCall(HeaderCall):
             for path, leaf in leaves_with_paths(data):
                 check_leaf(path, leaf, self._operation)
             raise
+
+
+def _lengthened(message: torch.Tensor, length: int) -> torch.Tensor:
+    """The message in `length` bytes: all messages of a scatter have the same length."""
+    if message.numel() == length:
+        return message
+    longer = message.new_empty(length)
+    longer[: message.numel()] = message
+    return longer
 
 
 def where_is_everyone() -> str:

@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import torch
 from accel_ops.checked_call import CheckedCall, index_of, transport_of
 from accel_ops.groups import Group
 from accel_ops.packing import PackedLayout
-from accel_ops.tree import TensorInformation, is_tensor_information, leaves_with_paths, recursively_apply
+from accel_ops.tree import recursively_apply
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_content
 
@@ -148,15 +149,12 @@ def scatter_object(
         origin = index_of(operation, "src", src, transport)
         messages, own = [], None
         if transport.rank == origin:
-            others = list(_one_for_each(operation, objects, transport.world_size))
-            own, others[origin] = others[origin], None
-            messages = [_message(operation, other) for other in others]
-        length = max((message.numel() for message in messages), default=0)
-        said = call.broadcast_bytes(_LENGTHS.pack(length, 0) if messages else None, origin, moves=True)
-        length = _LENGTHS.unpack(said)[0]
-        output = torch.empty(length, dtype=torch.uint8, device=transport.device)
-        inputs = [_lengthened(message, length).to(transport.device) for message in messages]
-        call.wait([transport.scatter(output, inputs or None, origin)])
+            own = _one_for_each(operation, objects, transport.world_size)[origin]
+            messages = [
+                torch.empty(0, dtype=torch.uint8) if rank == origin else _message(operation, each)
+                for rank, each in enumerate(objects or ())
+            ]
+        output = call.scatter_bytes(messages, origin)
     return own if messages else _received(output)
 
 
@@ -169,6 +167,17 @@ def _one_for_each(operation: str, objects: Sequence[Any] | None, count: int) -> 
             "Pass a list with one object for each process.",
         )
     return objects
+
+
+class _Place:
+    """The place of a tensor in the pickle of a message that has the tensor's bytes elsewhere."""
+
+
+_PLACE: Final = _Place()
+
+
+def _is_place(value: Any) -> bool:
+    return type(value) is _Place
 
 
 def _message(operation: str, value: Any) -> torch.Tensor:
@@ -185,10 +194,12 @@ def _message(operation: str, value: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu())
-        return TensorInformation(tensor.shape, tensor.dtype)
+        return _PLACE
 
-    outline = _pickled(operation, [recursively_apply(described, value)])
-    layout = PackedLayout((tensor.shape, tensor.dtype) for tensor in tensors)
+    content = recursively_apply(described, value)
+    shapes_and_dtypes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    outline = _pickled(operation, [content, shapes_and_dtypes])
+    layout = _layout(shapes_and_dtypes)
     start, stop = _LENGTHS.size, _LENGTHS.size + layout.nbytes
     message = torch.empty(stop + len(outline), dtype=torch.uint8)
     message[:start] = torch.frombuffer(bytearray(_LENGTHS.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
@@ -197,9 +208,10 @@ def _message(operation: str, value: Any) -> torch.Tensor:
     return message
 
 
-def _lengthened(message: torch.Tensor, length: int) -> torch.Tensor:
-    """The message in `length` bytes: all messages of a scatter have the same length."""
-    return message if message.numel() == length else torch.cat([message, message.new_empty(length - message.numel())])
+@lru_cache(maxsize=64)
+def _layout(tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> PackedLayout:
+    """The layout of the tensors in a message; those of the batches of an epoch are mostly equal."""
+    return PackedLayout(tensors)
 
 
 def _received(message: torch.Tensor) -> Any:
@@ -207,12 +219,10 @@ def _received(message: torch.Tensor) -> Any:
     start = _LENGTHS.size
     tensor_bytes, outline_bytes = _LENGTHS.unpack(_bytes_of(message[:start]))
     stop = start + tensor_bytes
-    (outline,) = loads(_bytes_of(message[stop : stop + outline_bytes]))
-    layout = PackedLayout(
-        (info.shape, info.dtype) for _, info in leaves_with_paths(outline) if is_tensor_information(info)
-    )
+    content, shapes_and_dtypes = loads(_bytes_of(message[stop : stop + outline_bytes]))
+    layout = _layout(shapes_and_dtypes)
     tensors = iter(layout.split(layout.parts(message[start:stop])))
-    return recursively_apply(lambda info: next(tensors), outline, test_type=is_tensor_information)
+    return recursively_apply(lambda place: next(tensors), content, test_type=_is_place)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -83,7 +84,7 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
     transport = transport_of(group, "reduce")
     if op == "none":
         return tensor
-    check = _check_of(op, scale)
+    check = _check_of(op, op == "mean" or scale != 1.0)
     if transport.world_size == 1:
         check_alone("reduce", tensor, check)
         return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
@@ -122,7 +123,7 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
             f"Pass one of {', '.join(map(repr, _REDUCTION_SENT))}.",
         )
     transport = transport_of(group, "reduce_scatter")
-    count, check = transport.world_size, _check_of(op, 1.0)
+    count, check = transport.world_size, _check_of(op, op == "mean")
 
     def check_both(path: str, leaf: torch.Tensor, operation: str) -> None:
         check(path, leaf, operation)
@@ -251,49 +252,32 @@ def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
     return total if scale == 1.0 else total.mul_(scale)
 
 
-def _check_of(op: str, scale: float) -> Callable[[str, torch.Tensor, str], None]:
-    if op == "mean":
-        return _check_fraction
-    if op == "sum":
-        return _check_sum if scale == 1.0 else _check_fraction
-    if op == "product":
-        return _check_product if scale == 1.0 else _check_fraction_of_product
-    return _check_order if scale == 1.0 else _check_fractions_in_order
+@cache
+def _check_of(op: str, is_fraction: bool) -> Callable[[str, torch.Tensor, str], None]:
+    """The check of a leaf: always the same function for the same arguments, because plans are cached by it.
 
+    Args:
+        op: the operation.
+        is_fraction: whether results are divided or scaled.
+    """
 
-def _check_fractions_in_order(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_order(path, leaf, operation)
-    _check_fraction(path, leaf, operation)
+    def check(path: str, leaf: torch.Tensor, operation: str) -> None:
+        check_leaf(path, leaf, operation)
+        if leaf.dtype not in _SUMMABLE_DTYPES:
+            raise _not_summable(
+                path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first."
+            )
+        if leaf.is_complex() and op == "product":
+            raise _not_summable(
+                path, leaf, "Backends do not multiply complex numbers.", "Use gather() and multiply then."
+            )
+        if leaf.is_complex() and op in ("max", "min"):
+            raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
+        if is_fraction and not (leaf.is_floating_point() or leaf.is_complex()):
+            obstacle = f"A mean or a multiple of integers is not an integer, and the dtype is {leaf.dtype}."
+            raise _not_summable(path, leaf, obstacle, 'Convert it with .float() first, or use op="sum" without scale.')
 
-
-def _check_order(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if leaf.is_complex():
-        raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
-
-
-def _check_fraction_of_product(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_product(path, leaf, operation)
-    _check_fraction(path, leaf, operation)
-
-
-def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if leaf.is_complex():
-        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "Use gather() and multiply then.")
-
-
-def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
-    check_leaf(path, leaf, operation)
-    if leaf.dtype not in _SUMMABLE_DTYPES:
-        raise _not_summable(path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first.")
-
-
-def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        obstacle = f"A mean or a multiple of integers is not an integer, and the dtype is {leaf.dtype}."
-        raise _not_summable(path, leaf, obstacle, 'Convert it with .float() first, or use op="sum" without scale.')
+    return check
 
 
 def _not_summable(path: str, leaf: torch.Tensor, obstacle: str, remedy: str) -> UnknownKind:

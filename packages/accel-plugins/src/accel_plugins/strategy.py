@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
+    from accel_plugins.model_part import ModelPart
     from accel_plugins.precision.base import Closure
     from accel_plugins.shards import BatchShare, Shards
     from accel_plugins.transform import Transform
@@ -114,13 +115,15 @@ class Strategy:
         """
         return bundle
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[ModelPart]:
         """A context in which users build a model with its parameters on the right device, and sharded if the strategy
         shards.
 
         Entered by every process, before `prepare`. The model must have the values that it would have on one process.
         With `empty_init`, parameters are not initialised, because the user loads values later; None lets the strategy
-        decide.
+        decide. Entering returns the part of the model that this process builds: by default, all layers. A strategy
+        whose processes train other layers each returns its stages, inside of `model_part.random_numbers_of_first()`.
+        Models then have parameters on the meta device for the layers of other processes, which it must expect.
         """
         return _build_on_device(self.context.process.device, empty=bool(empty_init))
 
@@ -407,7 +410,7 @@ def _complete(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[None]:
+def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[ModelPart]:
     """Models that this thread creates inside have their parameters on the device.
 
     Args:
@@ -415,9 +418,10 @@ def _build_on_device(device: torch.device, *, empty: bool = False) -> Iterator[N
         empty: skip initialisation: functions of `torch.nn.init` do nothing, and parameters have arbitrary values.
     """
     from accel_bigmodel.meta import init_on_device
+    from accel_plugins.model_part import ModelPart
 
     with init_on_device(device), _WithoutInitialisation() if empty else nullcontext():
-        yield
+        yield ModelPart()
 
 
 class _WithoutInitialisation(TorchFunctionMode):

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from accel_cli.launch.devices import visible
+from accel_cli.launch.failures import Failure, first_failure, report, shell_code
 from accel_cli.launch.interface import LaunchPlan
-from accel_cli.launch.local import ENDING, Inbox, PrefixedLines
-from accel_cli.launch.report import Failure, first_failure, report, shell_code
+from accel_cli.launch.output import PrefixedLines
+from accel_cli.launch.signals import ENDING, Inbox
 from accel_ray.cluster import Cluster, Layout, Placed
 from accel_ray.process import ProcessUpdate
 from accel_state.errors import LaunchError

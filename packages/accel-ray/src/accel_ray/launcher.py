@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.interface import LaunchPlan, LaunchRequest
-from accel_cli.launch.local import Inbox
 from accel_cli.launch.settings import fewest_machines
+from accel_cli.launch.signals import Inbox
 from accel_ray.attempt import Attempt, AttemptStart
 from accel_ray.cluster import Cluster, Layout, connected
 from accel_ray.manifest import RaySettings
@@ -45,8 +45,7 @@ class Ray:
     """Starts processes on the nodes of a Ray cluster; see `accel_cli.launch.interface.Launcher`."""
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Processes on each node, or where there is room if only their number is given.
@@ -80,14 +79,8 @@ class Ray:
             LaunchError: the cluster has too few free resources, or its head was lost.
         """
         run: RayRun = plan.details
-        with connected(run.address) as cluster, Inbox() as inbox:
-            self._inbox = inbox
-            if self._stopped:
-                self.stop()
-            try:
-                return self._attempts(plan, cluster, inbox)
-            finally:
-                self._inbox = None
+        with connected(run.address) as cluster, self._inbox as inbox:
+            return self._attempts(plan, cluster, inbox)
 
     def _attempts(self, plan: LaunchPlan, cluster: Cluster, inbox: Inbox) -> int:
         run: RayRun = plan.details
@@ -112,9 +105,7 @@ class Ray:
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
 
 def _layout(settings: ResolvedSettings) -> Layout:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from accel_cli.config.resolved import REPEATED, ResolvedSettings
-from accel_cli.launch.check import shown
+from accel_cli.config.resolved import REPEATED
 from accel_cli.launch.interface import LauncherManifest
 from accel_cli.launch.settings import SECONDS
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import int_at_least, setting
+
+if TYPE_CHECKING:
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("MANIFEST", "RaySettings")
 
@@ -48,10 +49,10 @@ class RaySettings:
     )
 
 
-def _called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
+def _called_for(request: LaunchRequest) -> str | None:
     """Whether `accel launch` received an address; $RAY_ADDRESS may be set for other programs."""
-    address = settings["ray_address"]
-    return shown(address) if address.given and not address.origin.startswith("$") else None
+    address = request.settings["ray_address"]
+    return address.text if address.given and not address.origin.startswith("$") else None
 
 
 MANIFEST: Final = LauncherManifest(

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final, NamedTuple
 
+from accel_cli.launch.failures import read_record
 from accel_cli.launch.interface import RUNNER
-from accel_cli.launch.report import read_record
 from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_state.network import get_free_port
 

@@ -6,15 +6,17 @@ Warnings, log records and reports of hangs name the line of the user.
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import Final
 
-__all__ = ("OWN_PACKAGES", "add_library", "is_library", "stack_level")
+__all__ = ("OWN_PACKAGES", "add_library", "caller", "is_library", "stack_level")
 
 OWN_PACKAGES: Final = frozenset(
     {
         "accel_bigmodel",
         "accel_cli",
         "accel_data",
+        "accel_check",
         "accel_megatron",
         "accel_ops",
         "accel_plugins",
@@ -40,6 +42,14 @@ def is_library(module: str) -> bool:
         (True, False)
     """
     return module.partition(".")[0] in _libraries
+
+
+def caller() -> tuple[CodeType, int]:
+    """The code object of the innermost frame of the user's code, and its line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
 
 
 def stack_level() -> int:

@@ -20,7 +20,6 @@ __all__ = (
     "process_info",
     "seconds_of_descendants",
     "state_of",
-    "system_call",
     "with_variable",
 )
 
@@ -34,19 +33,6 @@ _STATES: Final[dict[str, State]] = {
     "t": "stopped",
     "D": "uninterruptible",
 }
-
-# By machine: system calls that work on files, and which argument is the descriptor (None: the file is not open yet).
-_X86_64: Final = {
-    0: ("read", 0), 1: ("write", 0), 2: ("open", None), 3: ("close", 0), 17: ("pread", 0), 18: ("pwrite", 0),
-    19: ("readv", 0), 20: ("writev", 0), 73: ("flock", 0), 74: ("fsync", 0), 75: ("fdatasync", 0),
-    217: ("getdents", 0), 257: ("open", None), 262: ("stat", None),
-}  # fmt: skip
-_AARCH64: Final = {
-    32: ("flock", 0), 56: ("open", None), 57: ("close", 0), 61: ("getdents", 0), 63: ("read", 0), 64: ("write", 0),
-    65: ("readv", 0), 66: ("writev", 0), 67: ("pread", 0), 68: ("pwrite", 0), 79: ("stat", None),
-    82: ("fsync", 0), 83: ("fdatasync", 0),
-}  # fmt: skip
-_FILE_CALLS: Final[dict[str, dict[int, tuple[str, int | None]]]] = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 
 class ProcessInfo(NamedTuple):
@@ -137,24 +123,6 @@ def with_variable(name: str, value: str) -> set[int]:
                 if wanted in b"\0" + file.read():
                     found.add(int(entry))
     return found
-
-
-def system_call(pid: int) -> str:
-    """The system call on a file that the main thread of a process is in, such as "read() of /data/train.bin".
-
-    Empty if it is in none, or if this user may not see it (root may; the owner may if `kernel.yama.ptrace_scope` is 0).
-    Calls on sockets and terminals do not count.
-    """
-    try:
-        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            words = file.read().split()
-        name, argument = _FILE_CALLS.get(os.uname().machine, {})[int(words[0])]
-        if argument is None:
-            return f"{name}()"
-        path = os.readlink(f"/proc/{pid}/fd/{int(words[1 + argument], 16)}")
-    except (OSError, IndexError, KeyError, ValueError):
-        return ""
-    return f"{name}() of {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
 
 
 CGROUP: Final = "/sys/fs/cgroup"

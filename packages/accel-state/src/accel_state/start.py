@@ -87,13 +87,13 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
 def _publish_first_status(folder: str, rank: int) -> None:
     """Publish the first status of this process; the thread that does so later starts after the rendezvous."""
     from accel_state.watch.calls import CallLog
-    from accel_state.watch.seconds import close_accounts
+    from accel_state.watch.goodput import close_accounts
     from accel_state.watch.status import capture_status
 
     STATUS_RECORD.open(folder, rank)
     STATUS_RECORD.publish(capture_status(CallLog()).to_json())
     # Where torch.distributed.run restarts processes, no launcher does this before.
-    close_accounts(folder, rank)
+    close_accounts(folder, rank=rank)
 
 
 def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology) -> torch.device:

@@ -11,7 +11,11 @@ import sys
 
 __version__ = "0.1.0"
 
-SUITES = ("accelerator", "backends.suite", "devices", "launchers", "stores", "trackers")
+_OF_BACKENDS = ("base", "checkpoints", "declaring", "gradients", "lifetime", "preparing", "training")
+SUITES = (
+    *("accelerator", "commands", "devices", "launchers", "stores", "trackers"),
+    *(f"backends.{kind}" for kind in _OF_BACKENDS),
+)
 
 if "pytest" in sys.modules:
     # Called before a suite is imported, so that pytest shows the values of failed assertions.

@@ -27,8 +27,8 @@ from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import to_environment
 from accel_state.settings.schema import settings_of
 from accel_testing.backends import BackendSuite
+from accel_testing.backends.base import Run, needs
 from accel_testing.backends.reference_loop import BATCH, Case, Plain, Training
-from accel_testing.backends.suite import Run, needs
 from accel_torch import (
     Accelerator,
     DataLoaderConfiguration,

@@ -24,17 +24,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accel_cli.command import find_command
-from accel_cli.commands.launch import launch_request
-from accel_cli.launch.check import check_launch
-from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest
-from accel_cli.launch.launchers import choose_launcher, find_launcher, load_launcher
-from accel_cli.launch.request import read_request
-from accel_cli.launch.script import script_of
-from accel_cli.parser import Parser
+from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest, Machine, Script
+from accel_cli.launch.launchers import LOCAL, find_launcher, launch_classes, load_launcher
+from accel_cli.launch.request import check_request, decide, request_of
+from accel_cli.launch.script import check_script
 from accel_state.errors import SettingError
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import settings_of
 
-__all__ = ("LauncherSuite", "make_plan", "prepare_launch", "run_and_stop")
+__all__ = ("LauncherSuite", "make_plan", "make_request", "prepare_launch", "run_and_stop")
 
 JOB = """
 import fcntl, json, os, signal, sys, threading, time
@@ -72,6 +71,8 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+JOB_SCRIPT = Script("script", "job.py", ("--lr", "1e-3"))
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -274,19 +275,43 @@ def run_and_stop(words: Sequence[str], folder: str, processes: int, after: str) 
     return launcher.run(plan)
 
 
-def make_plan(request: LaunchRequest) -> LaunchPlan:
-    """Create the plan of the launcher for a request.
+def make_request(
+    values: Mapping[str, Any],
+    script: Script = JOB_SCRIPT,
+    *,
+    file: Mapping[str, Any] | None = None,
+    devices: int = 1,
+    environ: Mapping[str, str] | None = None,
+) -> LaunchRequest:
+    """The request of a launch on a machine with 8 processors, whose interpreter is called `python`.
 
     Args:
-        request: the settings, the script and the machine, whose variables may describe an allocation.
+        values: values of the command line, by the label of their setting.
+        script: what to run.
+        file: values of a config file, by the label of their setting.
+        devices: number of devices of the machine.
+        environ: variables of the launch.
+
+    Raises:
+        SettingError: the settings select something that is not installed.
+    """
+    classes, environ = launch_classes(), environ or {}
+    known = {label(one): one for settings_class in classes for one in settings_of(settings_class).values()}
+    flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
+    there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
+    settings = resolve_settings(classes, flags, environ, there)
+    return decide(LaunchRequest(settings, script, Machine("python", 8, lambda: devices, environ), LOCAL))
+
+
+def make_plan(request: LaunchRequest) -> LaunchPlan:
+    """Create the plan of the launcher for a request, as `accel launch` does.
 
     Raises:
         SettingError: a setting cannot be used here; `Conflict` if two contradict each other.
         NotOffered: the launcher does not support this kind of script.
     """
-    check_launch(request.settings)
-    manifest = choose_launcher(request.settings, request.machine.environ).manifest
-    return load_launcher(manifest).plan(request)
+    check_request(request)
+    return load_launcher(request.launcher).plan(request)
 
 
 def prepare_launch(words: Sequence[str], environ: Mapping[str, str]) -> tuple[Launcher, LaunchPlan]:
@@ -302,9 +327,7 @@ def prepare_launch(words: Sequence[str], environ: Mapping[str, str]) -> tuple[La
     Example:
         >>> prepare_launch(["--launcher", "local", "--num_processes", "2", "train.py"], {})  # doctest: +SKIP
     """
-    parser = Parser("accel launch")
-    find_command("launch").add_arguments(parser)
-    arguments = parser.parse_args(list(words))
-    request = read_request(arguments, environ)
-    launcher = load_launcher(request.launcher.manifest)
-    return launcher, launcher.plan(launch_request(request, script_of(arguments)))
+    request = request_of(words, environ)
+    check_script(request.script)
+    launcher = load_launcher(request.launcher)
+    return launcher, launcher.plan(request)

@@ -110,8 +110,11 @@ class Hook:
         """
         return output_dir
 
-    def folder_to_load(self, session: Any, input_dir: Folder | None) -> Folder | None:
-        """Called with the folder or URL that a script gives to `load_state`; returns the one to use."""
+    def folder_to_load(self, session: Any, input_dir: Folder | None, missing_ok: bool) -> Folder | None:
+        """Called with the folder or URL that a script gives to `load_state`; returns the one to use.
+
+        `missing_ok` says whether there may be no checkpoint yet.
+        """
         return input_dir
 
     def before_save(self) -> None:
@@ -151,7 +154,7 @@ class Hooks(StepHooks):
     scaler_assigned: tuple[Callable[[GradScaler | None], None], ...] = ()
     replicas_separate: tuple[Callable[[], None], ...] = ()
     folder_to_save: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
-    folder_to_load: tuple[Callable[[Any, Folder | None], Folder | None], ...] = ()
+    folder_to_load: tuple[Callable[[Any, Folder | None, bool], Folder | None], ...] = ()
     before_save: tuple[Callable[[], None], ...] = ()
     after_save: tuple[Callable[[], None], ...] = ()
     before_boundary: tuple[Callable[[Any, bool], None], ...] = ()

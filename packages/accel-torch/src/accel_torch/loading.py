@@ -50,8 +50,7 @@ def load_state(
         CheckpointError: the checkpoint is incomplete or damaged, or does not fit the prepared objects.
     """
     project, process = session.options.project, session.process
-    for folder_to_load in session.hooks.folder_to_load:
-        input_dir = folder_to_load(session, input_dir)
+    input_dir = session.place_to_load(input_dir, missing_ok)
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     for _ in range(_ATTEMPTS):
         barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)

@@ -53,8 +53,7 @@ def save_state(
     with barrier.reporting():
         wait(session)
         _check(session, async_save, options or {})
-        for folder_to_save in session.hooks.folder_to_save:
-            output_dir = folder_to_save(session, output_dir)
+        output_dir = session.place_to_save(output_dir)
         named = next_folder(session, output_dir)
         if session.uploader is not None and named:
             from accel_torch.remote import refuse_local_folder

@@ -12,7 +12,7 @@ from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.accumulation import Accumulation
-from accel_torch.hooks import Hooks
+from accel_torch.hooks import Folder, Hooks
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
@@ -91,6 +91,23 @@ class Session:
             NoState: the state was reset.
         """
         return current.process()
+
+    def place_to_save(self, path: Folder | None) -> Any:
+        """The file or folder to write instead of one that the script gives."""
+        for folder_to_save in self.hooks.folder_to_save:
+            path = folder_to_save(self, path)
+        return path
+
+    def place_to_load(self, path: Folder | None, missing_ok: bool = False) -> Any:
+        """The file or folder to read instead of one that the script gives.
+
+        Args:
+            path: the path.
+            missing_ok: whether there may be nothing.
+        """
+        for folder_to_load in self.hooks.folder_to_load:
+            path = folder_to_load(self, path, missing_ok)
+        return path
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_plugins import resolve
 from accel_plugins.context import Context
 from accel_plugins.manifest import Manifest
-from accel_plugins.precision.select import choose
+from accel_plugins.precision.select import choose, settings_classes
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.current import Process, Run
 from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.kwargs import InitProcessGroupKwargs
+from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
 from accel_state.process import PartialState
 from accel_state.run_state import (
     AcceleratorState,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
-    from accel_torch.time_recorder import TimeRecorder
 
 __all__ = ("leave", "open_sessions", "start_run", "start_session", "transforms_of")
 
@@ -52,14 +51,14 @@ def start_session(options: Options) -> Session:
     """
     for hook in PROCESS_HOOKS:
         options = hook.configure(options)
-    recorder = _begin_records(options)
+    _begin_records(options)
     hooks = list(PROCESS_HOOKS)
     session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
-    if options.straggler_report and recorder is not None:
+    if options.straggler_report:
         from accel_torch.straggler import StragglerReport
 
-        session.report = StragglerReport(recorder.account)
+        session.report = StragglerReport()
     session.transforms = transforms_of(options, session.state.parallelism_config)
     if session.strategy.capabilities.elastic:
         session.hooks.enter(StepsOfShares(session.strategy, session.gradient))
@@ -79,8 +78,8 @@ def start_session(options: Options) -> Session:
     return session
 
 
-def _begin_records(options: Options) -> TimeRecorder | None:
-    """Begin what the options record of this process; the recorder of its time if they ask for one."""
+def _begin_records(options: Options) -> None:
+    """Begin what the options record of this process."""
     folder = options.project.project_dir or options.project.logging_dir
     if folder is not None:
         STATUS_RECORD.writes_to(folder)
@@ -91,8 +90,7 @@ def _begin_records(options: Options) -> TimeRecorder | None:
     if options.goodput or options.straggler_report:
         from accel_torch.time_recorder import record_time
 
-        return record_time(options)
-    return None
+        record_time(options)
 
 
 _users: Final[weakref.WeakKeyDictionary[Strategy, weakref.WeakSet[Session]]] = weakref.WeakKeyDictionary()
@@ -143,18 +141,51 @@ def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[Accelerator
     check_given(given)
     run = current.run_or_none()
     if run is not None and isinstance(run.strategy, Strategy):
+        _check_handlers(options, run)
         if run.strategy not in _users:
             run = run._replace(strategy=_reopened(run.strategy))
             current.set_run(run)
         return AcceleratorState(), _gradient(options, run.strategy), run.strategy
     gradient = GradientState.of(options.accumulation)
-    run = _run(options, current.process(), gradient, {**given, **options.plugins})
+    run = _run(options, current.process(), gradient, {**given, **options.plugins, _HANDLERS: options.handlers})
     current.set_run(run)
     if run.parallelism_config is not None:
         from accel_ops.rng import seed_again
 
         seed_again()
     return AcceleratorState(), gradient, run.strategy
+
+
+_HANDLERS: Final = "kwargs_handlers"
+
+
+def _check_handlers(options: Options, run: Run) -> None:
+    """Raise for settings objects that the active run would not use: those of its backend and of its precision.
+
+    Raises:
+        Conflict: one differs from that of the run.
+    """
+    if not options.handlers:
+        return
+    of_backend = resolve.config_among(_manifest_of(run.strategy), options.handlers)
+    for handler in options.handlers:
+        if handler is of_backend:
+            before = run.strategy.config
+        elif isinstance(handler, settings_classes(run.mixed_precision)):
+            before = next((one for one in run.given.get(_HANDLERS, ()) if type(one) is type(handler)), type(handler)())
+        else:
+            continue
+        if handler != before:
+            raise Conflict(
+                f"Cannot use {_shown(handler)} in this run.",
+                f"The run was created with {_shown(before)}, and all Accelerators of a process share one run.",
+                "Pass the same object to every Accelerator, or only to the first one.",
+            )
+
+
+def _shown(handler: KwargsHandler) -> str:
+    """A settings object as users write it, without the defaults."""
+    return f"{type(handler).__name__}({', '.join(f'{name}={value!r}' for name, value in handler.to_kwargs().items())})"
 
 
 def _open(manifest: Manifest, config: Any, context: Context) -> Strategy:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from accel_ops import gather_object
-from accel_state.watch.seconds import TimeAccount
+from accel_state.watch.record import STATUS_RECORD
 
 __all__ = ("SHARES", "StragglerReport", "shares", "table")
 
@@ -17,14 +17,9 @@ _WAITING: Final = SHARES.index("waiting")
 
 
 class StragglerReport:
-    """The time of this process from now on.
+    """The time of this process from now on, from its status record."""
 
-    Args:
-        account: the account of this process.
-    """
-
-    def __init__(self, account: TimeAccount) -> None:
-        self._account = account
+    def __init__(self) -> None:
         self._before = self._seconds()
 
     def tell(self, log: Callable[[dict[str, float]], None] | None, prints: bool) -> None:
@@ -42,9 +37,9 @@ class StragglerReport:
             print(table(everyones))  # noqa: T201 - this is what it is for
 
     def _seconds(self) -> list[float]:
-        # Its numbers are those of the last change.
-        self._account.enter(self._account.doing, self._account.decided)
-        return self._account.seconds[: len(SHARES)]
+        # The numbers are those of the last change.
+        STATUS_RECORD.enter(STATUS_RECORD.doing)
+        return STATUS_RECORD.seconds[: len(SHARES)]
 
 
 def shares(everyones: Sequence[Sequence[float]]) -> dict[str, float]:

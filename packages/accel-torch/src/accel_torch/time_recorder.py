@@ -1,124 +1,114 @@
-"""Records how this process spends its time, in the account of `accel_state.watch.seconds`.
+"""Records on what this process spends its time, in its status record.
 
 It observes prepared loaders. While a loader fetches a batch, the process waits for data. The rest of a loop is
-training, or evaluation if no optimizer stepped. `accel runs goodput` and the straggler report read the account.
+training, or evaluation if no optimizer stepped. `accel runs goodput` and the straggler report read the seconds.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from typing import TYPE_CHECKING, Any, Final
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from accel_data.hooks import LoaderHook
 from accel_state import current
 from accel_state.errors import SettingError
-from accel_state.transport.base import Transport, Work
-from accel_state.transport.forwarding import ForwardingTransport
-from accel_state.watch.record import STATUS_RECORD
-from accel_state.watch.seconds import (
+from accel_state.watch.record import (
+    BEFORE,
+    BEGAN,
     DATA,
     EVALUATION,
     FIRST_STEP,
-    GOODPUT_FOLDER,
+    LIKELY,
     RECOMPUTED,
     SAVING,
     START_UP,
+    STATUS_RECORD,
     STEP,
+    UNDECIDED,
+    UNDER_WAY,
     WAITING,
-    TimeAccount,
 )
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
 
-    from accel_state.gradient import GradientState
     from accel_torch.options import Options
 
-__all__ = ("TimeRecorder", "TimedTransport", "record_time")
-
-_REPORTED_EVERY: Final = 0.1
-"""Seconds between two updates of the account in a loop of fast steps."""
+__all__ = ("TimeRecorder", "record_time")
 
 
 class TimeRecorder(Hook):
-    """Records the account of this process. All its sessions enter this hook.
+    """Records the time of this process. All its sessions enter this hook.
 
     Attributes:
         folder: the project folder, for the lines of the account; empty to write none.
-        account: the account; it begins when the rank of this process is known.
+        trained: whether the first step has ended.
     """
-
-    account: TimeAccount
 
     def __init__(self) -> None:
         self.folder = ""
         self._pid = os.getpid()
-        self._steps = 0
+        self.trained = False
         self._stepped: Any = None
-        self._saves: list[AbstractContextManager[Any]] = []
-
-    def _begin(self) -> None:
-        self.account = TimeAccount(STATUS_RECORD)
-        self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
-        atexit.register(self._close)
+        self._saves: list[int | None] = []
 
     def _close(self) -> None:
+        from accel_state.watch.goodput import close_account
+
         if os.getpid() == self._pid:
-            self.account.reach(STATUS_RECORD.run_step)
-            self.account.close()
+            close_account()
 
     def _after_step_without_loader(self, *_: Any) -> None:
         """For a loop without a prepared loader: the time after its first step counts as steps."""
-        if self.account.doing == START_UP:
-            self.account.doing = FIRST_STEP
-            self.account.enter(STEP)
+        if STATUS_RECORD.doing == START_UP:
+            STATUS_RECORD.doing = FIRST_STEP
+            STATUS_RECORD.enter(STEP)
 
     def start_process(self) -> None:
-        """Begin the account, let the monitor append its lines, and charge collectives to waiting."""
+        """Begin the account, and let the monitor append its lines."""
         from accel_state.protocol.state import protocol_state
 
         process = current.process()
-        if not hasattr(self, "account"):
-            self._begin()
+        if not STATUS_RECORD.cells[BEGAN]:
+            STATUS_RECORD.begin_account()
+            self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
+            atexit.register(self._close)
         if self.folder:
-            if not self.account.path:
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                path = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER, f"rank_{process.rank}.jsonl")
-                self.account.write_to(path, int(attempt) if attempt.isdecimal() else 0)
+            if not STATUS_RECORD.account:
+                from accel_state.watch.goodput import GOODPUT_FOLDER, keep_account
+
+                folder = os.path.join(os.path.abspath(self.folder), GOODPUT_FOLDER)
+                keep_account(os.path.join(folder, f"rank_{process.rank}.jsonl"))
             protocol_state(process.transport).monitor.start()
-        if process.world_size > 1 and not isinstance(process.transport, TimedTransport):
-            current.set_process(process._replace(transport=TimedTransport(process.transport, self.account)))
 
     def start(self, session: Any) -> None:
         """With several processes, charge the waiting in backward passes."""
         if session.state.num_processes > 1:
-            session.hooks.enter(_WaitingInBackward(self.account))
+            session.hooks.enter(_WaitingInBackward())
 
     def before_save(self) -> None:
         """Charge saving."""
-        saving = self.account.on(SAVING)
-        saving.__enter__()
-        self._saves.append(saving)
+        self._saves.append(STATUS_RECORD.begin(SAVING))
 
     def after_save(self) -> None:
         """End the charge of saving."""
-        self._saves.pop().__exit__(None, None, None)
+        before = self._saves.pop()
+        if before is not None:
+            STATUS_RECORD.enter(before)
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
         """Observe a loader."""
         if hasattr(loader, "between_batches"):
-            loader.hook = _TimedLoader(self, session.gradient)
+            loader.hook = _TimedLoader(self, session)
 
     def before_boundary(self, loader: Any, first: bool) -> None:
-        """Charge what is saved between two batches; it ends the time of the step or of the evaluation before it."""
-        if isinstance(loader.hook, _TimedLoader):
-            loader.hook.decide()
+        """Charge what is saved between two batches."""
         self.before_save()
 
     def after_boundary(self, loader: Any, first: bool) -> None:
@@ -131,123 +121,94 @@ class TimeRecorder(Hook):
             self._stepped.remove()
             self._stepped = None
 
-    def decide(self, otherwise: int, accumulates: bool) -> None:
-        """Charge what the loop did since the last decision.
 
-        Args:
-            otherwise: the category if no optimizer stepped.
-            accumulates: whether the window of micro-batches is still open, so that the next step counts.
-        """
-        account, steps, before = self.account, STATUS_RECORD.steps, self._steps
-        self._steps = steps
-        if steps == before and not accumulates:
-            account.decide(otherwise)
-        else:
-            step = STATUS_RECORD.loaded + steps
-            account.reach(step)
-            is_new = step + (steps == before) > account.before
-            account.decide(FIRST_STEP if before == 0 else STEP if is_new else RECOMPUTED)
+class _TimedLoader(LoaderHook):
+    """Charges the time of one loader, and of the loop over it.
 
+    A loop inside of a step belongs to this step, such as that of a teacher over its own loader. A loop that begins
+    after the step of the current batch, or while no model is in training mode, is an evaluation.
+    """
 
-class _TimedLoader:
-    """Charges the time of one loader and of the loop over it; see `accel_data.hooks.LoaderHook`."""
+    __slots__ = ("_gradient", "_in_step", "_recorder", "_session")
 
-    __slots__ = ("_gradient", "_recorder", "waits")
-
-    def __init__(self, recorder: TimeRecorder, gradient: GradientState) -> None:
-        self.waits, self._recorder, self._gradient = recorder.account, recorder, gradient
+    def __init__(self, recorder: TimeRecorder, session: Any) -> None:
+        # A weak reference, because the session has one to the loader.
+        self._recorder, self._session = recorder, weakref.ref(session)
+        self._gradient, self._in_step = session.gradient, False
 
     def epoch_begins(self) -> None:
-        """See `LoaderHook`. A loop around this one may not have stepped yet, and still trains."""
-        account = self.waits
+        """The loop around this one may not have stepped yet, and still trains."""
         self._recorder.forget_steps()
-        self._recorder.decide(account.doing, not self._gradient.sync_gradients)
-        account.enter(DATA)
-        account.due = 0.0
+        record = STATUS_RECORD
+        self._in_step = record.doing == UNDECIDED and not record.stepped and self._trains()
+        if not self._in_step:
+            record.enter(DATA, int(record.cells[LIKELY]))
+            self._recorder.trained |= record.stepped
+            record.stepped = False
+
+    def batch_requested(self) -> None:
+        """Charge what the loop did with the batch before."""
+        STATUS_RECORD.enter(DATA, self._decided())
 
     def batch_given(self, batch: Any) -> None:
-        """See `LoaderHook`."""
-        account, steps = self.waits, STATUS_RECORD.steps
-        self.decide()
-        # The kind is known at the end of the step; until then, this is what is recorded for a killed process.
-        counts = STATUS_RECORD.loaded + steps >= account.before
-        account.enter((STEP if counts else RECOMPUTED) if steps else FIRST_STEP, decided=False)
-        # Each batch is reported until the first step has ended.
-        account.due = account.since + _REPORTED_EVERY if steps else 0.0
+        """What the loop does with the batch is known later; until then it counts as a step if the process is killed."""
+        record = STATUS_RECORD
+        cells, step = record.cells, record.loaded + record.steps + 1
+        cells[UNDER_WAY] = step
+        cells[LIKELY] = FIRST_STEP if not self._recorder.trained else STEP if step > cells[BEFORE] else RECOMPUTED
+        record.enter(UNDECIDED)
 
     def epoch_ends(self) -> None:
-        """See `LoaderHook`: the time after an epoch counts as what the loop did."""
-        account = self.waits
-        account.resume()
-        self.decide()
-        account.enter(STEP if STATUS_RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION)
+        """The time after an epoch counts as what the loop did."""
+        after = STEP if STATUS_RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION
+        STATUS_RECORD.enter(UNDECIDED if self._in_step else after, self._decided())
 
-    def decide(self) -> None:
-        """Charge what the loop over this loader did since the last decision."""
-        self._recorder.decide(EVALUATION, not self._gradient.sync_gradients)
+    def _decided(self) -> int | None:
+        """What the loop did since the last decision; None if a loop around it decides that."""
+        record = STATUS_RECORD
+        if record.stepped:
+            record.stepped = False
+            self._recorder.trained = True
+        elif self._in_step:
+            return None
+        elif self._gradient.sync_gradients:
+            return EVALUATION
+        # An open window of micro-batches belongs to the next step.
+        return int(record.cells[LIKELY])
+
+    def _trains(self) -> bool:
+        """Whether a model with parameters to train is in training mode."""
+        session = self._session()
+        models: Any = () if session is None else session.prepared.models
+        return any(one.training and any(weight.requires_grad for weight in one.parameters()) for one in models)
 
 
 class _WaitingInBackward(Hook):
     """Charges the time of a backward pass after this process's last gradient to waiting."""
 
-    def __init__(self, account: TimeAccount) -> None:
-        self._account = account
+    def __init__(self) -> None:
         self._gradient_hook: Any = None
+        self._before: int | None = None
 
     def before_backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
-            self._gradient_hook = loss.register_hook(lambda _: _queue(self._account))  # type: ignore[no-untyped-call]
+            self._gradient_hook = loss.register_hook(lambda _: self._queue())  # type: ignore[no-untyped-call]
 
     def after_backward(self, loss: Tensor) -> None:
         if self._gradient_hook is not None:
             self._gradient_hook.remove()
             self._gradient_hook = None
-        self._account.resume()
+        if self._before is not None:
+            STATUS_RECORD.enter(self._before)
+            self._before = None
 
+    def _queue(self) -> None:
+        # Callbacks run in the order in which they were queued, and those that wait for others are queued later.
+        torch.autograd.Variable._execution_engine.queue_callback(self._wait)
 
-def _queue(account: TimeAccount) -> None:
-    # Callbacks run in the order in which they were queued, and those that wait for other processes are queued later.
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait(account))
-
-
-def _wait(account: TimeAccount) -> None:
-    if account.is_mine:
-        account.wait_for_others()
-
-
-class _TimedWork:
-    __slots__ = ("_account", "_work", "is_completed")
-
-    def __init__(self, work: Work, account: TimeAccount) -> None:
-        self._work, self._account = work, account
-        self.is_completed = work.is_completed
-
-    def wait(self, *timeout: Any) -> Any:
-        with self._account.on(WAITING):
-            return self._work.wait(*timeout)
-
-
-class TimedTransport(ForwardingTransport):
-    """Forwards every call to another transport, and charges the time for which this process waits for it.
-
-    Args:
-        inner: the transport that moves the data.
-        account: receives the time.
-    """
-
-    def __init__(self, inner: Transport, account: TimeAccount) -> None:
-        super().__init__(inner)
-        self._account = account
-
-    def around(self, inner: Transport) -> TimedTransport:
-        return TimedTransport(inner, self._account)
-
-    def started(self, work: Work) -> Work:
-        return _TimedWork(work, self._account)
-
-    def barrier(self) -> None:
-        with self._account.on(WAITING):
-            super().barrier()
+    def _wait(self) -> None:
+        if self._before is None:
+            self._before = STATUS_RECORD.begin(WAITING)
 
 
 def record_time(options: Options) -> TimeRecorder:

@@ -124,7 +124,7 @@ def follow_steps(
         raise _cannot_follow()
     if isinstance(loader.epoch_reader, ElasticEpochs):
         return loader.epoch_reader
-    check_global_order(loader.base_dataloader, loader.source, compared=False)
+    check_global_order(loader.base_dataloader, loader.source)
     loader.epoch_reader = epochs = ElasticEpochs(begin_step, trains)
     return epochs
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from accel_cli.launch.devices import visible
+from accel_cli.launch.failures import ending, shell_code
 from accel_cli.launch.interface import RUNNER, LaunchPlan, LaunchRequest, Machine
-from accel_cli.launch.local import ENDING, Inbox, Relay
-from accel_cli.launch.report import ending, shell_code
+from accel_cli.launch.output import Relay
 from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
+from accel_cli.launch.signals import ENDING, Inbox
 from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
@@ -67,8 +68,7 @@ class ReplicaGroups:
     """Starts the replicas of a run on this machine; see `accel_cli.launch.interface.Launcher`."""
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """The command line of a replica. It is the same for all; only their environment variables differ."""
@@ -111,21 +111,14 @@ class ReplicaGroups:
         base = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
         base.update(plan.environment)
         try:
-            with Inbox() as inbox:
-                self._inbox = inbox
-                if self._stopped:
-                    self.stop()
-                code = _Run(plan, base, folder).until_the_end(inbox)
-            self._inbox = None
-            return code
+            with self._inbox as inbox:
+                return _Run(plan, base, folder).until_the_end(inbox)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
 
 def _replicas_here(config: TorchFTConfig) -> Sequence[int]:

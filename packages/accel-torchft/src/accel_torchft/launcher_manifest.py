@@ -5,22 +5,21 @@ It is separate from the backends' manifests, because `accel_cli` reads those dur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.interface import LauncherManifest
 from accel_torchft.manifest import MANIFESTS, NEEDED
 
 if TYPE_CHECKING:
-    from accel_cli.config.resolved import ResolvedSettings
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("LAUNCHER", "called_for")
 
 
-def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
+def called_for(request: LaunchRequest) -> str | None:
     """The setting that selects this launcher: a backend of this package, or None."""
-    backend = settings["backend"]
-    return f"backend={backend.value} ({backend.origin})" if backend.value in MANIFESTS else None
+    backend = request.settings["backend"]
+    return backend.text if backend.value in MANIFESTS else None
 
 
 LAUNCHER: Final = LauncherManifest(

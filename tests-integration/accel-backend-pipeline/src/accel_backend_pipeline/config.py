@@ -17,13 +17,13 @@ class PipelineConfig(KwargsHandler):
     """How batches go through the stages.
 
     Args:
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b", "gpipe", or "interleaved", a 1F1B with two stages on each process.
         micro_batches: parts into which the batch of a process is divided.
     """
 
     schedule: str = setting(
         "1f1b",
-        type=choice("1f1b", "gpipe"),
+        type=choice("1f1b", "gpipe", "interleaved"),
         variable="ACCEL_PIPELINE_SCHEDULE",
         flag="--pipeline_schedule",
         key="pipeline_config.schedule",

@@ -1,9 +1,4 @@
 from accel_bigmodel.tied import tied_names as tied_names
-from accel_bigmodel.weight_files.metadata import Header as Header
-from accel_bigmodel.weight_files.metadata import TensorInfo as TensorInfo
-from accel_bigmodel.weight_files.metadata import WeightIndex as WeightIndex
-from accel_bigmodel.weight_files.metadata import read_header as read_header
-from accel_bigmodel.weight_files.metadata import read_index as read_index
 from accel_bigmodel.weight_files.names import MODEL_NAME as MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
@@ -12,8 +7,10 @@ from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_
 from accel_bigmodel.weight_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_bigmodel.weight_files.names import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_bigmodel.weight_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accel_bigmodel.weight_files.names import WeightIndex as WeightIndex
 from accel_bigmodel.weight_files.names import index_name as index_name
 from accel_bigmodel.weight_files.names import is_safetensors as is_safetensors
+from accel_bigmodel.weight_files.names import read_index as read_index
 from accel_bigmodel.weight_files.names import shard_name as shard_name
 from accel_bigmodel.weight_files.names import shard_pattern as shard_pattern
 from accel_bigmodel.weight_files.names import weights_name as weights_name

@@ -1,36 +1,53 @@
-"""Reads weights from one file, a folder, or an index; the content of a file can never run code."""
+"""Reads weights from one file, a folder, or an index; the content of a file can never run code.
+
+safetensors and torch check a file when they open it, and map it: a weight takes memory only where its values are read.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_bigmodel.weight_files.metadata import TensorInfo, read_header, read_index
-from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, index_name, is_safetensors
-from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.torch_files import load_torch_file
+from accel_bigmodel.weight_files.names import (
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    index_name,
+    is_safetensors,
+    read_index,
+)
 from accel_state.errors import CheckpointError, CheckpointNameError
+from accel_state.untrusted import open_regular, printable
 
 __all__ = (
-    "FileWeight",
+    "Copy",
+    "StoredWeight",
+    "TensorRecord",
     "WeightFile",
     "WeightSource",
+    "copy_all",
     "find_weights",
+    "load_torch_file",
     "load_weights",
     "load_weights_file",
     "open_weights",
+    "record_of_tensor",
+    "tensor_ranges",
 )
+
+_MOST_MAPPED_BYTES: Final = 128 << 20
+_THREADS: Final = min(8, max(4, os.cpu_count() or 1))
+"""One thread leaves a disk idle between two reads; more than 8 save no time."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,23 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
     return tuple(WeightSource(path.parent / file, tuple(names)) for file, names in sorted(files.items()))
 
 
+def _in_folder(folder: Path) -> Path:
+    names = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+    usual = [folder / name for name in (*names, *map(index_name, names))]
+    if present := [path for path in usual if path.is_file()]:
+        # A folder may hold what an earlier save wrote in the other format; of equal times, the first one counts.
+        return max(present, key=lambda path: path.stat().st_mtime_ns)
+    indexes = sorted(folder.glob("*.index.json"))
+    if len(indexes) == 1:
+        return indexes[0]
+    listed = f"{len(indexes)} index files: {', '.join(index.name for index in indexes)}" if indexes else "no index file"
+    raise CheckpointNameError(
+        f"Cannot load weights from the folder {str(folder)!r}.",
+        f"It contains neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {listed}.",
+        "Give the path of the weight file or of the index.",
+    )
+
+
 def load_weights(path: str | os.PathLike[str], device: str | int | torch.device = "cpu") -> dict[str, Any]:
     """Load all weights of the checkpoint at `path`, found as by `find_weights`, by name and on `device`.
 
@@ -91,106 +125,64 @@ def load_weights_file(
     Raises:
         CheckpointError: as `load_weights`, or one of the given weights is not in the file.
     """
-    path = Path(path)
-    names = None if names is None else tuple(names)
-    if is_safetensors(path):
-        return _load_safetensors(path, str(torch.device(device)), names)
-    weights = _load_torch(path, device)
-    if names is None:
-        return weights
-    _check_present(path, names, weights)
-    return {name: weights[name] for name in names}
-
-
-def _in_folder(folder: Path) -> Path:
-    names = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
-    usual = [folder / name for name in (*names, *map(index_name, names))]
-    if there := [path for path in usual if path.is_file()]:
-        # A folder may hold what an earlier save wrote in the other format; of equal times, the first one counts.
-        return max(there, key=lambda path: path.stat().st_mtime_ns)
-    indexes = sorted(folder.glob("*.index.json"))
-    if len(indexes) == 1:
-        return indexes[0]
-    found = f"{len(indexes)} index files: {', '.join(index.name for index in indexes)}" if indexes else "no index file"
-    raise CheckpointNameError(
-        f"Cannot load weights from the folder {str(folder)!r}.",
-        f"It contains neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {found}.",
-        "Give the path of the weight file or of the index.",
-    )
-
-
-def _load_safetensors(path: Path, device: str, names: tuple[str, ...] | None) -> dict[str, Any]:
-    file = WeightFile(path, device)
-    if names is not None:
-        _check_present(path, names, file.header.entries)
-    return {name: file.get(name) for name in (file.header.entries if names is None else names)}
+    values = _values_in(Path(path))
+    wanted = tuple(values if names is None else names)
+    _check_present(Path(path), wanted, values)
+    return {name: values[name].to(device) if isinstance(values[name], Tensor) else values[name] for name in wanted}
 
 
 class WeightFile:
-    """A safetensors file with a checked header; its weights are mapped one by one.
+    """A file of weights that was checked when it was opened.
 
     Args:
         path: the file.
-        device: device for its weights; on the CPU they are mapped, not read.
 
     Raises:
-        CheckpointError: the file is missing, truncated or corrupted.
+        CheckpointError: the file is missing, truncated or corrupted, holds Python objects other than weights, or has a
+            dtype that torch does not support.
     """
 
-    def __init__(self, path: Path, device: str = "cpu") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.header = read_header(path)
-        self._device = device
+        self._values: dict[str, Any] | None = _values_in(path)
+        self.names = tuple(self._values)
 
-    def get(self, name: str) -> Tensor:
-        """Load one weight.
+    def get(self, name: str) -> Any:
+        """The weight with a name, mapped from the file; or another object that `get_extra_state` returned.
 
         Raises:
-            CheckpointError: the file does not contain it, or torch does not support its dtype.
+            CheckpointError: the file does not contain it.
         """
-        _check_present(self.path, [name], self.header.entries)
-        with self._typed():
-            weight: Tensor = self._opened.get_tensor(name)
-        return weight.to(self._device)
+        if self._values is None:
+            self._values = _values_in(self.path)
+        _check_present(self.path, [name], self._values)
+        return self._values[name]
 
-    @cached_property
-    def _opened(self) -> Any:
-        # safetensors itself does not support the device "meta".
-        opened: Any = safe_open(self.path, framework="pt", device="cpu" if self._device == "meta" else self._device)
-        return opened.__enter__()
-
-    @contextmanager
-    def _typed(self) -> Iterator[None]:
-        try:
-            yield
-        except (SafetensorError, OSError, AttributeError) as error:
-            raise CheckpointError(
-                f"Cannot read the weights in {str(self.path)!r}.",
-                f"{type(error).__name__}: {error}",
-                "Download the file again, or install versions of safetensors and torch that support its dtypes.",
-            ) from error
+    def close(self) -> None:
+        """Release the mapping, with the pages that were read through it; the next `get` maps the file again."""
+        self._values = None
 
 
-class FileWeight:
-    """A weight in a checked file, which is not read yet.
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is not read yet.
 
-    Attributes:
-        path: the file.
-        name: its name there.
+    Args:
+        name: its name in the file.
         shape: its shape.
         dtype: its dtype.
-        entry: location of its bytes; None in a file of `torch.save`.
+        file: its checked file; None for a weight that another process reads, and sends.
     """
 
-    def __init__(self, name: str, path: Path, held: WeightFile | Tensor) -> None:
-        self.name, self.path = name, path
-        self._held = held
-        self.entry: TensorInfo | None = None
-        if isinstance(held, Tensor):
-            self.shape, self.dtype = tuple(held.shape), held.dtype
-        else:
-            self.entry = held.header.entries[name]
-            self.shape, self.dtype = self.entry.shape, _torch_dtype(path, name, self.entry)
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: WeightFile | None
+
+    @property
+    def path(self) -> Path:
+        """The path of its file."""
+        return Path() if self.file is None else self.file.path
 
     @property
     def nbytes(self) -> int:
@@ -198,61 +190,143 @@ class FileWeight:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def mapped(self) -> Tensor:
-        """The weight, mapped from its file if possible."""
-        return self._held if isinstance(self._held, Tensor) else self._held.get(self.name)
-
-    def read_into(self, reader: RangeReader, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        """Add a tensor to a reader, which fills it with the weight, or with a part that has the tensor's shape.
-
-        Args:
-            starts: first index of the part in each dimension.
-        """
-        if self.entry is not None:
-            reader.add(target, self.path, self.entry.begin, self.dtype, self.shape, starts)
-            return
-        weight = self.mapped()
-        for dimension, start in enumerate(starts or ()):
-            weight = weight.narrow(dimension, start, target.shape[dimension])
-        reader.add_copy(target, weight)
+        """The weight, mapped from its file; memory for it without a file."""
+        if self.file is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        weight: Tensor = self.file.get(self.name)
+        return weight
 
 
-def open_weights(sources: Iterable[WeightSource]) -> dict[str, FileWeight]:
+def open_weights(sources: Iterable[WeightSource]) -> dict[str, StoredWeight]:
     """All weights of a checkpoint by name; every file is checked before the first one is read.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupted, holds Python objects other than weights, lacks a
-            weight that the index lists for it, or has a dtype that torch does not support.
+        CheckpointError: as `WeightFile`, or a file lacks a weight that the index lists for it.
     """
-    found: dict[str, FileWeight] = {}
+    weights: dict[str, StoredWeight] = {}
     for source in sources:
-        held: Mapping[str, Any]
-        if is_safetensors(source.path):
-            file = WeightFile(source.path)
-            held = dict.fromkeys(file.header.entries, file)
-        else:
-            held = _load_torch(source.path, "cpu")
-        names = tuple(held) if source.names is None else source.names
-        _check_present(source.path, names, held)
-        # Only values from a module's `get_extra_state` may be other objects.
-        weights = {name: held[name] for name in names if isinstance(held[name], (Tensor, WeightFile))}
-        found.update({name: FileWeight(name, source.path, weight) for name, weight in weights.items()})
-    return found
+        file = WeightFile(source.path)
+        for name in file.names if source.names is None else source.names:
+            value = file.get(name)
+            # Only values from a module's `get_extra_state` may be other objects.
+            if isinstance(value, Tensor):
+                weights[name] = StoredWeight(name, tuple(value.shape), value.dtype, file)
+    return weights
 
 
-def _torch_dtype(path: Path, name: str, entry: TensorInfo) -> torch.dtype:
-    dtype = getattr(torch, entry.torch_dtype or "none", None)
-    if dtype is None:
-        raise CheckpointError(
-            f"Cannot read {name!r} at offset {entry.begin} of {str(path)!r}.",
-            f"torch {torch.__version__} does not support its dtype {entry.dtype}.",
-            "Install a version of torch that supports it, or convert the checkpoint.",
-        )
-    return dtype  # type: ignore[no-any-return]
+class Copy(NamedTuple):
+    """A tensor to fill from a file.
+
+    Args:
+        target: any tensor with memory.
+        weight: the stored weight.
+        starts: first index in each dimension of the part with the target's shape; the whole weight if None.
+    """
+
+    target: Tensor
+    weight: StoredWeight
+    starts: Sequence[int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that are read."""
+        return self.target.numel() * self.weight.dtype.itemsize
+
+    def run(self) -> None:
+        """Read the weight, or the part of it, into the target; without a file, nothing."""
+        if self.weight.file is None:
+            return
+        source = self.weight.mapped()
+        for dimension, start in enumerate(self.starts or ()):
+            source = source.narrow(dimension, start, self.target.shape[dimension])
+        self.target.detach().copy_(source)
 
 
-def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
+def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda size: None) -> int:
+    """Fill tensors on several threads, file by file.
+
+    Pages that were read count as memory of the process while they are mapped, so a file is mapped anew after 128 MiB.
+
+    Args:
+        copies: what to fill.
+        advance: called by any thread with the number of bytes that it has read.
+
+    Returns:
+        The number of bytes read.
+    """
+    inference = torch.is_inference_mode_enabled()
+
+    def run(copy: Copy) -> int:
+        # The mode is set per thread; a tensor that was created in inference mode can only be written in that mode.
+        with torch.inference_mode(inference), torch.no_grad():
+            copy.run()
+        advance(copy.size)
+        return copy.size
+
+    read = 0
+    with ThreadPoolExecutor(_THREADS, "accel-load") as pool:
+        for batch in _batches(copies):
+            read += sum(pool.map(run, batch))
+            if (file := batch[0].weight.file) is not None:
+                file.close()
+    return read
+
+
+def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    """Copies from one file, of at most `_MOST_MAPPED_BYTES` if there are several."""
+    batch: list[Copy] = []
+    size = 0
+    for copy in sorted(copies, key=lambda copy: str(copy.weight.path)):
+        size += copy.size
+        if batch and (copy.weight.path != batch[0].weight.path or size > _MOST_MAPPED_BYTES):
+            yield batch
+            batch, size = [], copy.size
+        batch.append(copy)
+    if batch:
+        yield batch
+
+
+def _values_in(path: Path) -> dict[str, Any]:
+    """What a file holds by name, mapped."""
+    return _map_safetensors(path) if is_safetensors(path) else _map_torch(path)
+
+
+def _map_safetensors(path: Path) -> dict[str, Any]:
     try:
-        weights = load_torch_file(path, mapped=True, map_location=torch.device(device))
+        # A pipe would block, and a device may have no end.
+        open_regular(path).close()
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError, AttributeError) as error:
+        raise CheckpointError(
+            f"Cannot read the weights in {str(path)!r}.",
+            printable(f"{type(error).__name__}: {error}"),
+            "The file is damaged or not a safetensors file: download it again, or load an older checkpoint. For a new "
+            "dtype, install versions of safetensors and torch that support it.",
+        ) from error
+
+
+def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """The first byte of each weight of a safetensors file and the byte after its last one, in the order of the file.
+
+    Raises:
+        CheckpointError: as `WeightFile`.
+    """
+    values = _values_in(path)
+    first = min((value.data_ptr() for value in values.values() if value.nbytes), default=0)
+    # The weights are the end of the file, without a gap.
+    begin = path.stat().st_size - sum(value.nbytes for value in values.values())
+    in_order = sorted(values.items(), key=lambda item: item[1].data_ptr())
+    return {
+        name: (begin + value.data_ptr() - first, begin + value.data_ptr() - first + value.nbytes)
+        for name, value in in_order
+        if value.nbytes
+    }
+
+
+def _map_torch(path: Path) -> dict[str, Any]:
+    try:
+        values = load_torch_file(path, mapped=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
@@ -266,19 +340,19 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
             f"{type(error).__name__}: {first_line}",
             "The file is damaged or was not written by torch.save: download it again, or load an older checkpoint.",
         ) from error
-    _check_weights(path, weights)
-    return dict(weights)
+    _check_weights(path, values)
+    return dict(values)
 
 
-def _check_weights(path: Path, weights: object) -> None:
+def _check_weights(path: Path, values: object) -> None:
     """Check that a weight file maps names to tensors; only values from `get_extra_state` may be other objects."""
-    wrong = f"a {type(weights).__name__}"
-    if isinstance(weights, Mapping):
-        odd = [k for k, v in weights.items() if not isinstance(v, Tensor) and not str(k).endswith("_extra_state")]
-        odd += [k for k in weights if not isinstance(k, str)]
+    wrong = f"a {type(values).__name__}"
+    if isinstance(values, Mapping):
+        odd = [k for k, v in values.items() if not isinstance(v, Tensor) and not str(k).endswith("_extra_state")]
+        odd += [k for k in values if not isinstance(k, str)]
         if not odd:
             return
-        wrong = f"{type(weights[odd[0]]).__name__} under {odd[0]!r}"
+        wrong = f"{type(values[odd[0]]).__name__} under {odd[0]!r}"
     raise CheckpointError(
         f"Cannot read the weights in {str(path)!r}.",
         f"It contains {wrong} where a mapping of names to tensors is expected.",
@@ -286,11 +360,85 @@ def _check_weights(path: Path, weights: object) -> None:
     )
 
 
-def _check_present(path: Path, names: Iterable[str], present: Mapping[str, Any]) -> None:
-    missing = [name for name in names if name not in present]
+def _check_present(path: Path, names: Iterable[str], values: Mapping[str, Any]) -> None:
+    missing = [name for name in names if name not in values]
     if missing:
         raise CheckpointError(
             f"Cannot read {missing[0]!r} from {str(path)!r}.",
             f"The file does not hold it, nor {len(missing) - 1} others that the index places there.",
             "The index and the file do not match: download both again.",
         )
+
+
+def load_torch_file(path: Path, *, mapped: bool, **options: Any) -> Any:
+    """The content of a file of `torch.save`.
+
+    Args:
+        path: the file.
+        mapped: memory-map the tensors, which the caller copies before anybody can write into the file: the process ends
+            when it uses a tensor whose file became shorter. Files of torch before 1.6 are read as a whole.
+        options: options of `torch.load`, besides `weights_only` and `mmap`.
+
+    Raises:
+        OSError: there is no such file, or it is not a regular one.
+        pickle.UnpicklingError: it contains more than plain data.
+        Exception: whatever a damaged file makes torch raise.
+    """
+    open_regular(path).close()
+    # Indices of sparse tensors are checked after their storages are read.
+    sparse: Any = torch.sparse.check_sparse_tensor_invariants
+    with sparse():
+        return torch.load(path, weights_only=True, mmap=mapped and _can_be_mapped(path), **options)
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Whether a file is an archive whose members are not compressed."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor with contiguous elements in a file, in C order.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        begin: offset of its first byte in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+def record_of_tensor(file: IO[bytes], size: int) -> TensorRecord | None:
+    """The place of the tensor in a file of `torch.save` that has nothing else; None if its bytes have another order.
+
+    Args:
+        file: the file; its tensor is not read.
+        size: its size in bytes.
+
+    Raises:
+        pickle.UnpicklingError: it contains more than plain data.
+        Exception: whatever a damaged file makes torch raise.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        return None
+    file.seek(0)
+    with FakeTensorMode():
+        described = torch.load(file, weights_only=True, map_location="cpu")
+    if type(described) is not FakeTensor or described.layout != torch.strided:
+        return None
+    if described.is_quantized or described.is_conj() or described.is_neg() or not described.is_contiguous():
+        return None
+    storage: Any = described.untyped_storage()
+    begin = storage._checkpoint_offset + described.storage_offset() * described.itemsize
+    if begin + described.nbytes > size:
+        raise EOFError("a tensor reaches beyond the end of the file")
+    return TensorRecord(described.dtype, tuple(described.shape), begin)

@@ -35,7 +35,7 @@ def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
     ]
 
 
-_END: Final = (
+_LEGEND: Final = (
     "A single process without options uses the 'default' backend. "
     "`accel launch --backend NAME` selects an 'available' one; the document on what is supported explains the tiers."
 )
@@ -83,7 +83,7 @@ def _show(listed: list[Row]) -> None:
         if row.failure:
             print(f"\n{row.name} ({row.package} {row.version}) failed:")
             print(textwrap.indent(printable(row.failure.rstrip(), keep="\n\t"), "    "))
-    print(f"\n{_END}")
+    print(f"\n{_LEGEND}")
 
 
 COMMAND: Final = Backends()

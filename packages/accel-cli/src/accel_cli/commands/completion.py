@@ -48,7 +48,6 @@ def _add_arguments(name: str, parser: Parser) -> None:
     except AccelError:
         # A command that cannot be loaded raises its error when it is run.
         return
-    parser.add_declared()
     for action in parser._actions:
         choices = _choices(action.dest)
         if choices:
@@ -57,13 +56,13 @@ def _add_arguments(name: str, parser: Parser) -> None:
 
 
 def _choices(destination: str) -> tuple[str, ...]:
-    from accel_cli.launch.options import launch_classes, setting_of
+    from accel_cli.launch.interface import AUTO
+    from accel_cli.launch.launchers import LAUNCHERS, launch_classes
+    from accel_cli.launch.options import setting_of
 
     known: Any = setting_of(destination, launch_classes())
     if known is not None and known.name == "launcher":
-        from accel_cli.launch.launchers import launcher_names
-
-        return launcher_names()
+        return (AUTO, *LAUNCHERS.names())
     return () if known is None else tuple(known.type.choices)
 
 

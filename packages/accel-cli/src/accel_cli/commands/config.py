@@ -61,15 +61,15 @@ class Config:
 
 
 def _ask(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.wizard import prompter, reviewed
+    from accel_cli.config.wizard import prompter, questions
     from accel_cli.config.write import differing, meanings, write_config
     from accel_cli.launch.backends import backends
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.launchers import launch_classes
     from accel_cli.launch.settings import ASKED
 
     del arguments
     offered = {backend.name: backend.settings for backend in backends() if backend.value is not None}
-    answers = reviewed(prompter(), ASKED, offered)
+    answers = questions(prompter(), ASKED, offered)
     classes = launch_classes()
     write_config(path, differing(answers, classes), meanings(classes))
     return f"Config file written to {path}."
@@ -78,7 +78,7 @@ def _ask(path: str, arguments: Namespace) -> str:
 def _write_default(path: str, arguments: Namespace) -> str:
     from accel_cli.config.write import differing, meanings, usual_config, write_config
     from accel_cli.launch.devices import best_devices
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.launchers import launch_classes
     from accel_state.settings.run import RunSettings
     from accel_state.settings.schema import settings_of
 
@@ -95,7 +95,7 @@ def _write_default(path: str, arguments: Namespace) -> str:
 
 def _update(path: str, arguments: Namespace) -> str:
     from accel_cli.config.write import modernised, write_config
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.launchers import launch_classes
 
     del arguments
     write_config(path, modernised(path, launch_classes()))
@@ -105,7 +105,7 @@ def _update(path: str, arguments: Namespace) -> str:
 def _show(path: str, arguments: Namespace) -> str:
     """Each entry of a file with its line, and whether an installed package reads it."""
     from accel_cli.config.file import modern, read_config, read_document
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.launchers import launch_classes
     from accel_cli.terminal import columns
 
     del arguments

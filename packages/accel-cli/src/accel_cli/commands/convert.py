@@ -50,7 +50,7 @@ class Converter(Protocol):
 
 def current_key(key: str) -> str:
     """The current spelling of a key; an unknown key is returned unchanged."""
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.launchers import launch_classes
 
     current = modern(ConfigEntry(key, None, 0)).key
     known = {setting.key for settings_class in launch_classes() for setting in settings_of(settings_class).values()}

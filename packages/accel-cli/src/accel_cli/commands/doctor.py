@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from accel_cli.doctor.examine import Finding
-    from accel_cli.launch.request import Request
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("COMMAND", "Doctor")
 
-_LONGEST_WAIT: Final = 1_000_000
+_MAX_TIMEOUT_S: Final = 1_000_000
 
 
 class Doctor:
@@ -46,11 +46,11 @@ class Doctor:
         """Print the findings; the exit code is 1 if a run would not work."""
         from accel_cli.launch.request import request_of
 
-        if not 0 <= arguments.timeout <= _LONGEST_WAIT:
+        if not 0 <= arguments.timeout <= _MAX_TIMEOUT_S:
             raise SettingError(
                 f"Cannot wait {arguments.timeout} seconds for the other machines.",
-                f"The value must be from 0 to {_LONGEST_WAIT}.",
-                f"Set --timeout to a number from 0 to {_LONGEST_WAIT}.",
+                f"The value must be from 0 to {_MAX_TIMEOUT_S}.",
+                f"Set --timeout to a number from 0 to {_MAX_TIMEOUT_S}.",
             )
         request = request_of(arguments.launch[arguments.launch[:1] == ["--"] :], os.environ)
         findings = _nodes(request, arguments) if arguments.nodes else _here(request)
@@ -68,13 +68,13 @@ class Doctor:
         return int(any(finding.verdict == ERROR for finding in findings))
 
 
-def _here(request: Request) -> Sequence[Finding]:
+def _here(request: LaunchRequest) -> Sequence[Finding]:
     from accel_cli.doctor.examine import examine
 
     return list(examine(request))
 
 
-def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
+def _nodes(request: LaunchRequest, arguments: Namespace) -> Sequence[Finding]:
     from accel_cli.doctor.examine import ERROR, examine_launch
     from accel_cli.doctor.nodes import meet_machines
 

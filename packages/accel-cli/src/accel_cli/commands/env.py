@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.file import default_path
-from accel_cli.distributions import installed, requirements, versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.plugins import plugins_of
 from accel_state.untrusted import printable
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "Env")
 
-_OURS: Final = "accel"
+_OWN_PREFIX: Final = "accel"
 """Prefixes of the names of this project's distributions and of its plugins."""
 
-_CLIENTS: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
-_VARIABLES: Final = (
+_CLIENT_PACKAGES: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
+_VARIABLE_PREFIXES: Final = (
     "ACCEL",
     "CUDA_",
     "DS_",
@@ -43,7 +43,7 @@ _VARIABLES: Final = (
     "SLURM_",
     "TORCH",
 )
-_EXACT: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
+_VARIABLE_NAMES: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
 
 
 class Env:
@@ -81,7 +81,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     """
     found: dict[str, Any] = {
         "system": _system(),
-        "packages": versions(_packages()),
+        "packages": _packages(),
         "backends": {backend.name: backend.origin for backend in plugins_of("accel.backends")},
     }
     if not light:
@@ -91,11 +91,21 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     return found
 
 
-def _packages() -> list[str]:
-    """The packages of this project and of its plugins, then their requirements and extras, then clients."""
-    own = sorted(name for name in installed() if name.startswith(_OURS))
-    needed = {name for one in own for name in requirements(one)}
-    return list(dict.fromkeys((*own, *sorted(needed, key=str.lower), *_CLIENTS)))
+def _packages() -> dict[str, str]:
+    """Versions of this project's packages and its plugins, then of their requirements and extras, then of clients."""
+    from importlib import metadata
+
+    installed = {_normal(one.metadata["Name"]): one for one in metadata.distributions()}
+    own = sorted(name for name in installed if name.startswith(_OWN_PREFIX))
+    needed = (
+        re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for one in own for line in installed[one].requires or ()
+    )
+    names = dict.fromkeys((*own, *sorted(map(_normal, needed)), *_CLIENT_PACKAGES))
+    return {installed[name].metadata["Name"]: installed[name].version for name in names if name in installed}
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _system() -> dict[str, Any]:
@@ -144,7 +154,7 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _concerns_us(name: str) -> bool:
-    return name.startswith((*_VARIABLES, *_of_plugins())) or name in _EXACT
+    return name.startswith((*_VARIABLE_PREFIXES, *_of_plugins())) or name in _VARIABLE_NAMES
 
 
 @lru_cache(maxsize=1)

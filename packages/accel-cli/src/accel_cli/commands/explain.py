@@ -14,7 +14,7 @@ from accel_state.untrusted import printable
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.launch.request import Request
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = (
     "COMMAND",
@@ -35,9 +35,9 @@ def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
             "value": effect.value,
             "origin": effect.origin,
             "overrode": [{"value": given.value, "origin": given.origin} for given in effect.overridden],
-            "flag": effect.setting.flag,
-            "variable": effect.setting.variable,
-            "key": effect.setting.key,
+            "flag": effect.definition.flag,
+            "variable": effect.definition.variable,
+            "key": effect.definition.key,
         }
         for name, effect in settings.items()
     ]
@@ -78,7 +78,7 @@ def difference_table(one: ResolvedSettings, other: ResolvedSettings, names: tupl
 
 def shown(effect: ResolvedSetting, value: Any) -> str:
     """A value as a file or a command line spells it; `-` for no value."""
-    return "-" if value in (None, ()) else effect.setting.type.format(value)
+    return "-" if value in (None, ()) else effect.definition.type.format(value)
 
 
 def _with_origin(effect: ResolvedSetting) -> str:
@@ -131,22 +131,19 @@ class Explain:
         return 0
 
 
-def choices(request: Request) -> list[str]:
+def choices(request: LaunchRequest) -> list[str]:
     """The launcher and the backend of the run, each with the reason for its selection."""
-    launcher, backend = request.launcher, request.settings["backend"]
+    backend = request.settings["backend"]
     chosen, reason = "selected by each process when it starts", "`accel backends` lists them"
     if backend.value is not None:
         chosen, reason = backend.value, backend.origin
-    elif request.backend is not None:
-        from accel_cli.launch.backends import selection_of
-
-        selection = selection_of(request.settings)
-        chosen, reason = request.backend, selection.source.origin if selection is not None else ""
-    lines = (f"launcher: {launcher.manifest.name} ({launcher.reason})", f"backend: {chosen} ({reason})")
+    elif request.backend is not None and request.selection is not None:
+        chosen, reason = request.backend, request.selection.source.origin
+    lines = (f"launcher: {request.launcher.name} ({request.launcher_reason})", f"backend: {chosen} ({reason})")
     return [printable(line) for line in lines]
 
 
-def _print_notes(request: Request) -> None:
+def _print_notes(request: LaunchRequest) -> None:
     from accel_cli.launch.notes import notes
 
     for note in notes(request):

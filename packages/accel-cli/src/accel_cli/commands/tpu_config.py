@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "TPUConfig", "call", "command_line_of", "pod_command")
 
-_ASKED: Final = "Cannot set up the machines of a TPU pod."
+_FAILED: Final = "Cannot set up the machines of a TPU pod."
 _PACKAGE: Final = "accel-torch"
 
 
@@ -99,7 +99,7 @@ def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alp
     ]
     if missing:
         obstacle = f"Missing {', '.join(missing)}: not on the command line, and not in the config file."
-        raise SettingError(_ASKED, obstacle, f"Set {' and '.join(missing)}.")
+        raise SettingError(_FAILED, obstacle, f"Set {' and '.join(missing)}.")
     return (
         "gcloud",
         *(("alpha",) if alpha else ()),
@@ -115,10 +115,10 @@ def _lines(path: str | None) -> list[str]:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
     except FileNotFoundError:
-        raise NotFound(_ASKED, f"There is no file {path}.", "Check the path.") from None
+        raise NotFound(_FAILED, f"There is no file {path}.", "Check the path.") from None
     except (OSError, ValueError) as error:
         raise SettingError(
-            _ASKED, f"{path} cannot be read: {error}.", "Give a text file with one command per line."
+            _FAILED, f"{path} cannot be read: {error}.", "Give a text file with one command per line."
         ) from None
 
 
@@ -139,7 +139,7 @@ def call(argv: Sequence[str]) -> int:
         return subprocess.call(argv)
     except FileNotFoundError:
         remedy = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
-        raise Missing(_ASKED, "The program `gcloud` is not on the path.", remedy) from None
+        raise Missing(_FAILED, "The program `gcloud` is not on the path.", remedy) from None
 
 
 COMMAND: Final = TPUConfig()

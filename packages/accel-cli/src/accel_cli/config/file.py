@@ -30,10 +30,10 @@ __all__ = (
     "with_prefix",
 )
 
-_LARGEST: Final = 100_000
+_MAX_BYTES: Final = 100_000
 """Size in bytes of the largest file."""
 
-_NULL: Final = "tag:yaml.org,2002:null"
+_NULL_TAG: Final = "tag:yaml.org,2002:null"
 
 
 class ConfigEntry(NamedTuple):
@@ -67,7 +67,7 @@ def read_document(path: str) -> tuple[ConfigEntry, ...]:
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is None or root.tag == _NULL:
+        if root is None or root.tag == _NULL_TAG:
             return ()
         if not isinstance(root, yaml.MappingNode):
             where = f"{path}:{root.start_mark.line + 1} is not a `key: value` entry."
@@ -104,30 +104,17 @@ def _text(path: str, failed: str) -> str:
     from accel_state.untrusted import read_limited
 
     try:
-        text = read_limited(path, _LARGEST, from_shell=True).decode().replace("\r\n", "\n").replace("\r", "\n")
+        text = read_limited(path, _MAX_BYTES, from_shell=True).decode().replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         remedy = "Check the path, or write a file with `accel config`."
         raise NotFound(failed, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        remedy = f"Give a readable text file of at most {_LARGEST} bytes."
+        remedy = f"Give a readable text file of at most {_MAX_BYTES} bytes."
         raise SettingError(failed, f"It cannot be read: {error}.", remedy) from None
     if path.endswith(".json"):
-        _check_json(text, failed, path)
-        # YAML forbids tabs, and JSON never has them inside a string.
+        # JSON is YAML, but for tabs; it never has them inside a string.
         text = text.replace("\t", " ")
     return text
-
-
-def _check_json(text: str, failed: str, path: str) -> None:
-    import json
-
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        obstacle = f"{path}:{error.lineno}, column {error.colno}: it is not valid JSON: {error.msg}."
-        raise SettingError(failed, obstacle, "Correct that line.") from None
-    except (ValueError, RecursionError) as error:
-        raise SettingError(failed, f"{path} is not valid JSON: {error}.", "Correct it.") from None
 
 
 def _entries(loader: Any, table: Any, prefix: str, failed: str, path: str) -> Iterator[ConfigEntry]:
@@ -154,7 +141,7 @@ def _entries(loader: Any, table: Any, prefix: str, failed: str, path: str) -> It
 
 def _value(node: Any) -> Any:
     if node.id == "scalar":
-        return None if node.tag == _NULL else node.value
+        return None if node.tag == _NULL_TAG else node.value
     if node.id == "sequence":
         return [_value(item) for item in node.value]
     return {key.value: _value(value) for key, value in node.value} or None
@@ -172,7 +159,7 @@ _OLD_KEYS: Final = {
 }
 """Keys that earlier versions of Accelerate or its wizard wrote, with the current key."""
 
-_OF_OTHERS: Final = frozenset(
+_KEYS_OF_OTHER_PACKAGES: Final = frozenset(
     [
         "additional_args",
         "base_job_name",
@@ -209,7 +196,7 @@ _OF_OTHERS: Final = frozenset(
 """Keys at the top of files of Accelerate that may belong to packages which are not installed."""
 
 # Values that `accelerate config` writes into every file.
-_USUAL: Final = {
+_VALUES_OF_THE_WIZARD: Final = {
     "downcast_bf16": ("no", "false"),
     "main_training_function": ("main",),
     "same_network": ("true", "false"),
@@ -234,7 +221,7 @@ def with_prefix(key: str) -> str:
 
 def is_default(key: str, value: object) -> bool:
     """Whether an entry only repeats a default, so that it can be removed."""
-    return value in (None, []) or str(value) in _USUAL.get(key, ())
+    return value in (None, []) or str(value) in _VALUES_OF_THE_WIZARD.get(key, ())
 
 
 DEFAULT_NAME: Final = "default_config.yaml"
@@ -351,9 +338,9 @@ def _given(known: Setting, entry: ConfigEntry, path: str) -> Given | None:
 def _check_known(entry: ConfigEntry, path: str, keys: Iterable[str]) -> None:
     """Check that files of Accelerate have the key at the top of the file; tables have more keys than are known."""
     top = entry.key.partition(".")[0]
-    if top in _OF_OTHERS or any(key.startswith(f"{top}.") for key in keys):
+    if top in _KEYS_OF_OTHER_PACKAGES or any(key.startswith(f"{top}.") for key in keys):
         return
-    near = closest(entry.key, {*keys, *_OF_OTHERS})
+    near = closest(entry.key, {*keys, *_KEYS_OF_OTHER_PACKAGES})
     remedy = f"Did you mean {near!r}?" if near else "Remove the line, or update the package that defines the key."
     raise SettingError(
         f"Cannot read the config file {path}.", f"{path}:{entry.line} has the unknown key {entry.key!r}.", remedy

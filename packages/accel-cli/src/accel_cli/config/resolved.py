@@ -42,11 +42,11 @@ class ResolvedSetting(NamedTuple):
     """One setting with the values from all sources.
 
     Args:
-        setting: the definition.
+        definition: the setting.
         candidates: values with their origins, by priority: the first is effective, and the default is always last.
     """
 
-    setting: Setting
+    definition: Setting
     candidates: tuple[Given, ...]
 
     @property
@@ -63,6 +63,16 @@ class ResolvedSetting(NamedTuple):
     def given(self) -> bool:
         """Whether the user gave a value, even one equal to the default."""
         return len(self.candidates) > 1
+
+    @property
+    def of_file(self) -> bool:
+        """Whether a config file gave the effective value."""
+        return self.given and not self.origin.startswith(("--", "$"))
+
+    @property
+    def text(self) -> str:
+        """Name, value and source, as messages show them."""
+        return f"{self.definition.name}={self.value} ({self.origin})"
 
     @property
     def overridden(self) -> tuple[Given, ...]:
@@ -92,7 +102,7 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         self._effects: dict[str, ResolvedSetting] = {}
         for effects in by_class.values():
             for effect in effects.values():
-                self._effects.setdefault(label(effect.setting), effect)
+                self._effects.setdefault(label(effect.definition), effect)
 
     def __getitem__(self, name: str) -> ResolvedSetting:
         return self._effects[name]
@@ -103,6 +113,10 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
     def __len__(self) -> int:
         return len(self._effects)
 
+    def classes_without(self, classes: Iterable[type]) -> tuple[type, ...]:
+        """The settings classes, without some of them."""
+        return tuple(one for one in self._by_class if one not in classes)
+
     def instance(self, settings_class: type[S]) -> S:
         """An instance of one of the classes, with the effective values."""
         return settings_class(**{name: effect.value for name, effect in self._by_class[settings_class].items()})
@@ -112,7 +126,7 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         dropped = {(one.name, one.given.origin) for one in ignored}
 
         def rest(effect: ResolvedSetting) -> ResolvedSetting:
-            name = label(effect.setting)
+            name = label(effect.definition)
             kept = tuple(given for given in effect.candidates if (name, given.origin) not in dropped)
             return effect._replace(candidates=kept)
 
@@ -124,18 +138,18 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
     def launched(self, settings_class: type) -> dict[str, str]:
         """Variables of a class that a launch sets for other libraries although no value is given."""
         return {
-            effect.setting.variable: effect.setting.launched
+            effect.definition.variable: effect.definition.launched
             for effect in self._by_class[settings_class].values()
-            if not effect.given and effect.setting.variable is not None and effect.setting.launched is not None
+            if not effect.given and effect.definition.variable is not None and effect.definition.launched is not None
         }
 
     def variables(self, settings_class: type) -> dict[str, str]:
         """Variables that pass the given values of a class to the processes; defaults are not passed on."""
         effects = self._by_class[settings_class]
         variables = {
-            effect.setting.variable: effect.setting.type.format(effect.value)
+            effect.definition.variable: effect.definition.type.format(effect.value)
             for effect in effects.values()
-            if effect.given and effect.setting.variable is not None and effect.value is not None
+            if effect.given and effect.definition.variable is not None and effect.value is not None
         }
         further = getattr(settings_class, "further_variables", None)
         if further is not None:
@@ -146,9 +160,9 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
     def origins(self, settings_class: type) -> dict[str, str]:
         """The source of each value that `variables` passes on, by variable."""
         return {
-            effect.setting.variable: effect.origin
+            effect.definition.variable: effect.origin
             for effect in self._by_class[settings_class].values()
-            if effect.given and effect.setting.variable is not None
+            if effect.given and effect.definition.variable is not None
         }
 
 

@@ -22,7 +22,6 @@ __all__ = (
     "Prompter",
     "prompter",
     "questions",
-    "reviewed",
 )
 
 
@@ -119,9 +118,7 @@ _SUGGESTIONS: Final = {
     "dynamo_config.dynamo_backend": "NO",
     "dynamo_config.dynamo_mode": "default",
 }
-_REVIEW: Final = "Which of your answers do you want to change?"
-_WRITE: Final = "none, write the config file"
-_NEEDED: Final = ("main_process_ip",)
+_REQUIRED_ANSWERS: Final = ("main_process_ip",)
 
 
 def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
@@ -140,45 +137,6 @@ def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str
         chosen = backends[name]
         keys.update(_ask_all(prompter, () if chosen is None else (chosen,), answers))
     return keys
-
-
-def reviewed(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
-    """Ask as `questions` does, show all answers, and repeat the questions that the user wants to change."""
-    remembered = _Remembering(prompter)
-    while True:
-        remembered.asked.clear()
-        keys = questions(remembered, classes, backends)
-        answers = {f"{question} {answer}".rstrip(): question for question, answer in remembered.asked.items()}
-        chosen = prompter.choose(_REVIEW, [_WRITE, *answers], _WRITE)
-        if chosen == _WRITE:
-            return keys
-        del remembered.known[answers[chosen]]
-
-
-class _Remembering:
-    """Asks the user each question once, and returns the remembered answer after that.
-
-    Attributes:
-        known: answers by question.
-        asked: answers that this pass needed, in the order of their questions.
-    """
-
-    def __init__(self, prompter: Prompter) -> None:
-        self._prompter = prompter
-        self.known: dict[str, str] = {}
-        self.asked: dict[str, str] = {}
-
-    def choose(self, question: str, options: Sequence[str], default: str) -> str:
-        """One of the options."""
-        if self.known.get(question) not in options:
-            self.known[question] = self._prompter.choose(question, options, default)
-        return self.asked.setdefault(question, self.known[question])
-
-    def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
-        """A text for which `problem` returns None."""
-        if question not in self.known:
-            self.known[question] = self._prompter.ask(question, default, problem)
-        return self.asked.setdefault(question, self.known[question])
 
 
 def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +168,7 @@ def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
 def _problem(known: Setting, text: str) -> str | None:
     """The reason why a text is not a valid answer, or None."""
     if not text.strip():
-        return "This question needs an answer." if known.name in _NEEDED else None
+        return "This question needs an answer." if known.name in _REQUIRED_ANSWERS else None
     try:
         known.type.parse(text)
     except ValueError:

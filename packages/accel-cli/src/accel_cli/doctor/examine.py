@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import describe_devices
+from accel_cli.launch.interface import LaunchRequest
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
-from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.request import Request
-from accel_cli.launch.script import script_of
+from accel_cli.launch.port import Port
+from accel_cli.launch.request import check_backend, check_request
+from accel_cli.launch.script import check_script
 from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
 from accel_state.plugins import LoadedPlugin, PluginGroup, contained
@@ -58,29 +58,29 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-_OLDEST_PYTHON: Final = (3, 10)
-_SHARED_MEMORY: Final = "/dev/shm"
-_LEAST_SHARED_MEMORY: Final = 512 * 2**20
-_LEAST_OPEN_FILES: Final = 1024
-_LEAST_DISK: Final = 2**30
+_MIN_PYTHON: Final = (3, 10)
+_SHARED_MEMORY_FOLDER: Final = "/dev/shm"
+_MIN_SHARED_MEMORY_BYTES: Final = 512 * 2**20
+_MIN_OPEN_FILES: Final = 1024
+_MIN_DISK_BYTES: Final = 2**30
 
 _TEST_TORCH: Final = "Test torch: python -c 'import torch'."
 _OWN_BACKENDS: Final = "accel-plugins"
 
 
-def examine(request: Request) -> Iterator[Finding]:
+def examine(request: LaunchRequest) -> Iterator[Finding]:
     """Run every check of this machine, one after the other."""
     for examination in EXAMINATIONS:
         yield from examination(request)
 
 
-def _python(request: Request) -> Iterator[Finding]:
-    old = sys.version_info[:2] < _OLDEST_PYTHON
+def _python(request: LaunchRequest) -> Iterator[Finding]:
+    old = sys.version_info[:2] < _MIN_PYTHON
     told = f"{sys.version.split()[0]} at {sys.executable}"
-    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later.", ERROR)
+    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _MIN_PYTHON))} or later.", ERROR)
 
 
-def _torch_and_devices(request: Request) -> Iterator[Finding]:
+def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
     try:
         answer = describe_devices("Cannot check torch.")
     except AccelError as error:
@@ -102,7 +102,7 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
         yield Finding("devices", WARNING, reason, "Repair, update or remove that package.")
 
 
-def _backends(request: Request) -> Iterator[Finding]:
+def _backends(request: LaunchRequest) -> Iterator[Finding]:
     from accel_cli.launch.probed_backends import ask, rows
 
     answers, unanswered = ask(os.environ)
@@ -122,7 +122,7 @@ def _backends(request: Request) -> Iterator[Finding]:
         yield Finding("backends", OK, "all can be loaded")
 
 
-_PLUGINS: Final = (
+_PLUGIN_GROUPS: Final = (
     "accel.launchers",
     "accel.trackers",
     "accel.commands",
@@ -132,15 +132,15 @@ _PLUGINS: Final = (
 )
 """Groups of entry points that no other check loads."""
 
-_EXAMINATIONS: Final[PluginGroup[Callable[[Request], Iterable[Finding]]]] = PluginGroup(
+_EXAMINATIONS: Final[PluginGroup[Callable[[LaunchRequest], Iterable[Finding]]]] = PluginGroup(
     "accel.examinations", "examination"
 )
 """The checks that other installed packages provide."""
 
 
-def _plugins(request: Request) -> Iterator[Finding]:
+def _plugins(request: LaunchRequest) -> Iterator[Finding]:
     """The plugins of other packages that cannot be loaded."""
-    for name in _PLUGINS:
+    for name in _PLUGIN_GROUPS:
         group: PluginGroup[Any] = PluginGroup(name, "plugin")
         for plugin in group.plugins():
             if not plugin.is_own:
@@ -152,7 +152,7 @@ def _broken(subject: str, plugin: LoadedPlugin[Any]) -> Iterator[Finding]:
         yield Finding(subject, WARNING, plugin.fault, plugin.remedy)
 
 
-def _added(request: Request) -> Iterator[Finding]:
+def _added(request: LaunchRequest) -> Iterator[Finding]:
     """The checks that other installed packages provide."""
     for examination in _EXAMINATIONS.loaded():
         yield from _broken(examination.name, examination)
@@ -168,25 +168,22 @@ def _added(request: Request) -> Iterator[Finding]:
             )
 
 
-def examine_launch(request: Request) -> Iterator[Finding]:
-    """Check what the launch needs on this machine: its script, and the requirements of the selected backend."""
-    if getattr(request.arguments, "script", None):
+def examine_launch(request: LaunchRequest) -> Iterator[Finding]:
+    """Check what the launch needs on this machine: its script, settings without contradictions, and the backend."""
+    checks: dict[str, Callable[[LaunchRequest], None]] = {"launch": check_request, "backend": check_backend}
+    if request.script.target:
+        checks = {"script": lambda request: check_script(request.script), **checks}
+    for subject, check in checks.items():
         try:
-            script = script_of(request.arguments)
-            yield Finding("script", OK, script.target)
+            check(request)
         except AccelError as error:
-            yield Finding("script", ERROR, _told(error), error.remedy)
-    try:
-        check_here(request.settings, python=not getattr(request.arguments, "no_python", False))
-    except AccelError as error:
-        yield Finding("backend", ERROR, _told(error), error.remedy)
+            yield Finding(subject, ERROR, f"{error.failure} {error.obstacle}", error.remedy)
+        else:
+            if subject == "script":
+                yield Finding(subject, OK, request.script.target)
 
 
-def _told(error: AccelError) -> str:
-    return f"{error.failure} {error.obstacle}"
-
-
-def _config(request: Request) -> Iterator[Finding]:
+def _config(request: LaunchRequest) -> Iterator[Finding]:
     if request.config is None:
         yield Finding("config file", OK, "none in use")
         return
@@ -198,7 +195,7 @@ def _config(request: Request) -> Iterator[Finding]:
         yield Finding("config file", OK, request.config.path)
 
 
-def _port(request: Request) -> Iterator[Finding]:
+def _port(request: LaunchRequest) -> Iterator[Finding]:
     wanted = request.settings["main_process_port"]
     if request.settings["machine_rank"].value != 0:
         return
@@ -209,7 +206,7 @@ def _port(request: Request) -> Iterator[Finding]:
         yield Finding("port", ERROR, error.obstacle, error.remedy)
 
 
-def _variables(request: Request) -> Iterator[Finding]:
+def _variables(request: LaunchRequest) -> Iterator[Finding]:
     """Variables with which a launcher describes a process: outside of a launch, they are left over from another one."""
     names = [name for name in (*PLACE_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if os.environ.get(name)]
     if not names:
@@ -223,7 +220,7 @@ def _variables(request: Request) -> Iterator[Finding]:
     yield Finding("variables", WARNING, f"A launch has set {told}.", remedy)
 
 
-def _name(request: Request) -> Iterator[Finding]:
+def _name(request: LaunchRequest) -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
@@ -234,30 +231,30 @@ def _name(request: Request) -> Iterator[Finding]:
     yield Finding("host name", OK, f"{name} resolves to {address}")
 
 
-def _shared_memory(request: Request) -> Iterator[Finding]:
-    if os.path.isdir(_SHARED_MEMORY):
-        free = shutil.disk_usage(_SHARED_MEMORY).free
+def _shared_memory(request: LaunchRequest) -> Iterator[Finding]:
+    if os.path.isdir(_SHARED_MEMORY_FOLDER):
+        free = shutil.disk_usage(_SHARED_MEMORY_FOLDER).free
         remedy = (
             "Give the container more shared memory, for example docker run --shm-size=8g: DataLoader workers need it."
         )
-        yield _judged("shared memory", f"{_size(free)} free", free < _LEAST_SHARED_MEMORY, remedy)
+        yield _judged("shared memory", f"{_size(free)} free", free < _MIN_SHARED_MEMORY_BYTES, remedy)
 
 
-def _open_files(request: Request) -> Iterator[Finding]:
+def _open_files(request: LaunchRequest) -> Iterator[Finding]:
     try:
         import resource
     except ImportError:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = "no limit" if limit < 0 else f"limit {limit}"
-    remedy = f"Raise the limit, for example ulimit -n {_LEAST_OPEN_FILES}."
-    yield _judged("open files", told, 0 <= limit < _LEAST_OPEN_FILES, remedy)
+    remedy = f"Raise the limit, for example ulimit -n {_MIN_OPEN_FILES}."
+    yield _judged("open files", told, 0 <= limit < _MIN_OPEN_FILES, remedy)
 
 
-def _disk(request: Request) -> Iterator[Finding]:
+def _disk(request: LaunchRequest) -> Iterator[Finding]:
     free = shutil.disk_usage(os.getcwd()).free
     remedy = "Free disk space, or start from another folder: checkpoints are written here by default."
-    yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _LEAST_DISK, remedy)
+    yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _MIN_DISK_BYTES, remedy)
 
 
 def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WARNING) -> Finding:
@@ -268,7 +265,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
+EXAMINATIONS: Final[tuple[Callable[[LaunchRequest], Iterator[Finding]], ...]] = (
     _python,
     _torch_and_devices,
     _backends,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -22,15 +21,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_cli.launch.failures import Failure
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.rendezvous import Port
-    from accel_cli.launch.report import Failure
+    from accel_cli.launch.port import Port
 
 __all__ = ("main",)
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-_TICK = 1.0
-_OVER = b"\0"
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_POLL_INTERVAL_S = 1.0
+_STOP_BYTE = b"\0"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,12 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from accel_cli.launch.report import Failure, first_failure, report, shell_code
+    from accel_cli.launch.failures import Failure, first_failure, report, shell_code
     from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
-    from accel_state.watch.runs import make_launch_folder
-    from accel_state.watch.seconds import close_accounts
+    from accel_state.watch.goodput import close_accounts
+    from accel_state.watch.runs import make_launch_folder, remove_launch_folder
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             folder = make_launch_folder()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.callback(remove_launch_folder, folder)
             # torch copies the error file of the process that failed first to this path, and warns if there is none.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
@@ -94,7 +93,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
     _choose_interface(given)
     if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
         return own, None
-    from accel_cli.launch.rendezvous import seat_at
+    from accel_cli.launch.addresses import seat_at
 
     host, _, port = given["rdzv-endpoint"].rpartition(":")
     seat = seat_at(host.strip("[]"), int(port))
@@ -131,14 +130,14 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
     torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the report shows the
     processes before torch ends them.
     """
-    from accel_cli.launch.local import ENDING
+    from accel_cli.launch.signals import ENDING
 
     reader, writer = socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def look() -> None:
-        while not select.select([reader], [], [], _TICK)[0]:
+        while not select.select([reader], [], [], _POLL_INTERVAL_S)[0]:
             if hangs.look():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -151,7 +150,7 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        writer.send(_OVER)
+        writer.send(_STOP_BYTE)
         thread.join()
         reader.close()
         writer.close()
@@ -172,7 +171,7 @@ def _pass_on_usr1() -> None:
 
 
 def _failure(rank: int, failed: Any) -> Failure:
-    from accel_cli.launch.report import Failure, read_record
+    from accel_cli.launch.failures import Failure, read_record
 
     return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
 
@@ -180,13 +179,13 @@ def _failure(rank: int, failed: Any) -> Failure:
 def _choose_interface(given: Mapping[str, str]) -> None:
     """Set the network interface for gloo between several machines, unless the variable is already set."""
     host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
-    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
+    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE_VARIABLE):
         return
-    from accel_cli.launch.rendezvous import interface_towards
+    from accel_cli.launch.addresses import interface_towards
 
     name = interface_towards(host)
     if name is not None:
-        os.environ[_INTERFACE] = name
+        os.environ[_INTERFACE_VARIABLE] = name
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ _DEVICE_FOLDER: Final = "/dev"
 _GPU_FILES: Final = "nvidia[0-9]*"
 """One file for each GPU of NVIDIA."""
 
-_OTHER_FILES: Final = (
+_OTHER_DEVICE_FILES: Final = (
     "dxg",
     "kfd",
     "dri/renderD*",
@@ -47,7 +47,7 @@ _OTHER_FILES: Final = (
 _PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
 
 # This is enough even if torch is on a network file system.
-_TIMEOUT: Final = 120.0
+_PROBE_TIMEOUT_S: Final = 120.0
 
 
 def count_devices() -> int:
@@ -134,12 +134,12 @@ def ask_probe(what: str, environ: Mapping[str, str]) -> tuple[dict[str, Any], st
             [sys.executable, _PROBE, what],
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT,
+            timeout=_PROBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             env={**environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
     except subprocess.TimeoutExpired:
-        return {}, f"It took longer than {_TIMEOUT:.0f} s."
+        return {}, f"It took longer than {_PROBE_TIMEOUT_S:.0f} s."
     if done.returncode:
         return {}, (done.stderr.strip().splitlines() or [f"Exit code {done.returncode}."])[-1]
     try:
@@ -165,7 +165,7 @@ def count_device_files(environ: Mapping[str, str], device_ids: str = "all") -> i
 
     count = len(files(_GPU_FILES))
     if not count:
-        return None if any(map(files, _OTHER_FILES)) else 0
+        return None if any(map(files, _OTHER_DEVICE_FILES)) else 0
     chosen = (
         environ.get(str(SPECS["cuda"].visible_variable), "all") if device_ids.strip().lower() == "all" else device_ids
     )

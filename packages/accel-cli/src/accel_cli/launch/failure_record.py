@@ -58,7 +58,7 @@ def record_error(error: BaseException, shown: bool) -> bool:
 
 
 def failure_fingerprint(error: BaseException) -> dict[str, Any]:
-    """The fingerprint with which two failures are compared: see `accel_cli.launch.restarts.Fingerprint`."""
+    """The fingerprint with which two failures are compared: see `accel_cli.launch.failures.Fingerprint`."""
     record = getattr(sys.modules.get("accel_state.watch.record"), "STATUS_RECORD", None)
     chain = _chain(error)
     frames = [frame for one in chain for frame in _frames(one.__traceback__)]

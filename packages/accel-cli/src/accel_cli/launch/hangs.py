@@ -4,7 +4,8 @@ The launcher reads the records once a second. If a collective takes longer than 
 the current lines of their main threads, so that every report contains them, including a report requested by a signal.
 
 The records do not have collectives that torch starts itself, for example in a backward pass. A process waits in one if
-its main thread stays in such a function of torch, and neither the process nor its children use a processor. A process
+its main thread stays in such a function of torch, or torch's flight recorder has a collective that does not end, and
+neither the process nor its children use a processor. A process
 that waits anywhere else, such as for a compiler or a queue, may be healthy, and is never reported or ended. All times
 are of the monotonic clock, because the wall clock may step.
 """
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from accel_cli.launch.report import ending
+from accel_cli.launch.failures import ending
 from accel_state.proc import process_info, seconds_of_descendants, state_of
 from accel_state.watch.report import describe_ranks
 from accel_state.watch.runs import announce_run
@@ -26,6 +27,9 @@ __all__ = ("HangWatch",)
 
 _STUCK: Final = 5.0
 """Seconds in one collective after which the launcher asks the processes for their position."""
+
+_CANNOT_END: Final = 2.0
+"""Seconds in one collective of all processes after which it cannot end without a process that has ended."""
 
 _BUSY: Final = 0.05
 """Share of a processor below which a process counts as waiting; the threads that report its position use about 0.01."""
@@ -122,6 +126,18 @@ class HangWatch:
                     waiting[rank, seen.number] = since
         return waiting
 
+    def ended_early(self, codes: Mapping[int, int]) -> list[int]:
+        """Ranks that ended with exit code 0 while every other rank waits for all processes; empty if nobody knows.
+
+        Args:
+            codes: exit codes of the processes that have ended, by rank.
+        """
+        now, waiting = time.monotonic(), set(range(self._world_size or 0)) - set(codes)
+        if not codes or not waiting or any(codes.values()):
+            return []
+        begun = [_begin_of_wait(self._seen.get(rank)) for rank in waiting]
+        return sorted(codes) if all(since and now - since >= _CANNOT_END for since in begun) else []
+
     def tell(self) -> None:
         """Print where the processes are, if they wait."""
         if self._text:
@@ -139,6 +155,14 @@ class HangWatch:
         return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
 
 
+def _begin_of_wait(seen: RankStatus | None) -> float:
+    """When a process began to wait for all other processes; 0 if it does not, or that is unknown."""
+    if seen is None:
+        return 0.0
+    in_collective = seen.since if seen.active and not seen.group else 0.0
+    return in_collective or (seen.state_since if seen.state == "waiting for others" else 0.0)
+
+
 class _Idle:
     """The time since which a process and its children have used almost no processor time at one position.
 
@@ -148,7 +172,7 @@ class _Idle:
 
     def __init__(self) -> None:
         self.waits_for_others = False
-        self._place: tuple[str, str, int, int] | None = None
+        self._place: tuple[str, str, str, int, int] | None = None
         self._began = self._used = 0.0
         self._children: float | None = None
 
@@ -161,7 +185,7 @@ class _Idle:
         used = _processor_seconds(seen.pid)
         if used is None:
             return None
-        place = (seen.main_thread_at, seen.main_thread_in, seen.number, seen.steps)
+        place = (seen.main_thread_at, seen.main_thread_in, seen.pending, seen.number, seen.steps)
         moved = seen.has_stack and self._place not in (None, place)
         idle = _SPARE + _BUSY * (now - self._began)
         if not self._began or moved or used - self._used > idle or self._children_work(seen.pid, now, idle):

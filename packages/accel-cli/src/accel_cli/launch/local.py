@@ -10,59 +10,58 @@ import contextlib
 import itertools
 import os
 import re
-import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.backends import check_several_devices, selection_of
-from accel_cli.launch.check import check_own_launcher
-from accel_cli.launch.group_signals import GroupWitness
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest
+from accel_cli.launch.failures import (
+    PORT_TAKEN,
+    Cause,
+    Failure,
+    Fingerprint,
+    RestartPolicy,
+    find_cause,
+    first_failure,
+    read_record,
+    report,
+    shell_code,
+)
+from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
-from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
+from accel_cli.launch.output import Relay
+from accel_cli.launch.port import Port
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
+from accel_cli.launch.signals import ENDING, Inbox, is_in_foreground
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills, with_variable
 from accel_state.untrusted import printable
-from accel_state.watch.runs import make_launch_folder, remove_abandoned_folders, status_folder_in
+from accel_state.watch.runs import (
+    make_launch_folder,
+    remove_abandoned_folders,
+    remove_launch_folder,
+    status_folder_in,
+)
 
 if TYPE_CHECKING:
     from accel_cli.launch.hangs import HangWatch
-    from accel_cli.launch.restarts import Cause, Restarts
-    from accel_state.watch.goodput import LauncherLines
+    from accel_cli.launch.interface import LaunchRequest
 
-__all__ = (
-    "ENDING",
-    "FORWARDED",
-    "Inbox",
-    "Local",
-    "PrefixedLines",
-    "Relay",
-    "Supervisor",
-    "environment_lines",
-    "local_processes",
-)
+__all__ = ("Local", "Supervisor", "environment_lines")
 
 # Seconds between checks for error files.
-_TICK: Final = 1.0
+_POLL_INTERVAL_S: Final = 1.0
 
 # Seconds after which a killed process counts as hanging in a system call, of a driver or a network file system.
-_LAST_PATIENCE: Final = 10.0
+_KILL_TIMEOUT_S: Final = 10.0
 
 # Seconds to wait for the rest of the output if another process, which still runs, has inherited the stream.
-_OUTPUT_PATIENCE: Final = 2.0
+_OUTPUT_TIMEOUT_S: Final = 2.0
 
 
 class Supervisor:
@@ -72,8 +71,7 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the processes, wait for them, and return the exit code of the run; see `Launcher`.
@@ -91,46 +89,35 @@ class Supervisor:
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
-            with Inbox() as inbox:
-                self._inbox = inbox
-                if self._stopped:
-                    self.stop()
+            with self._inbox as inbox:
                 return self._attempts(plan, base, folder, inbox)
         finally:
-            import shutil
-
-            self._inbox = None
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_launch_folder(folder)
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and restart them as long as the restart policy allows it."""
-        account, oom_killed = _account_of(plan), oom_kills()
-        restarts: Restarts | None = None
+        policy = RestartPolicy(plan.restart_policy, plan.max_restarts, oom_kills(), plan.quiet)
         code = 0
         for attempt in itertools.count():
             processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
-            code, refused = self._accounted(processes, inbox, account, attempt)
+            code, refused = self._accounted(processes, inbox, attempt)
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
-            restarts = restarts or _restarts_of(plan, oom_killed)
-            if not processes.restart(restarts, refused):
+            if not processes.restart(policy, refused):
                 if refused is not None:
                     raise refused
                 break
-            ended_by = restarts.wait(inbox.wait, ENDING)
+            ended_by = policy.wait(inbox.wait, ENDING)
             if ended_by is not None:
                 code = shell_code(-ended_by)
                 break
             processes.forget()
-        if account is not None:
-            account.over(code)
+        _record_in_run(plan, "over")
         return code
 
-    def _accounted(
-        self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
-    ) -> tuple[int, SettingError | None]:
+    def _accounted(self, processes: _Processes, inbox: Inbox, attempt: int) -> tuple[int, SettingError | None]:
         """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
-        unwritable = account.launch(attempt) if account is not None else None
+        unwritable = _record_in_run(processes.plan, "launch")
         if unwritable is not None and not attempt:
             told = f"{unwritable}. The records of its time and its failures may be lost."
             print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
@@ -142,8 +129,6 @@ class Supervisor:
             if processes.plan.restart_policy == "never" or re.search(PORT_TAKEN, str(error)) is None:
                 raise
             refused = error
-        if account is not None:
-            processes.tell(account)
         if code:
             processes.close_accounts()
         return code, refused
@@ -158,24 +143,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
 
-def _account_of(plan: LaunchPlan) -> LauncherLines | None:
-    """The record of when the processes of a run began and ended, if the run has a folder."""
+def _record_in_run(plan: LaunchPlan, event: str) -> OSError | None:
+    """Record in the folder of the run, if it has one, that the run begins or ends; return the error if that is lost."""
     if not plan.project_dir or not plan.starts_ranks:
         return None
-    from accel_state.watch.goodput import LauncherLines
+    from accel_state.watch.goodput import launcher_line
 
-    return LauncherLines(plan.project_dir)
-
-
-def _restarts_of(plan: LaunchPlan, oom_killed: int) -> Restarts:
-    from accel_cli.launch.restarts import Restarts
-
-    return Restarts(plan, oom_killed)
+    return launcher_line(plan.project_dir, event)
 
 
 class Local(Supervisor):
@@ -184,10 +161,9 @@ class Local(Supervisor):
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Plan one process, or one for each device, on this machine."""
         settings = request.settings
-        check_own_launcher(settings)
         machines = settings.instance(MachineSettings)
         supervision = settings.instance(SupervisionSettings)
-        local = local_processes(request)
+        local = request.local_processes()
         inside = loopback_variables(request.machine.environ) if local > 1 else {}
         return LaunchPlan(
             request.environment(local, **inside),
@@ -211,25 +187,6 @@ class Local(Supervisor):
             max_restarts=settings["max_restarts"].value,
             project_dir=os.path.abspath(folder) if (folder := settings["project_dir"].value) else "",
         )
-
-
-def local_processes(request: LaunchRequest) -> int:
-    """Number of processes to start on this machine.
-
-    Raises:
-        SettingError: the kind of run needs several devices, and the machine has only one.
-    """
-    settings = request.settings
-    machines, selection = settings.instance(MachineSettings), selection_of(settings)
-    if machines.num_processes is not None:
-        return machines.num_processes // machines.num_machines
-    if settings["cpu"].value or (selection is not None and selection.alone):
-        return 1
-    if machines.gpu_ids not in (None, "all"):
-        return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
-    count = request.machine.devices()
-    check_several_devices(settings, count * machines.num_machines)
-    return count
 
 
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
@@ -322,7 +279,6 @@ class _Processes:
         self._processes: list[_Process] = []
         self._deadline: float | None = None
         self._signalled: int | None = None
-        self._witness: GroupWitness | None = None
         self._first: Failure | None = None
         self._hung = ""
         """Why the run was ended although no process failed; empty if it was not."""
@@ -331,16 +287,15 @@ class _Processes:
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
         """Start the processes, and wait until the last one has ended."""
-        with ExitStack() as stack:
-            stack.callback(self._kill)
-            if self._count == 1:
-                self._witness = stack.enter_context(GroupWitness(FORWARDED))
+        try:
             for rank in range(self._count):
                 self._processes.append(self._start(rank, store))
             # Further imports and preparations run after the start, so that they do not delay the processes.
             self._watch_hangs = self._hang_watch()
             remove_abandoned_folders()
             self._watch(inbox)
+        finally:
+            self._kill()
         if not self.plan.starts_ranks and self._failures():
             self._end_left_behind(inbox)
         self._finish_output()
@@ -356,10 +311,10 @@ class _Processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM if late < 0 else signal.SIGKILL)
             asked |= left
-            if late > _LAST_PATIENCE:
+            if late > _KILL_TIMEOUT_S:
                 print(f"accel launch: process {min(left)} hangs in the system.", file=sys.stderr)
                 return
-            if not set(ENDING).isdisjoint(inbox.wait(_TICK / 10)):
+            if not set(ENDING).isdisjoint(inbox.wait(_POLL_INTERVAL_S / 10)):
                 deadline = time.monotonic()
 
     def _hang_watch(self) -> HangWatch:
@@ -403,7 +358,11 @@ class _Processes:
     def _watch(self, inbox: Inbox) -> None:
         """Wait until no process is left."""
         while any(process.alive for process in self._processes):
-            timeout = _TICK if self._deadline is None else min(_TICK, max(self._deadline - time.monotonic(), 0.0))
+            timeout = (
+                _POLL_INTERVAL_S
+                if self._deadline is None
+                else min(_POLL_INTERVAL_S, max(self._deadline - time.monotonic(), 0.0))
+            )
             for number in inbox.wait(timeout):
                 self._forward(number)
             if self._first is None and self._signalled is None and not self._hung:
@@ -420,7 +379,8 @@ class _Processes:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
-        reached = self._witness is not None and self._witness.saw(number)
+        # A single process shares the launcher's group, to which a terminal sends its interrupts.
+        reached = self._count == 1 and number == signal.SIGINT and is_in_foreground()
         if number not in ENDING:
             if not reached:
                 self._signal_all(number)
@@ -464,7 +424,7 @@ class _Processes:
             return
         if self._watch_hangs.look():
             self._hung = self._watch_hangs.ended
-        elif ranks := self._ended_early():
+        elif ranks := self._watch_hangs.ended_early(self._codes_of_ended()):
             names = f"Process {ranks[0]} has" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))} have"
             self._hung = f"accel launch: {names} ended (exit code 0) while the others wait for all processes."
         if self._hung:
@@ -474,35 +434,27 @@ class _Processes:
                 process.told_to_end = process.alive
             self._signal_all(signal.SIGTERM)
 
-    def _ended_early(self) -> list[int]:
-        if not self.plan.starts_ranks or self._count == 1 or 0 not in self._codes_of_ended().values():
-            return []
-        from accel_cli.launch.early_end import ended_early
-
-        return ended_early(self._status_folder, self._codes_of_ended(), self._count)
-
     def _codes_of_ended(self) -> dict[int, int]:
         codes = {process.rank: process.popen.poll() for process in self._processes}
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def restart(self, restarts: Restarts, refused: SettingError | None) -> bool:
+    def restart(self, policy: RestartPolicy, refused: SettingError | None) -> bool:
         """Whether the processes of this failed attempt are restarted; `refused` says that the port was in use."""
-        from accel_cli.launch.restarts import port_taken
         from accel_state.watch.runs import folder_of_output
 
         ended = time.monotonic()
         if refused is not None:
-            return restarts.after(port_taken(refused), self._began, ended, self.plan.project_dir, False)
+            taken = Cause("outside", None, Fingerprint("port taken"), " ".join(str(refused).split()))
+            return policy.after(taken, self._began, ended, self.plan.project_dir, False)
         saved = any(process.popen.poll() == RESUME for process in self._processes)
         if saved or (self._signalled is not None and self._first is None):
             # It ended on request, or saved its state in order to be resumed.
             return False
-        cause = self._cause(restarts.killed_for_memory())
+        cause = self._cause(policy.killed_for_memory())
         folder = self.plan.project_dir or folder_of_output(self._status_folder)
-        return restarts.after(cause, self._began, ended, folder, self._signalled is not None)
+        return policy.after(cause, self._began, ended, folder, self._signalled is not None)
 
     def _cause(self, oom_killed: bool) -> Cause:
-        from accel_cli.launch.restarts import find_cause
         from accel_state.watch.status import read_records
 
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
@@ -511,17 +463,12 @@ class _Processes:
         samples = {rank: one.samples for rank, one in records.items()}
         return find_cause(self._failures(), codes, steps, samples, self._held_up_by, self._hung, oom_killed)
 
-    def tell(self, account: LauncherLines) -> None:
-        """Record when each process ended."""
-        for process in self._processes:
-            if process.ended is not None or not process.alive:
-                account.ended(process.rank, process.ended or time.time())
-
     def close_accounts(self) -> None:
         """Write the last lines of the time accounts of processes that were killed."""
-        from accel_state.watch.seconds import close_accounts
+        from accel_state.watch.goodput import close_accounts
 
-        close_accounts(self._status_folder)
+        ended = {one.rank: one.ended or time.time() for one in self._processes if not one.alive}
+        close_accounts(self._status_folder, ended)
 
     def forget(self) -> None:
         """Remove the files that the processes of this attempt have written for the launcher."""
@@ -546,12 +493,12 @@ class _Processes:
             process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
         for process in self._processes:
             try:
-                process.popen.wait(_LAST_PATIENCE)
+                process.popen.wait(_KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 print(f"accel launch: process {process.popen.pid} hangs in the system.", file=sys.stderr)
 
     def _finish_output(self) -> None:
-        deadline = time.monotonic() + _OUTPUT_PATIENCE
+        deadline = time.monotonic() + _OUTPUT_TIMEOUT_S
         for process in self._processes:
             if process.relay is not None:
                 process.relay.finish(max(deadline - time.monotonic(), 0.0))
@@ -580,161 +527,3 @@ class _Processes:
                 report(told, self._count, quiet=self._quiet)
             return own[0].exit_code
         return shell_code(-number)
-
-
-def _existing(*names: str) -> tuple[int, ...]:
-    return tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
-
-
-ENDING: Final = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""Signals that ask the run to end."""
-
-FORWARDED: Final = (*ENDING, *_existing("SIGUSR1", "SIGUSR2"))
-"""Signals that the launcher passes on to the processes."""
-
-_CHILD_ENDED: Final = _existing("SIGCHLD")
-
-# Without a signal for the end of a process, the launcher polls.
-_LONGEST_WAIT: Final = float("inf") if _CHILD_ENDED else 0.1
-
-
-class Inbox:
-    """A context manager that collects signals; a signal that was ignored before (`nohup`) stays ignored."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._before: dict[int, Any] = {}
-        self._wakeup = -1
-
-    def __enter__(self) -> Inbox:
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*FORWARDED, *_CHILD_ENDED):
-            if number in _CHILD_ENDED or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _already_in_the_inbox)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._reader.close()
-        self._writer.close()
-
-    def post(self, number: int) -> None:
-        """Add a signal, from any thread; without effect after the context has ended."""
-        try:
-            self._writer.send(bytes([number]))
-        except (OSError, ValueError):
-            # The run has ended.
-            return
-
-    def wait(self, timeout: float) -> list[int]:
-        """Signals to forward since the last call; returns early if a signal arrives or a process ends."""
-        if not select.select([self._reader], [], [], min(timeout, _LONGEST_WAIT))[0]:
-            return []
-        try:
-            numbers = self._reader.recv(4096)
-        except BlockingIOError:
-            return []
-        return [number for number in numbers if number in FORWARDED]
-
-
-def _already_in_the_inbox(number: int, frame: object) -> None:
-    """Do nothing: for a signal with a handler, the interpreter itself writes the number into the inbox."""
-
-
-_CHUNK: Final = 65536
-_LONGEST: Final = 65536
-"""Largest number of bytes of an incomplete line in memory; a longer line is forwarded in parts of about this length."""
-
-_LINE_ENDS: Final = (b"\n", b"\r")
-
-
-class Relay:
-    """Copies the output and the errors of a process line by line; a progress bar's `\\r` ends a line as well.
-
-    A line of more than 64 KiB is split into several. With the prefix `[rank 0] `, the parts after the first begin with
-    `[rank 0]+`, because lines of other processes may be printed between them.
-
-    Args:
-        process: started with pipes.
-        prefix: prefix of each line; a continuation replaces its last character.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], prefix: str) -> None:
-        self._prefix = prefix.encode()
-        pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        self._threads = [
-            threading.Thread(target=self._copy, args=(source, target.buffer), daemon=True)
-            for source, target in pairs
-            if source is not None
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def finish(self, deadline_seconds: float) -> None:
-        """Wait for the rest of the output, at most this number of seconds for each stream."""
-        for thread in self._threads:
-            thread.join(deadline_seconds)
-
-    def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
-        lines = PrefixedLines(self._prefix)
-        try:
-            while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
-                _write(target, lines.take(chunk))
-            _write(target, lines.rest())
-        except (OSError, ValueError):
-            # The reader of the launcher's own output has closed it.
-            source.close()
-
-
-class PrefixedLines:
-    """The lines of one stream: complete lines with prefixes, and the start of the next line.
-
-    Args:
-        prefix: prefix of each line; a continuation replaces its last character.
-    """
-
-    def __init__(self, prefix: bytes) -> None:
-        self._first = self._prefix = prefix
-        self._further = prefix[:-1] + b"+"
-        self._start = bytearray()
-        self._after_return = False
-
-    def take(self, chunk: bytes) -> bytes:
-        """The text that can be written after a chunk has arrived."""
-        ended: list[bytes] = []
-        for piece in chunk.splitlines(keepends=True):
-            if piece == b"\n" and self._after_return and not self._start:
-                # The second character of a line end; the first one was written with its line.
-                ended.append(piece)
-                self._after_return = False
-                continue
-            self._start += piece
-            self._after_return = piece.endswith(b"\r")
-            if piece.endswith(_LINE_ENDS):
-                ended.append(self._line())
-                self._prefix = self._first
-            elif len(self._start) >= _LONGEST:
-                ended.append(self._line() + b"\n")
-                self._prefix = self._further
-        return b"".join(ended)
-
-    def rest(self) -> bytes:
-        """A last line without a line end."""
-        return self._line() + b"\n" if self._start else b""
-
-    def _line(self) -> bytes:
-        line = self._prefix + self._start
-        self._start.clear()
-        return line
-
-
-def _write(target: IO[bytes], lines: bytes) -> None:
-    if lines:
-        target.write(lines)
-        target.flush()

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import re
-import subprocess as subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest, one_process
-from accel_cli.launch.local import Supervisor
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, NotFound, SettingError
 from accel_state.network import DEFAULT_PORT, SECRET_VARIABLE, new_secret
 from accel_state.untrusted import read_limited
 
+if TYPE_CHECKING:
+    from accel_cli.launch.interface import LaunchRequest
+
 __all__ = (
     "Host",
     "Mpi",
     "find_mpi",
-    "mpi_argv",
-    "mpi_hosts",
     "placement",
     "read_hostfile",
 )
 
-_LINE: Final = re.compile(
+_HOSTFILE_LINE: Final = re.compile(
     r"(?P<name>[^\s:=]+)(?:\s+(?:slots|max_slots)=(?P<slots>[0-9]{1,9})|:(?P<count>[0-9]{1,9}))*\s*"
 )
 
@@ -47,38 +48,38 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     Raises:
         SettingError: it cannot be read, lists no machine, lists one twice, or has a line in another form.
     """
-    asked = f"Cannot read the hostfile {path} ({origin})."
+    failed = f"Cannot read the hostfile {path} ({origin})."
     try:
         lines = read_limited(path, from_shell=True).decode().splitlines()
     except (OSError, ValueError) as error:
         raise SettingError(
-            asked, f"It cannot be read: {error}.", "Give a text file with one machine per line."
+            failed, f"It cannot be read: {error}.", "Give a text file with one machine per line."
         ) from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = _LINE.fullmatch(text)
+        found = _HOSTFILE_LINE.fullmatch(text)
         if found is None:
-            raise SettingError(asked, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
+            raise SettingError(failed, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
         slots = found["slots"] or found["count"]
         if found["name"] in hosts:
             raise SettingError(
-                asked, f"{path}:{number} lists {found['name']} a second time.", "Remove one of the two lines."
+                failed, f"{path}:{number} lists {found['name']} a second time.", "Remove one of the two lines."
             )
         hosts[found["name"]] = Host(found["name"], None if slots is None else int(slots))
     if not hosts:
-        raise SettingError(asked, f"{path} lists no machine.", "Write one machine per line, such as: node1 slots=4")
+        raise SettingError(failed, f"{path} lists no machine.", "Write one machine per line, such as: node1 slots=4")
     return tuple(hosts.values())
 
 
-_ASKED: Final = "Cannot start processes with MPI."
-_OPEN: Final = "Open MPI"
-_PATIENCE: Final = 20.0
+_FAILED: Final = "Cannot start processes with MPI."
+_OPEN_MPI: Final = "Open MPI"
+_VERSION_TIMEOUT_S: Final = 20.0
 
 
-class Mpi(Supervisor):
+class Mpi(ProgramLauncher):
     """Starts the processes through mpirun, on the machines of a hostfile; see `Launcher`.
 
     Args:
@@ -90,16 +91,27 @@ class Mpi(Supervisor):
         self._family = family or find_mpi
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Plan one mpirun command for all machines."""
-        settings = request.settings
-        hosts = mpi_hosts(settings)
-        total = settings["num_processes"].value
+        """Plan one mpirun command for all machines.
+
+        Raises:
+            SettingError: there is no hostfile, or it cannot be used.
+            Conflict: it lists fewer machines than `num_machines`.
+        """
+        settings, hosts = request.settings, _hosts(request.settings)
+        machines, family = settings.instance(MachineSettings), self._family()
+        total = machines.num_processes
         processes = hosts[0].slots or 1 if total is None else max(total // len(hosts), 1)
-        program = (request.machine.python, *request.program)
-        argv = mpi_argv(settings, processes, request.environment(processes), program, self._family())
-        plan = one_process(request, argv, "mpi", processes)
+        store = {
+            "MASTER_ADDR": machines.main_process_ip or hosts[0].name,
+            "MASTER_PORT": str(machines.main_process_port or DEFAULT_PORT),
+        }
+        place = placement(family, settings["mpirun_config.mpirun_hostfile"].value, processes)
+        size = processes * len(hosts)
+        plan = request.plan_of_program((), processes)
+        variables = _exported({**plan.environment, **store}, family)
+        argv = ("mpirun", *place, "-n", str(size), *variables, request.machine.python, *request.program)
         inherited = {SECRET_VARIABLE: new_secret(), **plan.inherited}
-        return plan._replace(world_size=processes * len(hosts), inherited=inherited)
+        return plan._replace(argv=argv, world_size=size, inherited=inherited)
 
 
 def find_mpi() -> str:
@@ -113,66 +125,33 @@ def find_mpi() -> str:
 
     if which("mpirun") is None:
         remedy = "Install MPI, for example with: conda install -c conda-forge openmpi"
-        raise NotFound(_ASKED, "`mpirun` is not on the path.", remedy)
+        raise NotFound(_FAILED, "`mpirun` is not on the path.", remedy)
     try:
         answer = subprocess.check_output(
-            ["mpirun", "--version"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PATIENCE
+            ["mpirun", "--version"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_VERSION_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise SettingError(_ASKED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
-    return _OPEN if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
+        raise SettingError(_FAILED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
+    return _OPEN_MPI if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
 
 
-def mpi_hosts(resolved: ResolvedSettings) -> tuple[Host, ...]:
-    """The machines of the run.
-
-    Raises:
-        SettingError: no hostfile is given, or it cannot be used.
-        Conflict: it lists fewer machines than `num_machines`.
-    """
-    file, machines = resolved["mpirun_config.mpirun_hostfile"], resolved["num_machines"]
+def _hosts(settings: ResolvedSettings) -> tuple[Host, ...]:
+    """The machines of the run."""
+    file, machines = settings["mpirun_config.mpirun_hostfile"], settings["num_machines"]
     if not file.value:
         raise SettingError(
-            _ASKED,
+            _FAILED,
             "There is no hostfile that lists the machines.",
             "Set --mpirun_hostfile to the path of a file with one machine per line.",
         )
     hosts = read_hostfile(file.value, file.origin)
     if machines.given and machines.value > len(hosts):
         raise Conflict(
-            f"Cannot combine num_machines={machines.value} ({machines.origin}) and mpirun_hostfile ({file.origin}).",
+            f"Cannot combine {machines.text} and mpirun_hostfile ({file.origin}).",
             f"{file.value} lists {len(hosts)} machine(s).",
             "Correct one of them.",
         )
     return hosts[: machines.value] if machines.given else hosts
-
-
-def mpi_argv(
-    resolved: ResolvedSettings,
-    processes: int,
-    environment: Mapping[str, str],
-    program: Sequence[str],
-    family: str,
-) -> tuple[str, ...]:
-    """Command line of mpirun for a program.
-
-    Args:
-        resolved: every setting of the launch.
-        processes: processes on each machine.
-        environment: variables of the processes on all machines.
-        program: the command of each process.
-        family: the result of `find_mpi`.
-    """
-    hosts = mpi_hosts(resolved)
-    machines = resolved.instance(MachineSettings)
-    store = {
-        "MASTER_ADDR": machines.main_process_ip or hosts[0].name,
-        "MASTER_PORT": str(machines.main_process_port or DEFAULT_PORT),
-    }
-    total = str(processes * len(hosts))
-    place = placement(family, resolved["mpirun_config.mpirun_hostfile"].value, processes)
-    variables = _exported({**environment, **store}, family)
-    return ("mpirun", *place, "-n", total, *variables, *program)
 
 
 def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:
@@ -183,17 +162,17 @@ def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:
         hostfile: path of the file that lists the machines.
         processes: processes on each machine.
     """
-    parts = _OPEN_MPI if family == _OPEN else _HYDRA
+    parts = _OPEN_MPI_OPTIONS if family == _OPEN_MPI else _HYDRA_OPTIONS
     return tuple(part.format(file=hostfile, each=processes) for part in parts)
 
 
-_OPEN_MPI: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")
-_HYDRA: Final = ("-f", "{file}", "-ppn", "{each}")
+_OPEN_MPI_OPTIONS: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")
+_HYDRA_OPTIONS: Final = ("-f", "{file}", "-ppn", "{each}")
 
 
 def _exported(environment: Mapping[str, str], family: str) -> Iterator[str]:
     for name, value in sorted(environment.items()):
-        yield from ("-x", f"{name}={value}") if family == _OPEN else ("-genv", name, value)
-    if family == _OPEN:
+        yield from ("-x", f"{name}={value}") if family == _OPEN_MPI else ("-genv", name, value)
+    if family == _OPEN_MPI:
         # Without a value, which every user of the machine could read; Hydra passes all variables on by itself.
         yield from ("-x", SECRET_VARIABLE)

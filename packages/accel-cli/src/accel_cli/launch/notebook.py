@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from accel_state.errors import LaunchError, NotReady, SettingError
+from accel_cli.launch.failures import ending
+from accel_cli.launch.run_script import PARENT_VARIABLE, follow_parent
+from accel_state.errors import LaunchError, NotOffered, NotReady, SettingError
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
 from accel_state.settings.integers import as_int
@@ -26,7 +28,7 @@ from accel_state.settings.schema import import_object, settings_of
 
 __all__ = ("debug_launcher", "notebook_launcher")
 
-_ASKED: Final = "Cannot launch the function."
+_FAILED: Final = "Cannot launch the function."
 _MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
 _FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
 _CPU: Final = settings_of(ProcessSettings)["cpu"]
@@ -147,11 +149,49 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         _fork(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
 
 
-# Scripts import these functions together with the Accelerator, so the launcher's modules are imported at the call.
 def _fork(function: Callable[..., Any], args: Sequence[Any], environments: Sequence[Mapping[str, str]]) -> None:
-    from accel_cli.launch.forked import run_forked
+    """Call a function in one forked process for each environment, and wait until all calls have returned.
 
-    run_forked(function, args, environments)
+    A forked process can call a function that no other process can import, such as one of a notebook.
+    """
+    from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, start_processes
+
+    if not hasattr(os, "fork"):
+        raise NotOffered(
+            "Cannot run the function in several processes.",
+            "This system cannot fork a process.",
+            "Write the function into a script, and start it with: accel launch script.py",
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    own = [{**environment, PARENT_VARIABLE: str(os.getpid())} for environment in environments]
+    start: Any = start_processes
+    started = start(_in_fork, (function, tuple(args), own), len(own), join=False, start_method="fork")
+    try:
+        while not started.join():
+            continue
+    except ProcessException as error:
+        raised = isinstance(error, ProcessRaisedException)
+        how = f"raised: {error.msg.strip()}\n" if raised else f"{ending(getattr(error, 'exit_code', None))}."
+        raise LaunchError(
+            f"The function failed in one of {len(own)} processes.",
+            f"Process {error.error_index} {how}",
+            "The other processes were ended. Correct the function, and launch it again.",
+        ) from None
+    finally:
+        for process in started.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _in_fork(index: int, function: Callable[..., Any], args: Sequence[Any], own: Sequence[dict[str, str]]) -> None:
+    import torch
+
+    publish(own[index])
+    follow_parent()
+    # A fork does not copy threads, and a parallel region would wait for them forever.
+    torch.set_num_threads(1)
+    function(*args)
 
 
 def _places(processes: int, address: str, port: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -180,7 +220,7 @@ def _numbers(processes: Any, node_rank: Any, num_nodes: Any) -> tuple[int, int, 
     node_rank = _at_least(0, "node_rank", node_rank)
     if node_rank >= num_nodes:
         raise SettingError(
-            _ASKED, f"node_rank={node_rank} is not less than num_nodes={num_nodes}.", "Number the nodes from 0."
+            _FAILED, f"node_rank={node_rank} is not less than num_nodes={num_nodes}.", "Number the nodes from 0."
         )
     return processes, node_rank, num_nodes
 
@@ -188,7 +228,7 @@ def _numbers(processes: Any, node_rank: Any, num_nodes: Any) -> tuple[int, int, 
 def _at_least(least: int, name: str, value: Any) -> int:
     number = as_int(value)
     if number is None or number < least:
-        raise SettingError(_ASKED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number.")
+        raise SettingError(_FAILED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number.")
     return number
 
 
@@ -197,14 +237,14 @@ def _check_untouched() -> None:
     current = sys.modules.get("accel_state.current")
     if current is not None and current.process_or_none() is not None:
         raise NotReady(
-            _ASKED,
+            _FAILED,
             "This process already has an Accelerator or a state, which every forked process would inherit.",
             "Restart the notebook, and create the Accelerator only inside the function.",
         )
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         raise NotReady(
-            _ASKED,
+            _FAILED,
             "This process has already used a GPU, so that processes forked from it cannot use one.",
             "Restart the notebook, and use the GPU only inside the function.",
         )
@@ -213,11 +253,11 @@ def _check_untouched() -> None:
 @contextmanager
 def _free_port(wanted: str) -> Iterator[int]:
     """The given port, or another one if it is in use."""
-    from accel_cli.launch.rendezvous import Port
+    from accel_cli.launch.port import Port
 
     if not str(wanted).isdecimal():
         raise SettingError(
-            _ASKED, f"use_port={wanted!r} is not a port number.", "Give a port number, or 0 to select a free port."
+            _FAILED, f"use_port={wanted!r} is not a port number.", "Give a port number, or 0 to select a free port."
         )
     try:
         port = Port(int(wanted) or None, "use_port")
@@ -245,7 +285,7 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from accel_cli.launch.rendezvous import Seat, seat_at
+    from accel_cli.launch.addresses import Seat, seat_at
 
     seat = Seat(None, None)
     if options["rdzv_backend"] == "c10d":
@@ -258,7 +298,7 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         remedy = "Correct the function, and launch it again."
-        raise LaunchError(_ASKED, f"Process {rank} failed: {failure.message}", remedy) from error
+        raise LaunchError(_FAILED, f"Process {rank} failed: {failure.message}", remedy) from error
     finally:
         if seat.port is not None:
             seat.port.close()

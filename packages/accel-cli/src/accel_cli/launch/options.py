@@ -7,14 +7,15 @@ help text shows neither the opposites nor the spellings with dashes. If two sett
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from argparse import SUPPRESS
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.resolved import REPEATED, label
-from accel_cli.launch.backends import backend_settings
-from accel_cli.launch.launchers import launcher_settings
-from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.backends import SwitchSettings
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.settings import WITHOUT_EFFECT
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import BOOLEAN, SWITCH, Setting, settings_of
 
@@ -22,18 +23,23 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 __all__ = (
+    "ESSENTIAL",
     "add_launch_arguments",
     "add_settings",
-    "carried_classes",
     "destination",
-    "flag_rows",
     "flag_values",
     "is_switch",
-    "launch_classes",
     "launch_options",
     "setting_of",
     "settings_by_flag",
 )
+
+ESSENTIAL: Final = (
+    *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--gpu_ids"),
+    *("--cpu", "--mixed_precision", "--gradient_accumulation_steps", "--backend"),
+    *("--launcher", "--max_restarts", "--preflight", "--prefix_output", "--hang_timeout", "--grace_period"),
+)
+"""Flags of the short help text: those that most runs need, besides the switches that select a backend."""
 
 _ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
 """Further names of flags, as in torchrun."""
@@ -41,31 +47,58 @@ _ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_ra
 _PREFIX: Final = "setting:"
 
 
-def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
-    """Add the flags of every setting of some classes."""
-    # The parser of this package adds only the options that the command line contains.
-    add: Callable[..., object] = getattr(parser, "declare", parser.add_argument)
+def add_settings(parser: ArgumentParser, classes: Iterable[type], shown: Iterable[str] | None = None) -> None:
+    """Add the flags of every setting of some classes, below the headings that the settings define.
+
+    Args:
+        parser: the parser.
+        classes: settings classes.
+        shown: flags in the help text; by default all.
+    """
+    groups: dict[str, Any] = {}
     for flag, known in settings_by_flag(classes).items():
-        names = _names(known)
-        to = destination(flag)
+        heading = known.group or "General"
+        group = groups.get(heading) or groups.setdefault(heading, parser.add_argument_group(heading))
+        options: dict[str, Any] = {"dest": destination(flag)}
         if not is_switch(known):
-            add(*names, dest=to, action=_action(known))
-            continue
-        add(*names, dest=to, action="store_const", const="true")
-        opposites = spelled(f"--no_{flag.removeprefix('--')}")
-        add(*opposites, dest=to, action="store_const", const="false")
+            options |= {"action": "append" if known.type is REPEATED else "store", "metavar": _metavar(known)}
+        else:
+            options |= {"action": "store_const", "const": "true"}
+            parser.add_argument(
+                *spelled(f"--no_{flag.removeprefix('--')}"), **{**options, "const": "false"}, help=SUPPRESS
+            )
+        text = _meaning(known).replace("%", "%%") if shown is None or flag in shown else SUPPRESS
+        group.add_argument(*_names(known), **options, help=text)
 
 
-def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
-    """The rows of a help text, with one for each flag, by the heading that the settings define."""
-    rows: dict[str, list[tuple[str, str]]] = {}
-    for flag, known in settings_by_flag(classes).items():
-        value = "" if is_switch(known) else f" {_metavar(known)}"
-        also = _ALSO.get(flag, ())
-        short = [name for name in also if not name.startswith("--")]
-        names = ", ".join((*short, flag, *(name for name in also if name not in short)))
-        rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
-    return rows
+def add_launch_arguments(parser: ArgumentParser, everything: bool = False) -> None:
+    """Declare the options of a launch, and the script with its arguments.
+
+    Args:
+        parser: the parser.
+        everything: whether the help text shows every option, not only those that most runs need.
+    """
+    parser.usage = f"{parser.prog} [options] script [options of the script]"
+    if not everything:
+        every = f"`{parser.prog} --help-all` shows every option, including those of further launchers and backends."
+        parser.epilog = every
+    switches = (str(known.flag) for known in settings_of(SwitchSettings).values())
+    parser.add_argument(
+        *spelled("--config_file"),
+        metavar="PATH",
+        help="Config file; by default the one that `accel config` writes, if it exists.",
+    )
+    for names, text in (
+        (("-m", "--module"), "Run a Python module instead of a script, as python -m does."),
+        (spelled("--no_python"), "Run an executable program instead of a Python script."),
+        (("-q", "--quiet"), "Print nothing but the traceback of a failure."),
+        (("--help-all",), "Show every option."),
+    ):
+        parser.add_argument(*names, action="store_true", help=text)
+    for hidden in ("--help_all", *(name for flag in WITHOUT_EFFECT for name in spelled(flag))):
+        parser.add_argument(hidden, action="store_true", help=SUPPRESS)
+    add_settings(parser, launch_classes(), None if everything else {*ESSENTIAL, *switches})
+    parser.add_argument("script", nargs="...", help=SUPPRESS)
 
 
 def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Given]:
@@ -81,6 +114,21 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
             value = tuple(said) if known.type is REPEATED else known.parse(said, str(known.flag))
             values[label(known)] = Given(value, str(known.flag))
     return values
+
+
+def launch_options(arguments: Namespace) -> tuple[str, ...]:
+    """The options of a parsed command line of `accel launch`, in their full spelling, without the script."""
+    words = [f"--config_file={arguments.config_file}"] if arguments.config_file is not None else []
+    for flag, known in settings_by_flag(launch_classes()).items():
+        given = getattr(arguments, destination(flag), None)
+        if given is None:
+            continue
+        if is_switch(known):
+            words.append(flag if given == "true" else f"--no_{flag.removeprefix('--')}")
+        else:
+            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
+    switches = {"--quiet": arguments.quiet, "--module": arguments.module, "--no_python": arguments.no_python}
+    return (*words, *(switch for switch, given in switches.items() if given))
 
 
 def setting_of(dest: str, classes: Iterable[type]) -> Setting | None:
@@ -101,10 +149,6 @@ def destination(flag: str) -> str:
     return _PREFIX + flag
 
 
-def _action(known: Setting) -> str:
-    return "append" if known.type is REPEATED else "store"
-
-
 def is_switch(known: Setting) -> bool:
     """Whether the flag of a setting takes no value."""
     return known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
@@ -116,8 +160,9 @@ def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
 
 
 def _names(known: Setting) -> tuple[str, ...]:
-    names = (str(known.flag), *_ALSO.get(str(known.flag), ()))
-    return tuple(spelling for name in names for spelling in spelled(name))
+    also = _ALSO.get(str(known.flag), ())
+    names = (*(name for name in also if not name.startswith("--")), str(known.flag), *also)
+    return tuple(dict.fromkeys(spelling for name in names for spelling in spelled(name)))
 
 
 def _metavar(known: Setting) -> str:
@@ -135,38 +180,3 @@ def _meaning(known: Setting) -> str:
     if known.variable is not None:
         parts.append(f"Variable: {known.variable}.")
     return " ".join(parts)
-
-
-def launch_classes() -> tuple[type, ...]:
-    """Settings classes of `accel launch`, of the installed launchers and of the installed backends."""
-    return tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings(), *backend_settings())))
-
-
-def carried_classes() -> tuple[type, ...]:
-    """The settings classes that the started processes read from their environment."""
-    return tuple(dict.fromkeys((*CARRIED, *launcher_settings(), *backend_settings())))
-
-
-def add_launch_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of a launch, and the script with its arguments."""
-    parser.add_argument(*spelled("--config_file"), metavar="PATH")
-    add_settings(parser, launch_classes())
-    parser.add_argument("-q", "--quiet", action="store_true")
-    parser.add_argument("-m", "--module", action="store_true")
-    parser.add_argument(*spelled("--no_python"), action="store_true")
-    parser.add_argument("script", nargs="...")
-
-
-def launch_options(arguments: Namespace) -> tuple[str, ...]:
-    """The options of a parsed command line of `accel launch`, in their full spelling, without the script."""
-    words = [f"--config_file={arguments.config_file}"] if arguments.config_file is not None else []
-    for flag, known in settings_by_flag(launch_classes()).items():
-        given = getattr(arguments, destination(flag), None)
-        if given is None:
-            continue
-        if is_switch(known):
-            words.append(flag if given == "true" else f"--no_{flag.removeprefix('--')}")
-        else:
-            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
-    switches = {"--quiet": arguments.quiet, "--module": arguments.module, "--no_python": arguments.no_python}
-    return (*words, *(switch for switch, given in switches.items() if given))

@@ -23,7 +23,7 @@ PLACE_VARIABLES: Final = (
 )
 """Variables with which a launch describes each process's place, except for the address of the store."""
 
-_KEPT: Final = "PYTHONPATH"
+_INHERITED_VARIABLE: Final = "PYTHONPATH"
 """A variable to which a launch only adds, so that a launch inside it inherits it."""
 
 _STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE)
@@ -33,7 +33,9 @@ _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """Value of `WRITTEN`: the variables that a launch adds or changes, without those that it passes on unchanged."""
-    changed = [name for name, value in environment.items() if environ.get(name) != value and name != _KEPT]
+    changed = [
+        name for name, value in environment.items() if environ.get(name) != value and name != _INHERITED_VARIABLE
+    ]
     return ",".join(sorted({*changed, *PLACE_VARIABLES, *_STORE_VARIABLES}))
 
 

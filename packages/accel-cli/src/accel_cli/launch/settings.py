@@ -6,7 +6,6 @@ configuration classes of the backends; `launch_classes` names them all.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -34,9 +33,10 @@ from accel_state.settings.schema import (
 
 __all__ = (
     "ASKED",
-    "CARRIED",
+    "LAUNCHER_ONLY",
     "LAUNCH_CLASSES",
     "MACHINES",
+    "WITHOUT_EFFECT",
     "MPISettings",
     "MachineSettings",
     "PlaceSettings",
@@ -89,15 +89,6 @@ class SageMakerSettings:
     aws_secret_access_key: str | None = _aws(help="Secret of the access key.")
 
 
-def _parse_time(text: str) -> str:
-    if re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", text) is None:
-        raise ValueError(text)
-    return text
-
-
-_TIME: Final = ValueType("a time in Slurm's format, such as 90 (minutes), 1:30:00 or 2-12", _parse_time)
-
-
 _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
 
 
@@ -105,26 +96,11 @@ _slurm: Final = partial(setting, flag="--{name}", key="{name}", group="Slurm")
 class SlurmSettings:
     """A run in an allocation of Slurm, or a job that is submitted from outside."""
 
-    slurm_time: str | None = _slurm(type=_TIME, help="Time limit of the job, such as 1:30:00.")
-    slurm_partition: str | None = _slurm(help="Partition of the job.")
-    slurm_account: str | None = _slurm(help="Account that pays for the job.")
-    slurm_qos: str | None = _slurm(help="Quality of service (QOS) of the job.")
-    slurm_gpus_per_node: str | None = _slurm(help="GPUs on each node, such as 8 or h100:8.")
-    slurm_cpus_per_task: int | None = _slurm(
-        type=int_at_least(1), help="CPU cores of each task of the job; see --slurm_tasks."
-    )
-    slurm_name: str | None = _slurm(help="Name of the job; by default the name of the script.")
-    slurm_output: str = _slurm("slurm-%j.out", help="File for the output of a submitted job; %j is the job number.")
     slurm_options: tuple[str, ...] = _slurm(
         (),
         type=REPEATED,
         flag="--slurm_option",
-        help="Additional option of sbatch, such as --slurm_option=--constraint=a100; may be repeated.",
-    )
-    slurm_tasks: str = _slurm(
-        "node",
-        type=choice("node", "process"),
-        help="Kind of Slurm task: a node, on which a launcher starts the processes, or a process.",
+        help="Option of sbatch, such as --slurm_option=--time=1:30:00; may be repeated.",
     )
     slurm_signal: int = _slurm(
         120,
@@ -259,11 +235,6 @@ class MachineSettings:
         question="Which port should the processes use to connect? (0 selects a free one on a single machine)",
         help="Port on which the processes meet; on one machine a free one is chosen when it is 0 or not given.",
     )
-    same_network: bool = _machine(
-        False,
-        type=BOOLEAN,
-        help="The machines share one network. Has no effect.",
-    )
     gpu_ids: str | None = _machine(
         None,
         question="Which devices of this machine do you want to use? (numbers separated by commas, or all)",
@@ -357,7 +328,13 @@ class TorchrunSettings:
     )
 
 
-CARRIED: Final = (
+WITHOUT_EFFECT: Final = ("--same_network",)
+"""Switches of the original that change nothing here; command lines and files may contain them."""
+
+LAUNCHER_ONLY: Final = (PlaceSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+"""Settings classes that only the launcher reads, not the processes that it starts."""
+
+LAUNCH_CLASSES: Final = (
     ProcessSettings,
     RunSettings,
     SwitchSettings,
@@ -367,15 +344,7 @@ CARRIED: Final = (
     TorchContextParallelConfig,
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
-)
-"""Settings that the started processes read from their environment, besides those of launchers and backends."""
-
-LAUNCH_CLASSES: Final = (
-    *CARRIED,
-    PlaceSettings,
-    MachineSettings,
-    SupervisionSettings,
-    TorchrunSettings,
+    *LAUNCHER_ONLY,
     MPISettings,
     SageMakerSettings,
     SlurmSettings,

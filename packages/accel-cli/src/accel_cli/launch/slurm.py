@@ -1,7 +1,7 @@
 """The Slurm launcher: starts a step in an allocation, or submits a job from outside.
 
 Inside an allocation, `srun` starts one task on each node, which runs `accel launch` again to start the processes of its
-node, or one task for each process. Outside, `sbatch` submits a script that contains only this launch.
+node. Outside, `sbatch` submits a script that contains only this launch.
 
 If the processes save their state and end early (exit code 75), the job is queued again: Slurm then restarts the script,
 and the processes resume.
@@ -17,39 +17,38 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Final, NamedTuple
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.check import shown
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest
-from accel_cli.launch.local import ENDING, Inbox, Local
-from accel_cli.launch.report import shell_code
+from accel_cli.launch.failures import shell_code
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.local import Local
 from accel_cli.launch.settings import SlurmSettings
+from accel_cli.launch.signals import ENDING, Inbox
 from accel_cli.launch.torchrun import Torchrun
 from accel_state.clusters.slurm import in_batch_script
-from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
+from accel_state.errors import Conflict, LaunchError, NotFound
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, new_secret
 from accel_state.untrusted import printable
 
-__all__ = ("TASK", "Slurm", "SlurmStep", "Submission", "batch_script", "step_argv")
+if TYPE_CHECKING:
+    from accel_cli.launch.interface import LaunchRequest
 
-TASK: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "slurm_task.py")
-"""The module that sets the variables of a rank in a task that is one process."""
+__all__ = ("Slurm", "SlurmStep", "Submission")
 
-_ASKED: Final = "Cannot launch with Slurm."
-_TICK: Final = 1.0
-_KILL_PATIENCE: Final = 40.0
+_FAILED: Final = "Cannot launch with Slurm."
+_POLL_INTERVAL_S: Final = 1.0
+_KILL_TIMEOUT_S: Final = 40.0
 """Seconds that Slurm may need to end a killed step; its own KillWait is 30 by default."""
 
-_HERE_ALONE: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
+_NOT_PASSED_ON: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
 """Options for the launcher of the allocation, which it does not pass to the launchers of the nodes."""
 
-_FIRST_CAUSE: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
-_EXIT_CODE: Final = re.compile(r"Exited with exit code (\d+)")
+_FIRST_CAUSE_PATTERN: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
+_EXIT_CODE_PATTERN: Final = re.compile(r"Exited with exit code (\d+)")
 
-_ENDED: Final = frozenset(
+_FINAL_STATES: Final = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 )
 
@@ -86,8 +85,7 @@ class Slurm:
     """Starts processes through Slurm; see `Launcher`."""
 
     def __init__(self) -> None:
-        self._inbox: Inbox | None = None
-        self._stopped = False
+        self._inbox = Inbox()
         self._here: Local | Torchrun | None = None
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -95,7 +93,6 @@ class Slurm:
 
         Raises:
             Conflict: the allocation has fewer nodes than the settings require.
-            SettingError: the number of processes on each node is required, but unknown.
         """
         environ = request.machine.environ
         if "SLURM_JOB_ID" not in environ:
@@ -113,172 +110,99 @@ class Slurm:
         """
         if self._here is not None:
             return self._here.run(plan)
-        with Inbox() as inbox:
-            self._inbox = inbox
-            if self._stopped:
-                self.stop()
-            code = _submit(plan, inbox) if isinstance(plan.details, Submission) else _run_step(plan, inbox)
-        self._inbox = None
-        return code
+        with self._inbox as inbox:
+            return _submit(plan, inbox) if isinstance(plan.details, Submission) else _run_step(plan, inbox)
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
-        self._stopped = True
         if self._here is not None:
             self._here.stop()
-        if self._inbox is not None:
-            self._inbox.post(signal.SIGTERM)
+        self._inbox.post(signal.SIGTERM)
 
     def _step(self, request: LaunchRequest) -> LaunchPlan:
         settings, environ = request.settings, request.machine.environ
-        own = settings.instance(SlurmSettings)
-        nodes = _nodes(settings, environ)
-        step = SlurmStep(
-            environ["SLURM_JOB_ID"],
-            f"accel-{os.getpid()}",
-            own.slurm_requeue and environ.get("ENVIRONMENT") == "BATCH",
-            settings["max_restarts"].value,
+        job, name, nodes = environ["SLURM_JOB_ID"], f"accel-{os.getpid()}", _nodes(request)
+        requeue = settings["slurm_requeue"].value and environ.get("ENVIRONMENT") == "BATCH"
+        cpus = environ.get("SLURM_CPUS_PER_TASK", "")
+        argv = (
+            "srun",
+            f"--job-name={name}",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
+            "--ntasks-per-node=1",
+            # All processes of a node share its processors.
+            "--cpu-bind=none",
+            *((f"--cpus-per-task={cpus}",) if cpus else ()),
+            *(("--label",) if settings["prefix_output"].value else ()),
+            "--kill-on-bad-exit=1",
+            *_launch_again(request, _NOT_PASSED_ON),
         )
-        each = _processes(settings, nodes, environ)
-        environment = request.environment(each or 1) if own.slurm_tasks == "process" else {}
         return LaunchPlan(
-            environment,
-            step_argv(request, nodes, each, step.name),
+            {},
+            argv,
             "slurm",
-            world_size=None if each is None else each * nodes,
+            world_size=settings["num_processes"].value,
             inherited=environ,
             grace_period=settings["grace_period"].value,
             quiet=request.quiet,
-            details=step,
+            details=SlurmStep(job, name, requeue, settings["max_restarts"].value),
         )
 
     def _submission(self, request: LaunchRequest) -> LaunchPlan:
         settings = request.settings
-        script = batch_script(request)
-        each = _processes(settings, settings["num_machines"].value, {})
+        own = settings.instance(SlurmSettings)
+        options = (
+            f"--job-name={os.path.basename(request.script.target)}",
+            f"--nodes={settings['num_machines'].value}",
+            "--ntasks-per-node=1",
+            "--output=slurm-%j.out",
+            # Keep the output from before the job was queued again.
+            "--open-mode=append",
+            *((f"--signal=B:USR1@{own.slurm_signal}",) if own.slurm_signal else ()),
+            "--requeue" if own.slurm_requeue else "--no-requeue",
+            # Of two options with one name, Slurm uses the last.
+            *own.slurm_options,
+        )
+        command = shlex.join(_launch_again(request, ("--launcher", "--wait")))
+        script = "\n".join(("#!/bin/bash", *(f"#SBATCH {shlex.quote(one)}" for one in options), f"exec {command}", ""))
         return LaunchPlan(
             {},
             ("sbatch", "--parsable"),
             "slurm",
-            world_size=None if each is None else each * settings["num_machines"].value,
+            world_size=settings["num_processes"].value,
             inherited=request.machine.environ,
             quiet=request.quiet,
-            details=Submission(script, settings.instance(SlurmSettings).slurm_wait),
+            details=Submission(script, own.slurm_wait),
         )
 
 
-def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -> tuple[str, ...]:
-    """Command line of `srun` for one step.
-
-    Args:
-        request: the launch.
-        nodes: number of nodes of the step.
-        each: processes on each node, or None for one on each device.
-        name: name of the step.
-
-    Raises:
-        SettingError: a task is one process, and the number of processes is unknown.
-    """
-    settings, environ = request.settings, request.machine.environ
-    by_node = settings["slurm_tasks"].value == "node"
-    if not by_node and each is None:
-        raise SettingError(
-            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
-            "Neither the launch nor the allocation defines the number of processes on each node.",
-            "Set --num_processes to the total number over all nodes.",
-        )
-    tasks = 1 if by_node else int(each or 1)
-    cpus = environ.get("SLURM_CPUS_PER_TASK", "")
-    return (
-        "srun",
-        f"--job-name={name}",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes * tasks}",
-        f"--ntasks-per-node={tasks}",
-        # All processes of a node share its processors.
-        *(("--cpu-bind=none",) if by_node else ()),
-        *((f"--cpus-per-task={cpus}",) if cpus else ()),
-        *(("--label",) if settings["prefix_output"].value else ()),
-        "--kill-on-bad-exit=1",
-        request.machine.python,
-        *(_launch_words(request, "--launcher=slurm") if by_node else (TASK, *request.program[1:])),
-    )
-
-
-def batch_script(request: LaunchRequest) -> str:
-    """The batch script of a job that runs this launch.
-
-    Raises:
-        SettingError: a task is one process, and the number of processes is unknown.
-    """
-    settings = request.settings
-    own, nodes = settings.instance(SlurmSettings), settings["num_machines"].value
-    each = _processes(settings, nodes, {})
-    if own.slurm_tasks == "process" and each is None:
-        raise SettingError(
-            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
-            "The launch does not define the number of processes.",
-            "Set --num_processes to the total number over all nodes.",
-        )
-    options = {
-        "job-name": own.slurm_name or os.path.basename(request.script.target),
-        "nodes": nodes,
-        "ntasks-per-node": 1 if own.slurm_tasks == "node" else each,
-        "time": own.slurm_time,
-        "partition": own.slurm_partition,
-        "account": own.slurm_account,
-        "qos": own.slurm_qos,
-        "gpus-per-node": own.slurm_gpus_per_node,
-        "cpus-per-task": own.slurm_cpus_per_task,
-        "output": own.slurm_output,
-        # Keep the output from before the job was queued again.
-        "open-mode": "append",
-        "signal": f"B:USR1@{own.slurm_signal}" if own.slurm_signal else None,
-    }
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    lines.append("--requeue" if own.slurm_requeue else "--no-requeue")
-    lines += [shlex.quote(option) for option in own.slurm_options]
-    command = shlex.join((request.machine.python, *_launch_words(request, "--launcher=slurm", keep_all=True)))
-    return "\n".join(("#!/bin/bash", *(f"#SBATCH {line}" for line in lines), f"exec {command}", ""))
-
-
-def _launch_words(request: LaunchRequest, launcher: str, keep_all: bool = False) -> tuple[str, ...]:
-    """Arguments of the interpreter to repeat this launch."""
-    dropped = ("--launcher", "--wait") if keep_all else _HERE_ALONE
+def _launch_again(request: LaunchRequest, dropped: Sequence[str]) -> tuple[str, ...]:
+    """The command that repeats this launch, without some of its options."""
     options = [word for word in request.options if word.partition("=")[0].replace("--no_", "--") not in dropped]
     script = request.script
-    return ("-m", "accel_cli.main", "launch", launcher, *options, script.target, *script.arguments)
+    start = (request.machine.python, "-m", "accel_cli.main", "launch", "--launcher=slurm")
+    return (*start, *options, script.target, *script.arguments)
 
 
-def _nodes(settings: ResolvedSettings, environ: Mapping[str, str]) -> int:
+def _nodes(request: LaunchRequest) -> int:
     """Number of nodes of the step: that of the launch if it is given, else all nodes of the allocation."""
+    environ, machines = request.machine.environ, request.settings["num_machines"]
     text = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
     there = int(text) if text.isdecimal() else 1
-    machines = settings["num_machines"]
-    if not machines.given:
-        return there
-    if machines.value > there:
+    nodes, processes = (int(machines.value) if machines.given else there), request.settings["num_processes"]
+    if nodes > there:
         raise Conflict(
-            f"Cannot combine {shown(machines)} and the allocation of job {environ['SLURM_JOB_ID']}.",
+            f"Cannot combine {machines.text} and the allocation of job {environ['SLURM_JOB_ID']}.",
             f"The allocation has {there} node(s).",
-            f"Request an allocation of {machines.value} nodes, or correct --num_machines.",
+            f"Request an allocation of {nodes} nodes, or correct --num_machines.",
         )
-    return int(machines.value)
-
-
-def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str]) -> int | None:
-    """Processes on each node, or None for one on each device."""
-    total = settings["num_processes"]
-    if total.value is None:
-        tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
-        return int(tasks) if settings["slurm_tasks"].value == "process" and tasks.isdecimal() else None
-    if total.value % nodes:
+    if processes.value is not None and processes.value % nodes:
         raise Conflict(
-            f"Cannot start {shown(total)} on {nodes} nodes.",
-            f"Every node starts the same number of processes, and the total is not a multiple of {nodes}.",
+            f"Cannot start {processes.text} on {nodes} nodes.",
+            "Every node starts the same number of processes.",
             f"Set --num_processes to a multiple of {nodes}.",
         )
-    return int(total.value // nodes)
+    return nodes
 
 
 def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
@@ -324,7 +248,7 @@ class _Running:
         deadline = float("inf")
         try:
             while self._srun.poll() is None:
-                for number in inbox.wait(min(_TICK, max(deadline - time.monotonic(), 0.0))):
+                for number in inbox.wait(min(_POLL_INTERVAL_S, max(deadline - time.monotonic(), 0.0))):
                     if number not in ENDING:
                         self._srun.send_signal(number)
                     elif self.signalled is None:
@@ -334,14 +258,14 @@ class _Running:
                     else:
                         deadline = time.monotonic()
                 if time.monotonic() >= deadline:
-                    self.stopped_for_good, deadline = True, time.monotonic() + _KILL_PATIENCE
+                    self.stopped_for_good, deadline = True, time.monotonic() + _KILL_TIMEOUT_S
                     self._signal("KILL")
         finally:
             if self._srun.poll() is None:
                 self._signal("KILL")
                 self._srun.terminate()
             self._srun.wait()
-            self._errors.join(_TICK)
+            self._errors.join(_POLL_INTERVAL_S)
         code = shell_code(self._srun.returncode)
         if code and self._cause is not None:
             code = self._cause
@@ -364,7 +288,7 @@ class _Running:
         """Print the errors of srun, and find the task that ended first: srun returns the highest of all codes."""
         for line in source:
             if self._cause is None:
-                found = _FIRST_CAUSE.match(line)
+                found = _FIRST_CAUSE_PATTERN.match(line)
                 self._cause = _code_of(found[1].decode(errors="replace").strip()) if found is not None else None
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
@@ -372,7 +296,7 @@ class _Running:
 
 def _code_of(said: str) -> int | None:
     """The exit code in a message of srun."""
-    found = _EXIT_CODE.match(said)
+    found = _EXIT_CODE_PATTERN.match(said)
     if found is not None:
         return int(found[1])
     known = {signal.strsignal(number): number for number in signal.valid_signals()}
@@ -401,7 +325,7 @@ def _submit(plan: LaunchPlan, inbox: Inbox) -> int:
         raise LaunchError(
             "Cannot submit the job to Slurm.",
             f"sbatch answered: {done.stderr.strip() or f'exit code {done.returncode}'}",
-            "Correct the Slurm options, such as --slurm_partition and --slurm_time; `sinfo` lists the partitions.",
+            "Correct the options of --slurm_option; `sinfo` lists the partitions.",
         )
     job = done.stdout.strip().partition(";")[0]
     if not submission.wait:
@@ -415,7 +339,7 @@ def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
     """Print the output of a job until the job has ended; a signal that ends this launcher cancels the job."""
     state, read, signalled = "", 0, 0
     while True:
-        signals = [number for number in inbox.wait(_TICK) if number in ENDING]
+        signals = [number for number in inbox.wait(_POLL_INTERVAL_S) if number in ENDING]
         if signals and not signalled:
             signalled = signals[0]
             _ask("scancel", job)
@@ -425,7 +349,7 @@ def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
         if found.get("JobState") != state and not quiet:
             state = found.get("JobState", "UNKNOWN")
             _tell(f"Slurm job {job} is {state}.")
-        if found.get("JobState", "UNKNOWN") not in _ENDED and found:
+        if found.get("JobState", "UNKNOWN") not in _FINAL_STATES and found:
             continue
         _print_from(found.get("StdOut", ""), read)
         if signalled:
@@ -466,7 +390,7 @@ def _ask(*words: str) -> str:
 
 def _absent(program: str, error: OSError) -> NotFound:
     return NotFound(
-        _ASKED,
+        _FAILED,
         f"`{program}` cannot be started: {error.strerror or error}.",
         "Log in to a node of a Slurm cluster, or remove --launcher slurm.",
     )

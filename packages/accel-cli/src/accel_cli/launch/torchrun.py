@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.check import check_own_launcher
-from accel_cli.launch.interface import LaunchPlan, LaunchRequest, one_process
-from accel_cli.launch.local import Supervisor, local_processes
+from accel_cli.launch.interface import LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings, TorchrunSettings
 from accel_state.network import DEFAULT_PORT, loopback_variables
+
+if TYPE_CHECKING:
+    from accel_cli.launch.interface import LaunchRequest
 
 __all__ = ("AGENT", "OWN_STORES", "Torchrun", "torchrun_argv", "torchrun_environment")
 
@@ -23,24 +25,19 @@ OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torch's agent: whether the processes of each attempt serve a new store."""
 
 
-class Torchrun(Supervisor):
+class Torchrun(ProgramLauncher):
     """Starts the processes through torch.distributed.run; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Plan one agent of torch, which starts the processes of this machine."""
         settings, environ = request.settings, request.machine.environ
-        check_own_launcher(settings)
-        local, machines = local_processes(request), settings["num_machines"].value
+        local, machines = request.local_processes(), settings["num_machines"].value
         argv = (request.machine.python, *torchrun_argv(settings, local, request.program))
-        agent = torchrun_environment(settings, environ)
-        agent.update(settings.variables(SupervisionSettings))
+        agent = {**torchrun_environment(settings, environ), **settings.variables(SupervisionSettings)}
         inside = loopback_variables(environ) if machines == 1 else {}
-        plan = one_process(request, argv, "torchrun", local)
-        environment = request.environment(local, **agent, **inside)
+        plan = request.plan_of_program(argv, local, **agent, **inside)
         # A machine's agent reads its rank from an outer launch; each process gets its own rank from the agent.
-        return plan._replace(
-            environment=environment, processes=local, world_size=local * machines, replaces=True, removed=()
-        )
+        return plan._replace(processes=local, world_size=local * machines, replaces=True, removed=())
 
 
 def torchrun_argv(resolved: ResolvedSettings, processes: int, program: Sequence[str]) -> tuple[str, ...]:

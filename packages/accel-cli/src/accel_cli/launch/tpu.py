@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from accel_cli.config.resolved import REPEATED, ResolvedSettings
-from accel_cli.launch.backends import selection_of
-from accel_cli.launch.check import shown
-from accel_cli.launch.interface import LauncherManifest, LaunchPlan, LaunchRequest, one_process
-from accel_cli.launch.launchers import PlanningLauncher
+from accel_cli.config.resolved import REPEATED
+from accel_cli.launch.interface import LauncherManifest, LaunchPlan
+from accel_cli.launch.program import ProgramLauncher
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_of
 
-__all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
+if TYPE_CHECKING:
+    from accel_cli.launch.interface import LaunchRequest
+
+__all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu")
 
 _tpu: Final = partial(setting, flag="--{name}", key="{name}", group="TPU")
 
@@ -60,9 +60,9 @@ class TPUSettings:
     commands: tuple[str, ...] = _tpu((), flag=None, type=REPEATED, help="Commands for `accel tpu-config`.")
 
 
-def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    selection = selection_of(settings)
-    return shown(selection.source) if selection is not None and "xla" in selection.names else None
+def _by_tpu(request: LaunchRequest) -> str | None:
+    selection = request.selection
+    return selection.source.text if selection is not None and "xla" in selection.names else None
 
 
 MANIFEST: Final = LauncherManifest(
@@ -82,88 +82,66 @@ _IN_POD: Final = "ACCELERATE_IN_TPU_POD"
 _BFLOAT16: Final = "bf16"
 
 
-_OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
+_OPTIONS_OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
 """Options of `accel launch` on the machines of a pod, by the value of `Script.how`."""
 
 
-class Tpu(PlanningLauncher):
+class Tpu(ProgramLauncher):
     """Starts the processes of a TPU or of a pod through torch_xla; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Plan one process, in which torch_xla starts the others."""
-        how, target, arguments = request.script
-        if request.settings["tpu_use_cluster"].value:
-            argv = pod_argv(request.settings, (*_OF_POD[how], target, *arguments))
-        else:
-            argv = tpu_argv(request.settings, how, target, arguments)
-        plan = one_process(request, (request.machine.python, *argv), "tpu", 1)
-        return plan._replace(environment={**plan.environment, **tpu_variables(request.settings)})
+        """Plan one process, in which torch_xla starts the others.
+
+        Raises:
+            NotOffered: the target is not Python.
+            SettingError: the pod has no name, or a variable for its machines has no value.
+        """
+        own = request.settings.instance(TPUSettings)
+        variables = {}
+        if request.settings["mixed_precision"].value == _BFLOAT16:
+            variables["XLA_DOWNCAST_BF16" if own.downcast_bf16 else "XLA_USE_BF16"] = "1"
+        argv = _pod_argv(request, own) if own.tpu_use_cluster else _argv(request, own)
+        return request.plan_of_program((request.machine.python, *argv), 1, **variables)
 
 
-def tpu_variables(resolved: ResolvedSettings) -> dict[str, str]:
-    """Variables that make torch_xla compute in bfloat16."""
-    settings = resolved.instance(TPUSettings)
-    if resolved["mixed_precision"].value != _BFLOAT16:
-        return {}
-    return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
-
-
-def tpu_argv(resolved: ResolvedSettings, how: str, target: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the interpreter, to start the processes of this machine's TPU.
-
-    Raises:
-        NotOffered: the target is not Python.
-    """
+def _argv(request: LaunchRequest, own: TPUSettings) -> tuple[str, ...]:
+    """Arguments of the interpreter, to start the processes of this machine's TPU."""
+    how, target, arguments = request.script
     if how == "program":
         raise NotOffered(
             "Cannot combine --tpu and --no_python.",
             "torch_xla can only start a function of a Python module.",
             "Give a Python script, and the name of its function as --main_training_function.",
         )
-    return (RUNNER_OF_TPU, resolved.instance(TPUSettings).main_training_function, how, target, *arguments)
+    return (RUNNER_OF_TPU, own.main_training_function, how, target, *arguments)
 
 
-def pod_argv(resolved: ResolvedSettings, script: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the interpreter, to run `accel launch` on every machine of a pod.
-
-    Args:
-        resolved: every setting of the launch.
-        script: the options, the script and its arguments for `accel launch` on these machines.
-
-    Raises:
-        SettingError: the TPU has no name, or a variable for its machines has no value.
-    """
-    settings = resolved.instance(TPUSettings)
-    if not settings.tpu_name:
+def _pod_argv(request: LaunchRequest, own: TPUSettings) -> tuple[str, ...]:
+    """Arguments of the interpreter, to run `accel launch` on every machine of a pod."""
+    if not own.tpu_name:
         raise SettingError(
             "Cannot launch on a TPU pod (tpu_use_cluster).",
             "The name of the TPU is missing.",
             "Add tpu_name to the config file.",
         )
-    return (
-        "-m",
-        _POD_LAUNCHER,
-        f"--tpu={settings.tpu_name}",
-        *(f"--vm={machine}" for machine in settings.tpu_vm),
-        *(f"--env={variable}" for variable in (*_checked(settings.tpu_env), f"{_IN_POD}=1")),
-        "--",
-        *(("sudo",) if settings.tpu_use_sudo else ()),
-        "python3",
-        "-m",
-        "accel_cli.main",
-        "launch",
-        "--tpu",
-        "--no_tpu_cluster",
-        f"--mixed_precision={resolved['mixed_precision'].value}",
-        f"--main_training_function={settings.main_training_function}",
-        *script,
-    )
-
-
-def _checked(variables: Sequence[str]) -> Iterator[str]:
-    for variable in variables:
+    for variable in own.tpu_env:
         if "=" not in variable:
             raise SettingError(
                 f"Cannot pass --env {variable}.", "The variable has no value.", "Write it as --env NAME=value"
             )
-        yield variable
+    how, target, arguments = request.script
+    return (
+        "-m",
+        _POD_LAUNCHER,
+        f"--tpu={own.tpu_name}",
+        *(f"--vm={machine}" for machine in own.tpu_vm),
+        *(f"--env={variable}" for variable in (*own.tpu_env, f"{_IN_POD}=1")),
+        "--",
+        *(("sudo",) if own.tpu_use_sudo else ()),
+        *("python3", "-m", "accel_cli.main", "launch", "--tpu", "--no_tpu_cluster"),
+        f"--mixed_precision={request.settings['mixed_precision'].value}",
+        f"--main_training_function={own.main_training_function}",
+        *_OPTIONS_OF_POD[how],
+        target,
+        *arguments,
+    )

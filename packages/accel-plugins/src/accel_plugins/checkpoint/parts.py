@@ -1,19 +1,14 @@
 """Models, optimizers and schedulers as files, for strategies with the complete state on each process.
 
-On a CPU a file is read into existing memory: each tensor is in memory only once, and writing to used memory takes a
-quarter of the time of newly allocated memory. A memory mapping of the file gives the positions of its tensors. The
-bytes are read and not copied from the mapping, because that takes twice as long, and truncation of the file by another
-process would kill this one.
+On a CPU a file is mapped, and its tensors are copied into existing memory: each tensor is in memory only once, and
+writing to used memory takes a quarter of the time of newly allocated memory.
 """
 
 from __future__ import annotations
 
 import copy
-import struct
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +19,7 @@ from torch.nn import Module, Parameter
 from accel_bigmodel import weight_files
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.failed_load import LoadGuard, load_guard
-from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.reading import FileWeight, WeightSource, open_weights
+from accel_bigmodel.weight_files.reading import Copy, StoredWeight, WeightSource, copy_all, open_weights
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -39,20 +33,18 @@ from accel_plugins.checkpoint.files import (
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import by_position, canonical_name, names_parameters
 from accel_state.errors import CheckpointError
-from accel_state.untrusted import open_regular
 
 __all__ = (
-    "MappedState",
     "load_into_model",
     "plain_state_dict",
     "read_part",
     "read_weights",
+    "with_own_memory",
     "write_part",
 )
 
 _NAMES = {ObjectKind.OPTIMIZER: optimizer_name, ObjectKind.SCHEDULER: scheduler_name}
 
-_LOCAL_HEADER: Final = 30
 _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -160,9 +152,9 @@ def _optimizer_state(optimizer: Any, folder: Path, index: int, map_location: Any
     path = folder / optimizer_name(index)
     if map_location != "cpu":
         return _positioned(pickled.read(path, map_location), optimizer, models)
-    mapped = MappedState(path)
-    state, own = _positioned(mapped.state, optimizer, models), optimizer.state_dict()
-    return mapped.read(state, own if _group_sizes(own) == _group_sizes(state) else None)
+    state = _positioned(pickled.read(path, mapped=True), optimizer, models)
+    own = optimizer.state_dict()
+    return with_own_memory(state, own if _group_sizes(own) == _group_sizes(state) else None)
 
 
 def _positioned(state: Any, optimizer: Any, models: Sequence[Module]) -> Any:
@@ -218,31 +210,33 @@ def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = N
         CheckpointError: the file is missing or damaged. If reading fails in the middle, some tensors are already
             changed.
     """
-    found = open_weights([WeightSource(path)])
-    reader, weights, filled = RangeReader(), dict[str, Any](), set[int]()
-    fills = _agree(found, own)
-    for name, weight in found.items():
+    stored = open_weights([WeightSource(path)])
+    copies, weights, filled = list[Copy](), dict[str, Any](), set[int]()
+    fills = _agree(stored, own)
+    for name, weight in stored.items():
         target: Any = own.get(name)
         # For a tensor with several names, `load_state_dict` copies the later ones.
         if fills and _is_dense(target) and target.data_ptr() not in filled:
             filled.add(target.data_ptr())
-            weight.read_into(reader, target)
+            copies.append(Copy(target, weight))
             weights[name] = target
         else:
             weights[name] = weight.mapped()
     guard = guard or LoadGuard()
     guard.writes = bool(filled)
-    reader.run()
+    copy_all(copies)
     guard.writes = False
     return weights
 
 
-def _agree(found: Mapping[str, FileWeight], own: Mapping[str, Any]) -> bool:
+def _agree(stored: Mapping[str, StoredWeight], own: Mapping[str, Any]) -> bool:
     """Whether names and shapes match; if not, `load_state_dict` raises before a tensor is changed."""
-    if any(name not in own or weight.shape != tuple(own[name].shape) for name, weight in found.items()):
+    if any(name not in own or weight.shape != tuple(own[name].shape) for name, weight in stored.items()):
         return False
-    given = {own[name].data_ptr() for name in found}
-    return all(name in found or value.data_ptr() in given for name, value in own.items() if isinstance(value, Tensor))
+    addresses = {own[name].data_ptr() for name in stored}
+    return all(
+        name in stored or value.data_ptr() in addresses for name, value in own.items() if isinstance(value, Tensor)
+    )
 
 
 def _is_dense(own: Any) -> bool:
@@ -255,157 +249,52 @@ def _is_dense(own: Any) -> bool:
     )
 
 
-def _bytes_of(storage: torch.UntypedStorage, offset: int, size: int) -> Tensor:
-    """The memory of a CPU storage as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
+def with_own_memory(state: Any, own: Any) -> Any:
+    """A state whose tensors are mapped from a file, with its tensors copied from there.
 
-
-class MappedState:
-    """The content of a file of `torch.save`; its tensors are memory-mapped until `read` is called.
+    Tensors that share memory in the file share it in the result.
 
     Args:
-        path: the file.
-
-    Attributes:
-        state: the content; its containers may be rearranged before `read`.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or contains more than plain data.
+        state: containers of mapped tensors.
+        own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
+            position in `state` receives its data and is used in the result.
     """
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))
+    copies: dict[int, Any] = {}
+    filled = set[int]()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.state: Any = None
-        self._begin: int | None = None
-        if records := _records(path):
-            self.state = pickled.read(path, mapped=True)
-            self._begin = _mapped_at(list(_tensors(self.state)), records)
-        if self._begin is None:
-            self.state = pickled.read(path)
-
-    def read(self, state: Any, own: Any) -> Any:
-        """The state with its tensors read from the file.
-
-        Args:
-            state: `self.state`, or other containers with the same items.
-            own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
-                position in `state` receives its data and is used in the result.
-
-        Raises:
-            CheckpointError: the file is truncated.
-        """
-        if self._begin is None:
-            return state
-        reading = _Reading(self._path, self._begin, list(_tensors(state)))
-        read = reading.tree(state, own)
-        reading.run()
-        return read
-
-
-class _Reading:
-    """Replaces mapped tensors by tensors with separate memory."""
-
-    def __init__(self, path: Path, begin: int, tensors: list[Tensor]) -> None:
-        self._path, self._begin = path, begin
-        self._reader = RangeReader()
-        self._filled: dict[int, Tensor] = {}
-        self._users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        self._fresh: dict[int, torch.UntypedStorage] = {}
-
-    def run(self) -> None:
-        """Fill everything."""
-        self._reader.run()
-        for tensor in self._filled.values():
-            torch.autograd.graph.increment_version(tensor)
-
-    def tree(self, item: Any, own: Any) -> Any:
-        """Copy containers, and replace their tensors."""
+    def copied(item: Any, own: Any) -> Any:
         if isinstance(item, Tensor):
-            return self._tensor(item, own)
+            alone = _is_plain(item) and users[item.untyped_storage().data_ptr()] == 1
+            if not (alone and _is_dense(own) and _layout(own) == _layout(item) and own.data_ptr() not in filled):
+                return copy.deepcopy(item, copies)
+            filled.add(own.data_ptr())
+            own.detach().copy_(item)
+            return own
         if isinstance(item, dict):
-            known = own if isinstance(own, Mapping) else {}
-            for key, value in item.items():
-                item[key] = self.tree(value, known.get(key))
+            of_own = own if isinstance(own, Mapping) else {}
+            item.update({key: copied(value, of_own.get(key)) for key, value in item.items()})
             return item
         if type(item) in (list, tuple):
             others = own if isinstance(own, (list, tuple)) and len(own) == len(item) else [None] * len(item)
-            return type(item)(map(self.tree, item, others))
+            return type(item)(map(copied, item, others))
         return item
 
-    def _tensor(self, mapped: Tensor, own: Any) -> Tensor:
-        if not _is_plain(mapped):
-            return copy.deepcopy(mapped)
-        storage = mapped.untyped_storage()
-        address = storage.data_ptr()
-        alone = self._users[address] == 1 and storage.nbytes() == mapped.nbytes
-        if alone and self._takes(own, mapped):
-            self._filled[own.data_ptr()] = own
-            self._fill(own.untyped_storage(), own.storage_offset() * own.itemsize, own.nbytes, address)
-            return own  # type: ignore[no-any-return]
-        if address not in self._fresh:
-            self._fresh[address] = fresh = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            self._fill(fresh, 0, fresh.nbytes(), address)
-        read = torch.empty(0, dtype=mapped.dtype)
-        read.set_(self._fresh[address], mapped.storage_offset(), mapped.shape, mapped.stride())
-        return read
+    return copied(state, own)
 
-    def _takes(self, own: Any, wanted: Tensor) -> bool:
-        """Whether `wanted` has the memory layout of `own`, and no other tensor is read into `own`."""
-        return (
-            _is_dense(own)
-            and own.device.type == "cpu"
-            and (own.dtype, own.shape, own.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
-            and own.data_ptr() not in self._filled
-        )
 
-    def _fill(self, storage: torch.UntypedStorage, offset: int, size: int, address: int) -> None:
-        """Read the bytes of the file that are mapped at an address into a range of a storage."""
-        self._reader.add(_bytes_of(storage, offset, size), self._path, address - self._begin)
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized and tensor.nbytes > 0
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
-    """Copy all mapped tensors to normal memory."""
+def _plain_tensors(item: Any) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         if _is_plain(item):
             yield item
     elif isinstance(item, (dict, list, tuple)):
         for value in item.values() if isinstance(item, dict) else item:
-            yield from _tensors(value)
-
-
-def _mapped_at(tensors: list[Tensor], records: Mapping[int, int]) -> int | None:
-    """The address at which a file is mapped, or None when a tensor is outside its records.
-
-    torch gives the addresses of tensors but not of the file; the lowest address belongs to the first record.
-    """
-    places = {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
-    if not places or not records:
-        return None
-    begin = min(places) - min(records)
-    agree = all(records.get(address - begin) == size for address, size in places.items())
-    return begin if agree else None
-
-
-def _records(path: Path) -> dict[int, int]:
-    """Positions and sizes of the tensors' bytes in a file of `torch.save`; empty if they cannot be mapped.
-
-    The format: https://pytorch.org/docs/stable/notes/serialization.html. The header of each zip member differs in
-    length from its entry in the directory at the end of the file.
-    """
-    try:
-        with open_regular(path) as opened, BufferedReader(opened) as file, zipfile.ZipFile(file) as archive:
-            members = [one for one in archive.infolist() if "/data/" in one.filename and one.file_size]
-            if any(one.compress_type != zipfile.ZIP_STORED for one in members):
-                return {}
-            found = {}
-            for one in members:
-                file.seek(one.header_offset)
-                name, extra = struct.unpack_from("<HH", file.read(_LOCAL_HEADER), 26)
-                found[one.header_offset + _LOCAL_HEADER + name + extra] = one.file_size
-            return found
-    except Exception:  # a damaged archive can make its reader raise any error; the next reader reports what is wrong
-        return {}
+            yield from _plain_tensors(value)

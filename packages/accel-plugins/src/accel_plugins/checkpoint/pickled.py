@@ -16,7 +16,7 @@ import torch
 
 from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_bigmodel.weight_files.names import is_safetensors
-from accel_bigmodel.weight_files.torch_files import load_torch_file
+from accel_bigmodel.weight_files.reading import load_torch_file
 from accel_plugins.checkpoint.numpy_data import NAMES, as_numpy
 from accel_state import current
 from accel_state.errors import CheckpointError, UnknownKind

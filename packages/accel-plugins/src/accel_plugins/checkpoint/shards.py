@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import mmap
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -34,8 +35,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
-from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.torch_files import TorchTensor, tensor_in
+from accel_bigmodel.weight_files.reading import TensorRecord, record_of_tensor
 from accel_ops.dtensors import pieces
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FlushedWhileWritten, walk
@@ -255,7 +255,8 @@ class _PlainReader(FileSystemReader):
         self._described = read_metadata(source / ".metadata")
         self._source = source
         self._guard = guard or LoadGuard()
-        self._found: dict[tuple[str, int], TorchTensor | None] = {}
+        self._pages: dict[str, mmap.mmap] = {}
+        self._found: dict[tuple[str, int], TensorRecord | None] = {}
 
     # Ignoring torch's argument `rank` prevents the use of metadata files of single ranks.
     def read_metadata(self) -> Metadata:
@@ -265,9 +266,9 @@ class _PlainReader(FileSystemReader):
         return self._described
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read the planned items: ranges of plain tensors by several threads, everything else as torch does."""
-        ranges, others = RangeReader(), list[ReadItem]()
-        filled: dict[tuple[Any, ...], tuple[ReadItem, Tensor]] = {}
+        """Read the planned items: parts of plain tensors from mapped files, everything else as torch does."""
+        others = list[ReadItem]()
+        filled: dict[tuple[Any, ...], tuple[ReadItem, Tensor, Tensor]] = {}
         for item in plan.items:
             target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
             found = self._record_of(item)
@@ -281,23 +282,39 @@ class _PlainReader(FileSystemReader):
             memory = (*memory_of(target), item.dest_offsets)
             # Tied weights have several names and the same memory.
             if memory not in filled:
-                place = self.storage_data[item.storage_index]
-                path, begin = self._source / place.relative_path, place.offset + found.begin
-                ranges.add(target, path, begin, found.dtype, found.shape, item.storage_offsets)
-                filled[memory] = item, target
+                filled[memory] = item, target, self._mapped(item, found)
         self._guard.writes = True
-        ranges.run()
-        for item, target in filled.values():
+        for item, target, part in filled.values():
+            target.copy_(part)
             planner.commit_tensor(item, target)
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
-    def _record_of(self, item: ReadItem) -> TorchTensor | None:
+    def _mapped(self, item: ReadItem, record: TensorRecord) -> Tensor:
+        """The part of a tensor that an item is, mapped from its file: only what is used of it is read."""
+        place = self.storage_data[item.storage_index]
+        if math.prod(record.shape) == 0:
+            return torch.empty(record.shape, dtype=record.dtype)
+        if place.relative_path not in self._pages:
+            with open_regular(self._source / place.relative_path) as file:
+                # A private mapping; torch warns of memory that must not be written.
+                self._pages[place.relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        whole = torch.frombuffer(
+            self._pages[place.relative_path],
+            dtype=record.dtype,
+            count=math.prod(record.shape),
+            offset=place.offset + record.begin,
+        ).view(record.shape)
+        for dimension, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            whole = whole.narrow(dimension, start, size)
+        return whole
+
+    def _record_of(self, item: ReadItem) -> TensorRecord | None:
         """The place of the tensor in the record of an item."""
         place = self.storage_data[item.storage_index]
         key = place.relative_path, place.offset
         if key not in self._found:
             with open_regular(self._source / place.relative_path) as file:
-                self._found[key] = tensor_in(_record(file, place), place.length)
+                self._found[key] = record_of_tensor(_record(file, place), place.length)
         return self._found[key]
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:

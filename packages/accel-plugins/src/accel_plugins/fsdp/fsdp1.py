@@ -6,24 +6,24 @@ others raise errors.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, Final
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.policies import ignored_parameters, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
+from accel_plugins.fsdp.sharding import ignored_parameters, shard_groups
 from accel_plugins.layers import is_compiled_module
 from accel_plugins.manifest import Axis
 from accel_plugins.matrix_optimizers import refuse_matrix_optimizers
 from accel_plugins.mesh import submesh
-from accel_plugins.parameters import canonical_name
+from accel_plugins.parameters import canonical_name, find_tied_parameters
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.schema import given_value, member_name, plain_value
 
@@ -113,18 +113,31 @@ class FSDP1Strategy(ShardedStrategy):
 
     # ------------------------------------------------------------------ preparing
 
-    def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
+    def setup(self, bundle: Bundle) -> Bundle:
+        names = bundle.parameter_names()
+        # After parameters were joined, ties cannot be found any more.
+        ties = [find_tied_parameters(model) for model in bundle.models]
+        for number, model in enumerate(bundle.models):
+            arrived = self.arrives_sharded(model)
+            if not arrived and self.context.precision.dtype is not None:
+                weights.train_in_fp32(model)
+            ignored = self.names_of_ignored(model)
+            bundle.models[number] = self._shard(model)
+            if not arrived:
+                self.average_ignored(bundle.models[number], ignored)
         if self.config.use_orig_params:
-            bundle.rebind_by_name(before)
-            return
-        for optimizer in bundle.optimizers if bundle.models else ():
-            optimizer.param_groups[0]["params"] = list(bundle.models[0].parameters())
+            bundle.rebind_by_name(names)
+        else:
+            for optimizer in bundle.optimizers if bundle.models else ():
+                optimizer.param_groups[0]["params"] = list(bundle.models[0].parameters())
+        self.record(bundle, ties)
+        return bundle
 
-    def shard(self, model: Module) -> Module:
+    def _shard(self, model: Module) -> Module:
         if is_compiled_module(model):
             # Around the compiled module, torch's wrapper would name parameters `_orig_mod...` in all state dicts.
             compiled: Any = model
-            sharded = self.shard(compiled._orig_mod)
+            sharded = self._shard(compiled._orig_mod)
             sharded._compiled_call_impl = compiled.dynamo_ctx(sharded._call_impl)
             return sharded
         config = self.config

@@ -27,13 +27,21 @@ from accel_plugins.arrived_models import ArrivedGradients, ArrivedLayout, arrive
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import ignored_parameters, offload, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
+from accel_plugins.fsdp.sharding import (
+    build_in_shards,
+    ignored_parameters,
+    is_built_in_shards,
+    materialise,
+    offload,
+    shard_groups,
+)
 from accel_plugins.manifest import Axis
 from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
+from accel_plugins.model_part import ModelPart
+from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
 from accel_state.errors import Conflict, NotOffered
 
@@ -115,7 +123,7 @@ class FSDP2Strategy(ShardedStrategy):
             return arrived.layout.batch_shard
         return super().shards()
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[ModelPart]:
         """Models are built in shards; with tensor parallelism, only `prepare` shards them."""
         if self._mesh is None or submesh(self.context.mesh, Axis.TENSOR) is not None:
             return super().init_module(empty_init)
@@ -131,55 +139,53 @@ class FSDP2Strategy(ShardedStrategy):
             self._sources[id(model)] = weights.weights_of_first(model, self.context.process.rank)
         return super().place(model)
 
-    def shard(self, model: Module) -> Module:
-        sharded = self._sharded_model(model)
-        if isinstance(sharded, FSDPModule):
-            # torch makes this class, whose own method refuses in a way that names no remedy.
-            type(sharded).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        return sharded
-
-    def _sharded_model(self, model: Module) -> Module:
-        sharder = type(self).sharder
-        if sharder is not None and not self.arrives_sharded(model) and not is_built_in_shards(model):
-            sharded = sharder(model)
-            if sharded is not None:
-                self._sources.pop(id(model), None)
-                return sharded
-        return self.shard_whole(model)
+    def setup(self, bundle: Bundle) -> Bundle:
+        """Shard each model that is not sharded yet, and give the optimizers the sharded parameters."""
+        names = bundle.parameter_names()
+        ties = [find_tied_parameters(model) for model in bundle.models]
+        for number, model in enumerate(bundle.models):
+            if self.arrives_sharded(model):
+                self._average_rest(model)
+            else:
+                if self.context.precision.dtype is not None:
+                    weights.train_in_fp32(model)
+                ignored = self.names_of_ignored(model)
+                by_program = type(self).sharder is not None and not is_built_in_shards(model)
+                sharded = type(self).sharder(model) if by_program else None  # type: ignore[misc]
+                if sharded is not None:
+                    self._sources.pop(id(model), None)
+                bundle.models[number] = sharded if sharded is not None else self.shard_whole(model)
+                self.average_ignored(bundle.models[number], ignored)
+            if isinstance(bundle.models[number], FSDPModule):
+                # torch makes this class, whose own method refuses in a way that names no remedy.
+                type(bundle.models[number]).__deepcopy__ = _refuse_copy
+        bundle.rebind_by_name(names)
+        self.record(bundle, ties)
+        return bundle
 
     def shard_whole(self, model: Module) -> Module:
         """Shard a model that is not sharded yet by the settings of this strategy."""
         config, process = self.config, self.context.process
-        if self.arrives_sharded(model):
-            self._average_rest(model)
-            return model
+        pins = process.family.spec.pins_memory
         if self._mesh is not None and is_built_in_shards(model):
-            offloads = isinstance(offload(config, process.family.spec.pins_memory), fsdp.CPUOffloadPolicy)
+            offloads = isinstance(offload(config, pins), fsdp.CPUOffloadPolicy)
             device = torch.device("cpu") if offloads else process.device
-            pins = process.family.spec.pins_memory
             materialise(model, self._mesh, device, lambda: apply_fully_shard(model, config, self._mesh, pins))
             return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
         if source is None:
             weights.send_from_first(model, process.device, self.context.mesh)
         if self._mesh is not None:
-            apply_fully_shard(model, config, self._mesh, process.family.spec.pins_memory)
+            apply_fully_shard(model, config, self._mesh, pins)
         if source is not None:
             weights.distribute(model, source)
         return model
 
     def _average_rest(self, model: Module) -> None:
         """Average the gradients that a model which arrived distributed does not reduce itself."""
-        if model in self.unreduced or model not in self._arrived:
-            return
-        referred = weakref.ref(model)
-
-        def reduces() -> bool:
-            model = referred()
-            return model is not None and self.reduces_gradients(model)
-
-        layout, process = self._arrived[model].layout, self.context.process
-        self.unreduced[model] = ArrivedGradients(model, layout, process, reduces)
+        if model not in self.unreduced and model in self._arrived:
+            layout, process = self._arrived[model].layout, self.context.process
+            self.unreduced[model] = ArrivedGradients(model, layout, process, self.reduces_of(model))
 
     def _source(self, model: Module) -> dict[str, Tensor]:
         """All weights, on the first process; taken before they were sharded."""

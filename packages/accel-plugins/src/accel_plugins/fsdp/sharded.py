@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +19,12 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.shards import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
-from accel_plugins.fsdp.building import arrives_sharded
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.fsdp.sharding import arrives_sharded, blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.weights import put_full_weights
 from accel_plugins.manifest import Axis, ObjectKind
 from accel_plugins.mesh import submesh
-from accel_plugins.parameters import canonical_name, find_tied_parameters
+from accel_plugins.parameters import canonical_name
 from accel_plugins.sharded_optimizers import check_shardable
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -41,8 +40,8 @@ __all__ = ("ShardedStrategy", "owner")
 class ShardedStrategy(AveragingStrategy):
     """Shards parameters, gradients and optimizer state over the processes; subclasses implement the versions.
 
-    A subclass implements `shard`, which receives a model on its device and returns the sharded one, and
-    `reduces_gradients` with `reduce_gradients`, which read and set whether its backward reduces gradients.
+    A subclass implements `setup`, and `reduces_gradients` with `reduce_gradients`, which read and set whether backward
+    of a model reduces gradients.
     """
 
     version: ClassVar[int]
@@ -105,52 +104,35 @@ class ShardedStrategy(AveragingStrategy):
         """Whether a model was sharded before `prepare`."""
         return arrives_sharded(model, submesh(self.context.mesh, Axis.TENSOR))
 
-    def setup(self, bundle: Bundle) -> Bundle:
-        before = bundle.parameter_names()
-        for model in bundle.models:
-            if self.arrives_sharded(model):
-                continue
-            if self.context.precision.dtype is not None:
-                weights.train_in_fp32(model)
-        # After FSDP 1 has joined parameters, ties cannot be found any more.
-        ties = [
-            [[canonical_name(name) for name in names] for names in find_tied_parameters(model)]
-            for model in bundle.models
-        ]
-        bundle.models[:] = [self._shard(model) for model in bundle.models]
-        self._ties.update(zip(bundle.models, ties, strict=True))
-        self._sharded.update(bundle.models)
-        self.follow(bundle, before)
-        for optimizer in bundle.optimizers:
-            self._owners[optimizer] = owner(optimizer, list(self._sharded))
-        return bundle
-
-    def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
-        """Replace the optimizers' parameters by the sharded ones; `before` has the names of the old ones."""
-        bundle.rebind_by_name(before)
-
-    def _shard(self, model: Module) -> Module:
-        """Shard a model; the gradients of its ignored parameters will be averaged."""
-        if self.arrives_sharded(model):
-            return self.shard(model)
+    def names_of_ignored(self, model: Module) -> set[str]:
+        """Names of the parameters that are not sharded, before sharding renames submodules."""
         ignored = ignored_parameters(model, self.config)
-        names = {canonical_name(name) for name, parameter in model.named_parameters() if parameter in ignored}
-        sharded = self.shard(model)
+        return {canonical_name(name) for name, parameter in model.named_parameters() if parameter in ignored}
+
+    def average_ignored(self, model: Module, names: Collection[str]) -> None:
+        """Average the gradients of parameters of a sharded model that are not sharded."""
         # Sharding renames submodules, and replaces all parameters of a model that was built in shards.
-        unsharded = [one for name, one in sharded.named_parameters() if canonical_name(name) in names]
-        referred = weakref.ref(sharded)
+        unsharded = [one for name, one in model.named_parameters() if canonical_name(name) in names]
+        transport = self.context.process.transport
+        self.unreduced[model] = UnreducedGradients(model, unsharded, transport, self.reduces_of(model), replaces=True)
+
+    def reduces_of(self, model: Module) -> Callable[[], bool]:
+        """A function that returns whether backward of a model reduces gradients; it does not keep the model alive."""
+        referred = weakref.ref(model)
 
         def reduces() -> bool:
             model = referred()
             return model is not None and self.reduces_gradients(model)
 
-        transport = self.context.process.transport
-        self.unreduced[sharded] = UnreducedGradients(sharded, unsharded, transport, reduces, replaces=True)
-        return sharded
+        return reduces
 
-    def shard(self, model: Module) -> Module:
-        """Shard a model on its device; return the model that trains."""
-        raise NotImplementedError
+    def record(self, bundle: Bundle, ties: Iterable[list[list[str]]]) -> None:
+        """Record the sharded models of a bundle with their ties, and the model of each of its optimizers."""
+        named = [[[canonical_name(name) for name in names] for names in groups] for groups in ties]
+        self._ties.update(zip(bundle.models, named, strict=True))
+        self._sharded.update(bundle.models)
+        for optimizer in bundle.optimizers:
+            self._owners[optimizer] = owner(optimizer, list(self._sharded))
 
     # ------------------------------------------------------------------ one step
 
@@ -161,7 +143,7 @@ class ShardedStrategy(AveragingStrategy):
         return _Reducing(self, model, True)
 
     def reduces_gradients(self, model: Module) -> bool:
-        """Whether backward of a model that `shard` returned reduces gradients; torch's wrapper keeps this state."""
+        """Whether backward of a sharded model reduces gradients; torch's wrapper keeps this state."""
         raise NotImplementedError
 
     def reduce_gradients(self, model: Module, reduces: bool) -> None:

@@ -32,8 +32,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from accel_bigmodel.failed_load import load_guard
-from accel_bigmodel.load import load_checkpoint_in_model
-from accel_bigmodel.loading import holds_sharded_weights
+from accel_bigmodel.load import holds_sharded_weights, load_checkpoint_in_model
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
 from accel_ops.dtensors import write_full_tensor
 from accel_ops.objects import broadcast_object_list
@@ -47,8 +46,8 @@ from accel_plugins.checkpoint.files import (
     weights_name,
 )
 from accel_plugins.checkpoint.shards import SavePlans, names_in, read_into, read_whole, write_shards
-from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.sharding import is_built_in_shards
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.parameters import (
     by_name,

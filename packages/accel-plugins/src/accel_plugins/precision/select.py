@@ -9,7 +9,7 @@ from accel_plugins.precision.base import Precision
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import NotOffered
 
-__all__ = ("choose",)
+__all__ = ("choose", "settings_classes")
 
 K = TypeVar("K")
 
@@ -41,6 +41,15 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
             "Use mixed_precision='no', or another device.",
         )
     return precision
+
+
+def settings_classes(name: str) -> tuple[type, ...]:
+    """The classes of settings objects that the precision called `name` uses."""
+    from accel_plugins.precision import config
+
+    recipes = (config.AORecipeKwargs, config.TERecipeKwargs, config.MSAMPRecipeKwargs)
+    further = {"fp16": (config.GradScalerKwargs,), "fp8": recipes}
+    return () if name == "no" else (config.AutocastKwargs, *further.get(name, ()))
 
 
 def _full(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:

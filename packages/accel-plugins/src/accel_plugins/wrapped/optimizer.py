@@ -198,6 +198,7 @@ class AcceleratedOptimizer(Optimizer):
         own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
         # The code of `_count_step`, without the cost of a call.
         own["_steps"] = steps = own["_steps"] + 1
+        STATUS_RECORD.stepped = True
         if steps > STATUS_RECORD.steps:
             STATUS_RECORD.steps = STATUS_RECORD.cells[STEPS] = steps
         return None
@@ -242,6 +243,7 @@ class AcceleratedOptimizer(Optimizer):
         """Report the number of steps to the run status."""
         self._steps = steps = self._steps + 1
         # With several optimizers, the run's step is that of the one with the most steps.
+        STATUS_RECORD.stepped = True
         if steps > STATUS_RECORD.steps:
             STATUS_RECORD.steps = STATUS_RECORD.cells[STEPS] = steps
 

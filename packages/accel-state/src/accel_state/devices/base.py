@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from accel_state.devices.copies import HostCopies
 from accel_state.devices.specs import DeviceSpec
 from accel_state.errors import NotOffered, NotReady
 from accel_state.library import stack_level
@@ -158,6 +159,10 @@ class DeviceFamily:
     def synchronize(self) -> None:
         """Wait until the current device has finished all queued work."""
         self.module.synchronize()
+
+    def host_copies(self, device: torch.device) -> HostCopies | None:
+        """Copies from pinned host memory beside what the device computes; None if it does not gain from them."""
+        return HostCopies(device) if self.spec.pins_memory and hasattr(self.module, "Stream") else None
 
     def empty_cache(self) -> None:
         """Free the memory that the allocator caches. Without such a cache, do nothing."""

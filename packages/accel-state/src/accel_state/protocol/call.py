@@ -9,7 +9,8 @@
 If the headers differ, all processes raise the same error. A process that fails before it sends its header sends a
 refusal instead, so that the others raise too and do not wait. A process that leaves a call after that remembers it, and
 refuses its next call: the others may have completed the interrupted one, and their results would be those of other
-calls. If they wait for data of the interrupted call, its process closes its connections.
+calls. If they wait for data of the interrupted call, its process sends and receives them first where it can, and else
+closes its connections.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any, Final, NoReturn
 import torch
 
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
+from accel_state.library import caller
 from accel_state.protocol.description import CallDescription, mismatch_error
 from accel_state.protocol.exchange import NO_FINGERPRINT, REFUSES, HeaderExchange, is_common
 from accel_state.protocol.header import EagerHeader, HeaderFields
 from accel_state.protocol.turn import InterruptedCall, InterruptedExchange
 from accel_state.transport.base import Transport, Work
-from accel_state.watch.calls import Location, caller, locate
+from accel_state.watch.calls import Location, locate
 
 __all__ = ("HeaderCall", "PendingCall", "barrier", "start_all_gather_bytes")
 
@@ -142,7 +144,9 @@ class HeaderCall(HeaderExchange):
             except BaseException as interruption:
                 self._end_early(interruption)
                 raise
-        elif not is_common(error):
+        elif is_common(error):
+            self._move = None
+        else:
             self._interrupt(type(error).__name__)
 
     def _interrupt(self, cause: str) -> None:
@@ -151,13 +155,13 @@ class HeaderCall(HeaderExchange):
         # The first one, if this call would have been refused because of it.
         interrupted = state.turn.interrupted or InterruptedCall(self._text(), cause)
         state.monitor.interruption = f"{interrupted.text} was interrupted by {interrupted.cause}"
-        if self._moves:
+        if self._moves and (self._move is None or self._under_way is None):
             # The other processes wait for the data of this one, and must not wait until their timeout.
             self._transport.abort()
             interrupted = interrupted._replace(broken=True)
         if self._under_way is not None:
             # The next call must not overwrite the buffers.
-            exchange = InterruptedExchange(copy.copy(state.header), self._under_way, self._is_complete, self._more)
+            exchange = InterruptedExchange(copy.copy(state.header), self._under_way, self._complete, self._more)
             interrupted = interrupted._replace(exchange=exchange)
             state.header.renew()
         state.turn.interrupted = interrupted._replace(owes=interrupted.owes + self._owes)
@@ -182,9 +186,12 @@ class HeaderCall(HeaderExchange):
         if exchange is not None and not interrupted.broken:
             self._wait_in_slices(exchange.work)
             are_equal = exchange.header.are_equal()
-            if are_equal and not exchange.is_complete(exchange.header.lengths()):
+            # An interrupt of what follows the headers leaves data behind.
+            self._moves = are_equal
+            if are_equal and not exchange.complete(exchange.header.lengths()):
                 self._transport.abort()
                 interrupted = interrupted._replace(broken=True)
+            self._moves = False
         if interrupted.broken:
             turn.interrupted = interrupted._replace(exchange=None)
             raise CollectiveError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, Final, TypeGuard
@@ -56,6 +56,7 @@ class HeaderExchange:
         "_arguments",
         "_exchanges",
         "_more",
+        "_move",
         "_moves",
         "_operation",
         "_owes",
@@ -78,13 +79,24 @@ class HeaderExchange:
         # The exchange of headers that is under way, and whether the processes move data after it.
         self._under_way: Work | None = None
         self._moves = False
+        # Moves that data, given the lengths in the headers; None if only the caller can.
+        self._move: Callable[[Sequence[int]], object] | None = None
         # Whether the call exchanges other headers afterwards.
         self._more = False
         self._thread: str | None = None
         self._site: tuple[CodeType, int] | None = None
 
-    def _is_complete(self, lengths: Sequence[int]) -> bool:
-        """Whether a call ends when its headers have arrived, with payloads of these lengths."""
+    def _complete(self, lengths: Sequence[int]) -> bool:
+        """Take part in what follows the headers of an interrupted call; false if this process cannot.
+
+        Args:
+            lengths: the lengths of the payloads in the headers.
+        """
+        if self._move is not None:
+            # It may refer to this call.
+            move, self._move = self._move, None
+            move(lengths)
+            return True
         return not self._moves and max(lengths) <= self._state.header.capacity
 
     def wait(self, works: Iterable[Work]) -> None:

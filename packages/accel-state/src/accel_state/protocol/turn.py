@@ -52,13 +52,14 @@ class InterruptedExchange(NamedTuple):
     Args:
         header: the buffers of the headers.
         work: completes when they have arrived.
-        is_complete: whether the call ends with these headers, given the lengths of their payloads.
+        complete: takes part in what follows the headers, given the lengths of their payloads; false if this process
+            cannot.
         more: whether the call would have exchanged other headers afterwards.
     """
 
     header: EagerHeader
     work: Work
-    is_complete: Callable[[Sequence[int]], bool]
+    complete: Callable[[Sequence[int]], bool]
     more: bool
 
 

@@ -16,7 +16,8 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
-from accel_state.library import is_library
+from accel_state.library import caller, is_library
+from accel_state.watch.record import STATUS_RECORD, WAITING
 
 __all__ = (
     "IMPORT",
@@ -25,7 +26,6 @@ __all__ = (
     "Location",
     "UserFrame",
     "call_text",
-    "caller",
     "format_ranks",
     "frame_of_error",
     "locate",
@@ -80,7 +80,8 @@ class CallLog:
     """The calls of one process on one transport; a ring buffer has the newest ones.
 
     Each group of processes has its own log and its own numbers. It passes its calls on to the log of the whole run,
-    which shows both, because calls of several groups may be active at the same time in several threads.
+    which shows both, because calls of several groups may be active at the same time in several threads. The time of a
+    call is charged to waiting.
 
     Args:
         length: how many completed calls are kept.
@@ -92,7 +93,7 @@ class CallLog:
         exchanges: number of header exchanges for which this process has begun to wait.
     """
 
-    __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "number")
+    __slots__ = ("_active", "_before", "_group", "_ring", "exchanges", "fingerprint", "number")
 
     def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
@@ -100,6 +101,7 @@ class CallLog:
         # By the log of each call. The monitor's thread may read it at any moment, so values are replaced as a whole.
         self._active: dict[int, tuple[int, str, CodeType, int, float, CallLog]] = {} if world is None else world._active
         self._group = group
+        self._before: int | None = None
         self.number = 0
         self.fingerprint = 0
         self.exchanges = 0
@@ -110,10 +112,13 @@ class CallLog:
         self.fingerprint = 0
         self.number += 1
         self._active[id(self)] = (self.number, operation, code, line, time.monotonic(), self)
+        self._before = STATUS_RECORD.begin(WAITING)
         return code, line
 
     def leave(self) -> None:
         """End the call that `enter` began."""
+        if self._before is not None:
+            STATUS_RECORD.enter(self._before)
         # In this order, no reader sees a call both as active and in the ring.
         number, operation, code, line, begun, _ = self._active.pop(id(self))
         self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun, self._group))
@@ -153,14 +158,6 @@ def format_ranks(members: list[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank {text}" if len(members) == 1 else f"ranks {text}"
-
-
-def caller() -> tuple[CodeType, int]:
-    """The code object of the innermost frame of the user's code, and its line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lineno
 
 
 def locate(path: str, line: int, folder: str | None = None) -> Location:

@@ -1,80 +1,203 @@
-"""How a run spent its time, from the accounts of its processes and the lines of its launcher.
+"""How a run spent its time: the lines that its processes and its launcher write, and the summary of them.
 
+    keep_account("project/goodput/rank_0.jsonl")    # a process: the monitor's thread appends lines from now on
     summary = read_goodput("project")
     summary.seconds["step"], summary.goodput        # averages over the processes
 
-The time of every process from the start of the run to its end is divided into categories. While the process ran, its
-own account has them. Between two of its starts, and after it was killed, the run was down. The rest, such as the end of
-a process after its script, is `unattributed`.
+The seconds by category are numbers of the status record of each process, which are those of this moment also after the
+process was killed. The monitor's thread appends them as lines of JSON to a file of the project, at intervals that grow
+with the length of the run: nothing there is mapped, and a disk that is full, or a file that somebody truncates, costs
+lines and never the run. When a process was killed, its launcher appends the last line from the record, or else the next
+process of that rank does (`close_accounts`).
+
+The time of every process from the start of the run to its end is divided into categories. Between two of its starts,
+and after it was killed, the run was down. The rest, such as the end of a process after its script, is `unattributed`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import NotFound, SettingError
 from accel_state.proc import state_of
-from accel_state.untrusted import dict_of, integer, number, parse_json, read_limited, record, text
-from accel_state.watch.record import CATEGORIES
-from accel_state.watch.seconds import DOWN, GOODPUT_FOLDER, START_UP, STEP, append_line
+from accel_state.untrusted import dict_of, integer, number, open_regular, parse_json, read_limited, record, text
+from accel_state.watch.record import (
+    BEFORE,
+    BEGAN,
+    CATEGORIES,
+    DOING,
+    DOWN,
+    LIKELY,
+    LOADED,
+    SECONDS,
+    START_UP,
+    STATUS_RECORD,
+    STEP,
+    STEPS,
+    UNDECIDED,
+    UNDER_WAY,
+    WALL,
+)
+from accel_state.watch.status import RankStatus, read_records
 
-__all__ = ("GoodputSummary", "LauncherLines", "RankTime", "read_goodput")
+__all__ = (
+    "GOODPUT_FOLDER",
+    "GoodputSummary",
+    "RankTime",
+    "account_line",
+    "append_line",
+    "close_account",
+    "close_accounts",
+    "keep_account",
+    "launcher_line",
+    "pause_after",
+    "read_goodput",
+)
+
+GOODPUT_FOLDER: Final = "goodput"
+"""Folder of the lines, inside the run's folder."""
+
+# ---------------------------------------------------------------------- writing lines
+
+_TAIL: Final = 64 * 1024
+"""Bytes at the end of a file in which its last lines are looked for."""
+
+_LEAST_OFTEN: Final = 60.0
+_PART: Final = 1 / 200
+"""Seconds between two lines: this fraction of the time so far, within the pause of the monitor and the limit above."""
+
+
+def append_line(path: str, line: dict[str, Any]) -> OSError | None:
+    """Append a line of JSON to a file of a project folder, which never fails a run; return the error if it is lost.
+
+    If this process is killed meanwhile, the line is complete or missing.
+    """
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        # A pipe without a reader is an error, and nothing to wait for.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
+        try:
+            os.write(file, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(file)
+    except OSError as error:
+        return error
+    return None
+
+
+def launcher_line(project_dir: str, event: str) -> OSError | None:
+    """Append a line of the launcher: its processes are about to start ("launch"), or the run has ended ("over")."""
+    line = {"event": event, "time": time.time(), "pid": os.getpid()}
+    return append_line(os.path.join(project_dir, GOODPUT_FOLDER, "launcher_0.jsonl"), line)
+
+
+def account_line(cells: Sequence[float], event: str, now: float = 0.0) -> dict[str, Any]:
+    """The line for the numbers of a record: the seconds by category, and what the process did last.
+
+    Args:
+        cells: the numbers.
+        event: "so far", "end", or "left" for a process that was killed.
+        now: up to when the process did what it did last, by the monotonic clock; 0 if that is not known.
+    """
+    seconds, doing = list(cells[SECONDS : SECONDS + UNDECIDED]), int(cells[DOING])
+    since = cells[BEGAN] + sum(cells[SECONDS:])
+    seconds[int(cells[LIKELY])] += cells[SECONDS + UNDECIDED]
+    doing = int(cells[LIKELY]) if doing == UNDECIDED else doing
+    seconds[doing] += max(now - since, 0.0)
+    step = int(cells[LOADED] + cells[STEPS])
+    begun = int(cells[UNDER_WAY]) if cells[SECONDS + UNDECIDED] or cells[DOING] == UNDECIDED else 0
+    return {
+        "event": event,
+        "time": max(now, since) + cells[WALL],
+        "began": cells[BEGAN] + cells[WALL],
+        "doing": CATEGORIES[doing],
+        "step": step,
+        "begun": max(step, begun, int(cells[BEFORE])),
+        "seconds": dict(zip(CATEGORIES, (round(one, 6) for one in seconds), strict=True)),
+    }
+
+
+def pause_after(cells: Sequence[float], now: float) -> float:
+    """Seconds from a line to the next one."""
+    return min((now - cells[BEGAN]) * _PART, _LEAST_OFTEN)
+
+
+def keep_account(path: str) -> None:
+    """Append the account of this process to a file from now on, and learn there how far earlier processes were."""
+    # The step during which a process was killed counts, because its time was charged.
+    STATUS_RECORD.cells[BEFORE] = max((line["begun"] for line in _last_lines(path)), default=0)
+    append_line(path, account_line(STATUS_RECORD.cells, "so far"))
+    STATUS_RECORD.account = path
+
+
+def close_account() -> None:
+    """Write the last line, at the end of this process."""
+    path, STATUS_RECORD.account = STATUS_RECORD.account, ""
+    STATUS_RECORD.enter(DOWN)
+    if path:
+        append_line(path, account_line(STATUS_RECORD.cells, "end"))
+    STATUS_RECORD.cells[BEGAN] = 0.0
+
+
+def close_accounts(folder: str, ended: Mapping[int, float] | None = None, rank: int | None = None) -> None:
+    """Append the last lines of killed processes, from their records in the folder of a launcher.
+
+    Args:
+        folder: the folder of the records.
+        ended: when processes were seen to have ended, by rank and by the wall clock.
+        rank: only those of earlier processes of this rank.
+    """
+    for content in read_records(folder):
+        status = RankStatus.from_json(content.text) if content.text else None
+        if rank in (None, content.rank) and status is not None and status.account and not content.is_alive:
+            # A record that was closed, or that a process damaged, says nothing.
+            with contextlib.suppress(ValueError, IndexError, OverflowError):
+                if content.cells[BEGAN]:
+                    _close(content.cells, status.account, (ended or {}).get(content.rank, 0.0))
+
+
+def _close(cells: Sequence[float], path: str, ended: float) -> None:
+    line = account_line(cells, "left", ended - cells[WALL])
+    if not any((one["began"], one["event"]) == (line["began"], "left") for one in _last_lines(path)):
+        append_line(path, line)
+
+
+def _last_lines(path: str) -> list[dict[str, Any]]:
+    try:
+        with open_regular(path) as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
+            return list(_valid(file.read(_TAIL).splitlines(), _OF_A_PROCESS))
+    except OSError:
+        return []
+
+
+# ---------------------------------------------------------------------- reading them
 
 _FILE: Final = re.compile(r"rank_(\d{1,7})\.jsonl")
 _LAUNCHER: Final = re.compile(r"launcher_.*\.jsonl")
 _MOST_BYTES: Final = 256 * 2**20
 _LATEST: Final = 253402300799.0
 _MOMENT: Final = number(0, _LATEST)
-_SHAPES: Final = {
-    "start": record({"event": text(), "time": _MOMENT, "began": _MOMENT, "attempt": integer()}),
-    **dict.fromkeys(
-        ("so far", "end", "left"),
-        record(
-            {
-                "event": text(),
-                "time": _MOMENT,
-                "began": _MOMENT,
-                "step": integer(),
-                "seconds": dict_of(number(0, _LATEST)),
-            },
-            {"doing": text(), "before": integer()},
-        ),
-    ),
-    "launch": record({"event": text(), "time": _MOMENT, "pid": integer(), "attempt": integer()}),
-    "ended": record({"event": text(), "time": _MOMENT, "rank": integer()}),
-    "over": record({"event": text(), "time": _MOMENT, "code": integer(-255, 255)}),
-}
-
-
-class LauncherLines:
-    """Writes a launcher's lines about a run; a folder that is not writable does not disturb the run.
-
-    Args:
-        project_dir: folder of the run.
-        node: index of this machine.
-    """
-
-    def __init__(self, project_dir: str, node: int = 0) -> None:
-        self._path = os.path.join(project_dir, GOODPUT_FOLDER, f"launcher_{node}.jsonl")
-
-    def launch(self, attempt: int) -> OSError | None:
-        """Record that the processes are about to start; return the error if the folder is not writable."""
-        line = {"event": "launch", "time": time.time(), "pid": os.getpid(), "attempt": attempt}
-        return append_line(self._path, line)
-
-    def ended(self, rank: int, moment: float) -> None:
-        """Record that a process has ended."""
-        append_line(self._path, {"event": "ended", "time": moment, "rank": rank})
-
-    def over(self, code: int) -> None:
-        """Record that the run has ended."""
-        append_line(self._path, {"event": "over", "time": time.time(), "code": code})
+_OF_A_PROCESS: Final = record(
+    {
+        "event": text("so far|end|left"),
+        "time": _MOMENT,
+        "began": _MOMENT,
+        "doing": text(),
+        "step": integer(),
+        "begun": integer(),
+        "seconds": dict_of(_MOMENT),
+    }
+)
+_OF_A_LAUNCHER: Final = record({"event": text("launch|over"), "time": _MOMENT, "pid": integer()})
 
 
 @dataclass(frozen=True)
@@ -152,145 +275,75 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
         NotFound: the folder does not exist, or has no accounts.
         SettingError: none of its lines can be read.
     """
-    folder = _folder_of(Path(run))
-    files = sorted(folder.iterdir())
+    asked = f"Cannot read the goodput of the run {str(run)!r}."
+    remedy = "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True)."
+    if not Path(run).is_dir():
+        raise NotFound(asked, "There is no such folder.", "Name the run's project_dir.")
+    folder = Path(run, GOODPUT_FOLDER) if Path(run, GOODPUT_FOLDER).is_dir() else Path(run)
+    accounts = {int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
+    if not accounts:
+        raise NotFound(asked, f"There is no goodput account in {str(Path(run, GOODPUT_FOLDER))!r}.", remedy)
     damaged = 0
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for path in files:
-        if _FILE.fullmatch(path.name) or _LAUNCHER.fullmatch(path.name):
-            lines[path.name], wrong = _read(path)
-            damaged += wrong
-    launcher = sorted((line for name in lines if _LAUNCHER.fullmatch(name) for line in lines[name]), key=_time)
-    ranks = {int(match[1]): lines[name] for name in lines if (match := _FILE.fullmatch(name)) and lines[name]}
+
+    def lines_of(path: Path, shape: Any) -> list[dict[str, Any]]:
+        nonlocal damaged
+        texts = read_limited(path, _MOST_BYTES).splitlines()
+        lines = list(_valid(texts, shape))
+        damaged += len(texts) - len(lines)
+        return lines
+
+    launchers = [path for path in folder.iterdir() if _LAUNCHER.fullmatch(path.name)]
+    launcher = sorted((line for path in launchers for line in lines_of(path, _OF_A_LAUNCHER)), key=_time)
+    ranks = {rank: _last_of_starts(lines_of(path, _OF_A_PROCESS)) for rank, path in sorted(accounts.items())}
+    ranks = {rank: starts for rank, starts in ranks.items() if starts}
     if not ranks:
-        raise SettingError(
-            f"Cannot read the goodput of the run {str(run)!r}.",
-            f"{str(folder)!r} contains no valid line of a goodput account; {damaged} lines are damaged.",
-            "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
-        )
-    parts = {rank: _parts(found) for rank, found in ranks.items()}
-    began = min(one.began for several in parts.values() for one in several)
-    began = min([began, *(line["time"] for line in launcher if line["event"] == "launch")])
-    running = _is_running(launcher)
-    for rank, several in parts.items():
-        ends = [line["time"] for line in launcher if line["event"] == "ended" and line["rank"] == rank]
-        _end_all(several, ends, running)
-    ended = max(one.ended for several in parts.values() for one in several)
-    ended = max([ended, *(line["time"] for line in launcher)])
-    ended = max(ended, time.time()) if running else ended
-    times = [_rank_time(rank, several, began, ended) for rank, several in sorted(parts.items())]
+        why = f"{str(folder)!r} contains no valid line of a goodput account; {damaged} lines are damaged."
+        raise SettingError(asked, why, remedy)
+    running = bool(launcher) and launcher[-1]["event"] == "launch" and state_of(launcher[-1]["pid"]) == "alive"
+    began = min([line["began"] for starts in ranks.values() for line in starts] + [_time(line) for line in launcher])
+    moments = [_time(line) for starts in ranks.values() for line in starts] + [_time(line) for line in launcher]
+    ended = max(*moments, time.time() if running else 0.0)
+    times = [_rank_time(rank, starts, began, ended, running) for rank, starts in ranks.items()]
     return GoodputSummary(str(folder.parent), began, ended, running, times, damaged)
 
 
-def _folder_of(run: Path) -> Path:
-    asked = f"Cannot read the goodput of the run {str(run)!r}."
-    if not run.is_dir():
-        raise NotFound(asked, "There is no such folder.", "Name the run's project_dir.")
-    for folder in (run / GOODPUT_FOLDER, run):
-        if folder.is_dir() and any(_FILE.fullmatch(one.name) for one in folder.iterdir()):
-            return folder
-    raise NotFound(
-        asked,
-        f"There is no goodput account in {str(run / GOODPUT_FOLDER)!r}.",
-        "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
-    )
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The valid lines of a file, and the number of damaged ones."""
-    found, damaged = [], 0
-    for line in read_limited(path, _MOST_BYTES).splitlines():
-        try:
-            read = parse_json(line)
-            shape = _SHAPES[read["event"]]
-            if shape(read):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            damaged += 1
-        else:
-            found.append(read)
-    return found, damaged
+def _valid(texts: Iterable[bytes], shape: Any) -> Iterator[dict[str, Any]]:
+    for line in texts:
+        with contextlib.suppress(ValueError):
+            yield parse_json(line, shape)
 
 
 def _time(line: Mapping[str, Any]) -> float:
     return float(line["time"])
 
 
-@dataclass
-class _Part:
-    """One start of a process.
-
-    Args:
-        began: when the process started.
-        ended: when it ended, as far as is known.
-        seconds: its account, up to `until`.
-        until: when the account was last written.
-        doing: the category at that time.
-        step: the step that it reached.
-        closed: whether the process closed its account by itself.
-    """
-
-    began: float
-    ended: float
-    seconds: dict[str, float] = field(default_factory=dict)
-    until: float = 0.0
-    doing: str = CATEGORIES[START_UP]
-    step: int = 0
-    closed: bool = False
-
-
-def _parts(lines: Iterable[Mapping[str, Any]]) -> list[_Part]:
-    """The starts of a process, in order."""
-    parts: dict[float, _Part] = {}
+def _last_of_starts(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The newest line of each start of a process, in order; nothing follows the line of its end."""
+    starts: dict[float, Mapping[str, Any]] = {}
     for line in lines:
-        part = parts.setdefault(line["began"], _Part(line["began"], line["time"]))
-        if part.closed or line["time"] < part.until:
-            continue
-        part.ended = part.until = line["time"]
-        if line["event"] != "start":
-            part.seconds = {name: float(line["seconds"].get(name, 0.0)) for name in CATEGORIES}
-            part.step, part.closed = line["step"], line["event"] == "end"
-            part.doing = line.get("doing", part.doing)
-    return sorted(parts.values(), key=lambda part: part.began)
+        before = starts.get(line["began"])
+        if before is None or (before["event"] != "end" and _time(before) <= _time(line)):
+            starts[line["began"]] = line
+    return [line for _, line in sorted(starts.items())]
 
 
-def _end_all(parts: Sequence[_Part], ends: Sequence[float], running: bool) -> None:
-    """Charge the time from the last line of each start until the process was killed, or until now."""
-    for index, part in enumerate(parts):
-        following = parts[index + 1].began if index + 1 < len(parts) else _LATEST
-        if part.closed:
-            continue
-        seen = next((moment for moment in ends if part.until <= moment <= following), None)
-        if seen is None and running and following == _LATEST:
-            seen = time.time()
-        if seen is not None:
-            part.seconds = part.seconds or dict.fromkeys(CATEGORIES, 0.0)
-            doing = part.doing if part.doing in part.seconds else CATEGORIES[STEP]
-            part.seconds[doing] += seen - part.until
-            part.ended = seen
-
-
-def _is_running(launcher: Sequence[Mapping[str, Any]]) -> bool:
-    last = launcher[-1] if launcher else None
-    launches = [line for line in launcher if line["event"] == "launch"]
-    if last is None or last["event"] == "over" or not launches:
-        return False
-    return state_of(launches[-1]["pid"]) == "alive"
-
-
-def _rank_time(rank: int, parts: Sequence[_Part], began: float, ended: float) -> RankTime:
-    seconds = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in CATEGORIES}
+def _rank_time(rank: int, starts: Sequence[Mapping[str, Any]], began: float, ended: float, running: bool) -> RankTime:
+    seconds = {name: sum(float(line["seconds"].get(name, 0.0)) for line in starts) for name in CATEGORIES}
     # Before the first start the time counts as start-up.
-    seconds[CATEGORIES[START_UP]] += parts[0].began - began
+    until = starts[0]["began"]
+    seconds[CATEGORIES[START_UP]] += until - began
     unattributed = 0.0
-    until = parts[0].began
-    for part in parts:
-        seconds[CATEGORIES[DOWN]] += max(part.began - until, 0.0)
-        until = max(part.ended, until)
-        unattributed += max(part.ended - part.began - sum(part.seconds.values()), 0.0)
-    if parts[-1].closed:
+    for line in starts:
+        seconds[CATEGORIES[DOWN]] += max(line["began"] - until, 0.0)
+        until = max(_time(line), until)
+        unattributed += max(_time(line) - line["began"] - sum(line["seconds"].values()), 0.0)
+    rest = max(ended - until, 0.0)
+    if starts[-1]["event"] == "end":
         # Its script was over, and the run still ended: nothing is down.
-        unattributed += max(ended - until, 0.0)
+        unattributed += rest
+    elif running and starts[-1]["event"] == "so far" and starts[-1]["doing"] in seconds:
+        # It goes on with what it did.
+        seconds[starts[-1]["doing"]] += rest
     else:
-        seconds[CATEGORIES[DOWN]] += max(ended - until, 0.0)
-    return RankTime(rank, len(parts), max(part.step for part in parts), seconds, unattributed)
+        seconds[CATEGORIES[DOWN]] += rest
+    return RankTime(rank, len(starts), max(line["step"] for line in starts), seconds, unattributed)

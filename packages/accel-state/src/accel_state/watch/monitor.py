@@ -22,6 +22,7 @@ from accel_state.errors import StoreUnreachable
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
 from accel_state.watch.calls import CallLog, UserFrame
+from accel_state.watch.goodput import account_line, append_line, pause_after
 from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_state.watch.status import (
     EXITED_NORMALLY,
@@ -86,7 +87,7 @@ class HangMonitor:
         self._world_size = world_size
         self.always_reads = world_size <= ALWAYS_READ_UP_TO
         self._failures = 0
-        self._try_again = self._publish_at = self._reads_until = self._stacks_until = 0.0
+        self._try_again = self._publish_at = self._reads_until = self._stacks_until = self._line_due = 0.0
         self._control = control if world_size > 1 else None
         self._texts: dict[int, bytes] = {}
         self._statuses: dict[int, RankStatus] = {}
@@ -164,13 +165,20 @@ class HangMonitor:
                 self._use_store(now, stack, requests)
             if asked:
                 write_world(folder, self.world())
-            STATUS_RECORD.append_lines()
+            self._append_account(now)
             # `request_stacks` takes no lock, so nothing wakes this thread.
             for _ in range(_POLLS):
                 if self._end.wait(TICK / _POLLS):
                     return
                 if self._requests:
                     break
+
+    def _append_account(self, now: float) -> None:
+        # No other thread runs during a copy.
+        path, cells = STATUS_RECORD.account, tuple(STATUS_RECORD.cells)
+        if path and now >= self._line_due:
+            append_line(path, account_line(cells, "so far", now))
+            self._line_due = now + pause_after(cells, now)
 
     def _use_store(self, now: float, stack: bool, requests: bool) -> None:
         reads = now < self._reads_until

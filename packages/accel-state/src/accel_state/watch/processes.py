@@ -4,8 +4,8 @@
         print(process.rank, process.state, process.at)
 
 The hang monitor of a process that trains writes its position within a second. A process that does not answer is
-inspected from outside: the system reports whether it exists, is stopped, or is in a system call on a file, and its
-stack shows whether it still imports. Therefore nothing here waits for a process or for the store of the run.
+inspected from outside: the system reports whether it exists, is stopped, or is blocked in a system call, and its stack
+shows whether it still imports. Therefore nothing here waits for a process or for the store of the run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from accel_state.proc import ProcessInfo, environment_of, process_info, state_of, system_call
-from accel_state.watch.calls import IMPORT
+from accel_state.proc import ProcessInfo, environment_of, process_info, state_of
+from accel_state.watch.calls import IMPORT, UserFrame
 from accel_state.watch.record import STATUS_FOLDER
 from accel_state.watch.runs import LaunchedRun
-from accel_state.watch.stacks import (
-    SUFFIX,
-    frames_of_main_thread,
-    is_importing,
-    py_spy_stack,
-    signalled_stacks,
-    user_frame,
-)
+from accel_state.watch.stacks import SUFFIX, signalled_stacks, user_frame_in
 from accel_state.watch.status import (
     EXITED_NORMALLY,
     IN_COLLECTIVE,
@@ -71,7 +64,7 @@ class ProcessStatus:
         state: "importing", "waiting for others" (to begin), "in collective", "in step", "saving", "loading", "in file
             IO", "running" (before the first step), "silent" (it exists and does not answer), "stopped", "finished",
             "dead" or "unknown" (on another machine, and it never published a status).
-        operation: the current collective, system call on a file, or library function; or empty.
+        operation: the current collective or library function; or empty.
         at: line of the user's code where it is, or was last; for a collective the line that called it. Empty if
             unknown.
         seconds: for how long it has been in this state, or in this step; None if unknown.
@@ -131,36 +124,45 @@ class _Process(NamedTuple):
     def runs(self) -> bool:
         return self.exists and (self.info is None or self.info.state != "stopped")
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it is in a system call that no signal ends, such as one that waits for a disk."""
+        return self.info is not None and self.info.state == "uninterruptible"
+
 
 def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
     """What every process of a run does now; takes at most five seconds, whatever the processes do.
 
     Args:
         run: the run.
-        stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
+        stacks: add the Python stacks of the processes of this machine.
     """
     begun, folder = time.monotonic(), run.status_folder
     request_stacks(folder)
     processes = _processes(folder)
     size = _world_size(processes)
-    own = _own_statuses(folder, processes)
-    reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
-    elsewhere = size > len(processes)
-    if elsewhere and reporting:
-        request_world(folder, min(reporting))
-    world = _wait_for_answers(folder, processes, reporting, begun, elsewhere and bool(reporting))
+    world = _wait_for_answers(folder, processes, size, begun)
     processes = _processes(folder)
     own = _own_statuses(folder, processes)
     silent = [rank for rank in processes if rank not in own or not _has_answered(own[rank], own[rank].time, begun)]
     inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank in silent)]
     written = signalled_stacks({one.pid: one.stack_file for one in inspected})
-    statuses = [_local(rank, one, own.get(rank), written.get(one.pid, ""), run) for rank, one in processes.items()]
-    if stacks:
-        statuses = [replace(one, stack=_stack(processes[one.rank], written)) for one in statuses]
-    statuses += [_remote(rank, world) for rank in range(size) if rank not in processes]
-    ordered = tuple(sorted(statuses, key=lambda one: one.rank))
-    answers = (world is not None and world.store_answers) if elsewhere else None
-    return RunStatus(run, size, ordered, _held_up_by(ordered), answers)
+    statuses = []
+    for rank in range(size):
+        process = processes.get(rank)
+        if process is not None:
+            stack = written.get(process.pid, "")
+            status = _status_of(rank, own.get(rank), _age(own.get(rank)), process, user_frame_in(stack, run))
+            statuses.append(replace(status, stack=stack) if stacks else status)
+        else:
+            seen = None if world is None else world.statuses.get(rank)
+            statuses.append(_status_of(rank, seen, world.ages[rank] if world is not None and seen is not None else 0.0))
+    answers = (world is not None and world.store_answers) if size > len(processes) else None
+    return RunStatus(run, size, tuple(statuses), _held_up_by(statuses), answers)
+
+
+def _age(own: RankStatus | None) -> float:
+    return 0.0 if own is None else time.monotonic() - own.time
 
 
 def _processes(folder: str) -> dict[int, _Process]:
@@ -213,21 +215,20 @@ def _has_answered(status: RankStatus, moment: float, begun: float) -> bool:
     return bool(status.left) or status.state == _WAITING or (status.has_stack and moment >= begun)
 
 
-def _wait_for_answers(
-    folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
-) -> World | None:
+def _wait_for_answers(folder: str, processes: Mapping[int, _Process], size: int, begun: float) -> World | None:
     """Wait for new statuses of the reporting processes, and for those of other machines, which one of them writes."""
+    own = _own_statuses(folder, processes)
+    reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
+    elsewhere = size > len(processes) and bool(reporting)
+    if elsewhere:
+        request_world(folder, min(reporting))
     while True:
-        waited = time.monotonic() - begun
-        own = _own_statuses(folder, processes)
-        missing = waited < _ANSWER and any(
-            rank in own and not _has_answered(own[rank], own[rank].time, begun) for rank in reporting
-        )
-        world = read_world(folder) if wants_world else None
-        world = world if world is not None and world.time >= begun else None
-        if wants_world and waited < _ANSWER_OF_OTHERS:
-            missing = missing or world is None or not _all_answered(world, begun)
-        if not missing:
+        waited, own = time.monotonic() - begun, _own_statuses(folder, processes)
+        here = all(_has_answered(own[rank], own[rank].time, begun) for rank in reporting if rank in own)
+        world = read_world(folder) if elsewhere else None
+        world = None if world is None or world.time < begun else world
+        there = not elsewhere or (world is not None and _all_answered(world, begun))
+        if (here or waited >= _ANSWER) and (there or waited >= _ANSWER_OF_OTHERS):
             return world
         time.sleep(_POLL)
 
@@ -239,56 +240,53 @@ def _all_answered(world: World, begun: float) -> bool:
     )
 
 
-def _stack(process: _Process, written: Mapping[int, str]) -> str:
-    """The stacks of the threads of a process, by py-spy or as the process wrote them."""
-    by_py_spy = py_spy_stack(process.pid, stopped=not process.runs) if process.exists else ""
-    return by_py_spy or written.get(process.pid, "")
+def _status_of(
+    rank: int,
+    own: RankStatus | None,
+    age: float,
+    process: _Process | None = None,
+    frame: UserFrame | None = None,
+) -> ProcessStatus:
+    """One process.
 
-
-def _local(rank: int, process: _Process, own: RankStatus | None, stack: str, run: LaunchedRun) -> ProcessStatus:
-    """One process of this machine."""
-    host = socket.gethostname()
-    status = (
-        ProcessStatus(rank, host, process.pid, "running")
-        if own is None
-        else _published(rank, own, host, time.monotonic() - own.time)
-    )
-    frames = frames_of_main_thread(stack)
-    frame = user_frame(frames, run.working_folder)
+    Args:
+        rank: its rank.
+        own: the status that it published last, or None.
+        age: seconds since then.
+        process: what the system of this machine reports about it; None on another machine.
+        frame: where its main thread is, if it was inspected from outside.
+    """
+    if own is not None:
+        status = _published(rank, own, age)
+    elif process is not None:
+        status = ProcessStatus(rank, socket.gethostname(), process.pid, "running")
+    else:
+        return ProcessStatus(rank, "", 0, "unknown")
     if frame is not None and status.state in ("running", "in step"):
         status = replace(status, operation=frame.inside, at=str(frame.location))
-    if status.state == "running" and (status.operation == IMPORT or is_importing(frames)):
+    if status.state == "running" and status.operation == IMPORT:
         status = replace(status, state="importing", operation="")
-    if process.info is not None and process.exists:
+    if process is not None and process.exists and process.info is not None:
         status = replace(status, memory=process.info.memory)
-    call = system_call(process.pid) if process.runs else ""
-    state, operation, seconds = _seen_from_outside(process, own, call, status)
-    return replace(status, state=state, operation=operation, seconds=seconds)
+    if process is not None and not process.exists:
+        finished = own is not None and own.left == EXITED_NORMALLY
+        return replace(status, state="finished" if finished else "dead", operation="", seconds=None)
+    if process is not None and not process.runs:
+        return replace(status, state="stopped", seconds=None)
+    if process is not None and process.is_blocked and status.state in ("running", "in step"):
+        return replace(status, state="in file IO", operation="", seconds=None)
+    if own is not None and not own.left and own.state != _WAITING and age > _SILENT:
+        return replace(status, state="silent", seconds=age)
+    return status
 
 
-def _seen_from_outside(
-    process: _Process, own: RankStatus | None, call: str, status: ProcessStatus
-) -> tuple[str, str, float | None]:
-    """State, operation and seconds of a process, as the system reports them, or else from its own status."""
-    if not process.exists:
-        return ("finished" if own is not None and own.left == EXITED_NORMALLY else "dead"), "", None
-    if not process.runs:
-        return "stopped", status.operation, None
-    blocked = process.info is not None and process.info.state == "uninterruptible"
-    if (call or blocked) and status.state in ("running", "in step"):
-        return "in file IO", call, None
-    if own is not None and not own.left and own.state != _WAITING and time.monotonic() - own.time > _SILENT:
-        return "silent", status.operation, time.monotonic() - own.time
-    return status.state, status.operation, status.seconds
-
-
-def _published(rank: int, own: RankStatus, host: str, age: float) -> ProcessStatus:
+def _published(rank: int, own: RankStatus, age: float) -> ProcessStatus:
     """A process according to its own status, which is so many seconds old."""
     state = "finished" if own.left == EXITED_NORMALLY else "dead" if own.left else own.state
     operation = own.operation if state == IN_COLLECTIVE else "" if own.at or own.left else own.main_thread_in
     return ProcessStatus(
         rank,
-        host,
+        own.host.partition(" ")[0],
         own.pid,
         state,
         operation,
@@ -301,17 +299,6 @@ def _published(rank: int, own: RankStatus, host: str, age: float) -> ProcessStat
         device_memory=None if own.device_memory < 0 else own.device_memory,
         call=own.number,
     )
-
-
-def _remote(rank: int, world: World | None) -> ProcessStatus:
-    """A process of another machine, as a process of this machine read it from the store."""
-    own = None if world is None else world.statuses.get(rank)
-    if world is None or own is None:
-        return ProcessStatus(rank, "", 0, "unknown")
-    age = world.ages[rank]
-    status = _published(rank, own, own.host.partition(" ")[0], age)
-    # It may have left that state since.
-    return replace(status, state="silent", seconds=age) if age > _SILENT and not own.left else status
 
 
 def _held_up_by(processes: Iterable[ProcessStatus]) -> tuple[int, ...]:

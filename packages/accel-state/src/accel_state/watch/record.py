@@ -2,6 +2,7 @@
 
     STATUS_RECORD.open(folder, rank)                        # before that, the numbers are in private memory
     STATUS_RECORD.cells[STEPS] = STATUS_RECORD.steps = 7    # the training code: plain stores, without a system call
+    STATUS_RECORD.enter(STEP)                               # time from now on is charged to steps
     STATUS_RECORD.publish(text)                             # the monitor's thread: the rest of the status, as JSON
 
 The file is in the private folder of a launcher. Only its own process opens it for writing, and it has its space
@@ -12,19 +13,27 @@ Layout, in the byte order of the machine: the text `MAGIC`, which has the versio
 below; the ids of the current samples, as JSON that ends with a zero byte; and two slots for the status text, of which
 the number at `SLOT` names the newest. All times are seconds of the monotonic clock, which the processes of a machine
 share: no step of the wall clock changes a decision.
+
+The last numbers are the seconds that this process spent on each category. When it turns to another category, the time
+since the last change is added to one number. Their sum is therefore the time of that change, and a process that is
+killed at any moment leaves a record that adds up. What a loop does with a batch is known afterwards: a step if an
+optimizer stepped, or else evaluation. Until then its time is undecided, and counts as the likely category.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from accel_state.library import caller
 from accel_state.proc import process_info, state_of
 
 if TYPE_CHECKING:
@@ -32,9 +41,19 @@ if TYPE_CHECKING:
 
 __all__ = (
     "CATEGORIES",
+    "DATA",
+    "DOWN",
+    "EVALUATION",
+    "FIRST_STEP",
+    "RECOMPUTED",
+    "SAVING",
+    "START_UP",
     "STATUS_FOLDER",
     "STATUS_RECORD",
+    "STEP",
     "STEPS",
+    "UNDECIDED",
+    "WAITING",
     "Activity",
     "RecordContent",
     "StatusRecord",
@@ -62,14 +81,19 @@ CATEGORIES: Final = (
 )
 """Categories of the time of a run; only "step" is useful work."""
 
-(
-    PID, STARTED, RANK, STEPS, LOADED, SLOT,
-    ACCOUNT, BEGAN, WALL, DOING, SINCE, UNDECIDED, REACHED, BEFORE, PAUSED, RESUMED, WAIT,
-    SECONDS,
-) = range(18)  # fmt: skip
-"""Positions of the numbers. Those from `ACCOUNT` on are the account of `seconds`; at last the seconds by category."""
+START_UP, FIRST_STEP, DATA, STEP, EVALUATION, SAVING, RECOMPUTED, WAITING, DOWN = range(len(CATEGORIES))
 
-_NUMBERS: Final = SECONDS + len(CATEGORIES)
+UNDECIDED: Final = len(CATEGORIES)
+"""Position behind the seconds of the categories, for the time whose category is not known yet."""
+
+(PID, STARTED, RANK, STEPS, LOADED, SLOT, BEGAN, WALL, DOING, LIKELY, UNDER_WAY, BEFORE, SECONDS) = range(13)
+"""Positions of the numbers: the process; its steps, and those of the run before the checkpoint that it has loaded; the
+slot of the text; when the process was started (0: its time is not recorded), by the monotonic clock, and what has to be
+added for the wall clock; its category (`UNDECIDED` is one), and the likely category of undecided time, and the step of
+the run that is then under way; the highest step that earlier processes of this rank have begun. At last the seconds."""
+
+_UNDECIDED: Final = SECONDS + UNDECIDED
+_NUMBERS: Final = SECONDS + len(CATEGORIES) + 1
 _SAMPLES: Final = len(MAGIC) + 8 * _NUMBERS
 _MOST_SAMPLES: Final = 2048
 _TEXTS: Final = _SAMPLES + _MOST_SAMPLES
@@ -101,6 +125,7 @@ class StatusRecord:
 
     Attributes:
         steps: steps since the process was started, of the optimizer with the most steps; also in `cells`.
+        stepped: set to True by every step of any optimizer.
         loaded: steps of the run before the checkpoint that this process has loaded.
         backwards: number of calls of `Accelerator.backward` that synchronise gradients between the processes.
         cells: the numbers of the record, by position.
@@ -110,23 +135,27 @@ class StatusRecord:
         folder: folder with the run's output, or empty.
         device_memory: returns the bytes that this process uses on its device; None if they are not counted.
         activity: what this process does instead of training.
-        account: file with the lines of the time account; empty if there is none.
-        append_lines: appends what is due there; the monitor's thread calls it.
+        account: file to which the monitor's thread appends the seconds (`goodput`); empty if there is none.
+        doing: the current category, or `UNDECIDED`.
+        since: when the category last changed.
     """
 
     __slots__ = (
         "_memory",
         "_moments",
+        "_thread",
         "account",
         "activity",
-        "append_lines",
         "backwards",
         "cells",
         "device_memory",
+        "doing",
         "folder",
         "loaded",
         "samples",
+        "since",
         "status_folder",
+        "stepped",
         "steps",
     )
 
@@ -137,7 +166,8 @@ class StatusRecord:
         self.samples: Callable[[int | None], list[str]] = lambda read: []
         self.device_memory: Callable[[], int | None] = lambda: None
         self.account = ""
-        self.append_lines: Callable[[], None] = lambda: None
+        self.stepped = False
+        self.doing, self.since, self._thread = START_UP, monotonic(), 0
         self._memory: mmap.mmap | None = None
         # Replaced as a whole, because the monitor's thread may read it at any moment.
         self.activity: Activity | None = None
@@ -209,22 +239,73 @@ class StatusRecord:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Record what this process does inside the block."""
-        # A single process has no monitor and does not import that module.
-        from accel_state.watch.calls import caller
-
         before = self.activity
-        self.activity = Activity(name, *caller(), time.monotonic())
+        self.activity = Activity(name, *caller(), monotonic())
         try:
             yield
         finally:
             self.activity = before
+
+    # ------------------------------------------------------------------ the time by category
+
+    def begin_account(self) -> None:
+        """Record on what this process spends its time, from its start on; only this thread changes the category."""
+        self._thread, age = threading.get_ident(), _age()
+        self.doing, self.since = START_UP, monotonic()
+        self.cells[SECONDS:] = memoryview(bytes(8 * (len(CATEGORIES) + 1))).cast("d")
+        self.cells[SECONDS], self.cells[DOING] = age, START_UP
+        self.cells[WALL], self.cells[BEGAN] = time.time() - self.since, self.since - age
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds by category until the last change, and at last those that are undecided."""
+        return list(self.cells[SECONDS:])
+
+    def enter(self, category: int, decided: int | None = None) -> None:
+        """Charge the time from now on to another category, or leave it undecided.
+
+        Args:
+            category: the category, or `UNDECIDED`.
+            decided: the category of the time that is undecided until now.
+        """
+        now, cells, doing = monotonic(), self.cells, self.doing
+        spent = now - self.since
+        if decided is not None:
+            undecided = cells[_UNDECIDED]
+            if undecided:
+                # In this order, a reader misses the time instead of seeing it twice.
+                cells[_UNDECIDED] = 0.0
+                cells[SECONDS + decided] += undecided
+            if doing == UNDECIDED:
+                doing = decided
+        cells[SECONDS + doing] += spent
+        self.since = now
+        self.doing = cells[DOING] = category
+
+    def begin(self, category: int) -> int | None:
+        """Charge the time from now on to saving or waiting; return the category that is to be entered afterwards.
+
+        None if this time is charged already, because saving includes waiting, or if this is another thread.
+        """
+        before = self.doing
+        if not self.is_mine or before in (SAVING, WAITING):
+            return None
+        self.enter(category)
+        return before
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread may change the category."""
+        return threading.get_ident() == self._thread
+
+    # ------------------------------------------------------------------ for the monitor's thread
 
     def pace(self) -> tuple[float, float]:
         """Recent steps per second (0 before two steps were seen), and when the last step was seen (0: none).
 
         The monitor's thread calls it; it sees a step up to one pause of that thread late.
         """
-        now, steps = time.monotonic(), self.steps
+        now, steps = monotonic(), self.steps
         if not steps:
             return 0.0, 0.0
         if not self._moments or self._moments[-1][1] != steps:
@@ -238,6 +319,16 @@ STATUS_RECORD: Final = StatusRecord()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=STATUS_RECORD.leave_to_parent)
+
+
+def _age() -> float:
+    """Seconds since this process was started; 0 if the system does not report it."""
+    info = process_info(os.getpid())
+    if info is None:
+        return 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - info.started / os.sysconf("SC_CLK_TCK"), 0.0)
+    return 0.0
 
 
 def _allocate(file: int, size: int) -> None:

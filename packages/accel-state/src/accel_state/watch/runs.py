@@ -2,8 +2,8 @@
 
 A launcher creates a folder that only its user can enter, in memory where the machine has a place for that, else among
 the temporary files. `run.json` in it identifies the launcher, and its processes keep their status records there. The
-launcher removes its folder when it ends. The folder of a killed launcher remains until another launcher of the same
-user, which sees the same process ids, has started its processes.
+launcher locks its folder from the beginning, and removes it when it ends. The system releases the lock of a launcher
+that was killed at any moment: then the next launcher or reader of the same user removes the folder.
 
 If no place has room for a folder, the run starts all the same: then nothing is recorded, and readers see nothing.
 """
@@ -14,10 +14,17 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from accel_state.proc import environment_of, process_info, state_of
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:
+    # Windows: folders of killed launchers remain.
+    fcntl = None
 
 __all__ = (
     "PREFIX",
@@ -29,11 +36,12 @@ __all__ = (
     "is_private",
     "make_launch_folder",
     "remove_abandoned_folders",
+    "remove_launch_folder",
     "running_runs",
     "status_folder_in",
 )
 
-PREFIX: Final = "accel-launch-"
+PREFIX: Final = "accel-launcher-"
 """Prefix of the name of a launcher's folder."""
 
 RUN_FILE: Final = "run.json"
@@ -45,6 +53,9 @@ PLACES: Final = ("/dev/shm", "/tmp")
 _STATUS: Final = "status"
 _SPACE: Final = 2**20
 """Bytes that a new folder must have room for."""
+
+_ATTEMPTS: Final = 3
+"""How often a folder is created in a place where a reader removes it before it is locked."""
 
 _MOST_BYTES: Final = 64 * 1024
 _LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
@@ -61,19 +72,81 @@ def _places() -> Iterator[str]:
 
 
 def make_launch_folder() -> str:
-    """Create a private folder for a launcher; return its path, also if no place has room for one.
+    """Create and lock a private folder for a launcher; return its path, also if no place has room for one.
 
     Whatever uses the folder must continue if it does not exist.
     """
     path = ""
     for place in _places():
-        path = os.path.abspath(os.path.join(place, f"{PREFIX}{os.urandom(8).hex()}"))
-        with contextlib.suppress(OSError):
-            os.mkdir(path, 0o700)
-            if _has_room(path):
-                return path
-            os.rmdir(path)
+        for _ in range(_ATTEMPTS):
+            path = os.path.abspath(os.path.join(place, f"{PREFIX}{os.urandom(8).hex()}"))
+            with contextlib.suppress(OSError):
+                os.mkdir(path, 0o700)
+                if _lock(path):
+                    if _has_room(path):
+                        return path
+                    remove_launch_folder(path)
+                    break
     return path
+
+
+def remove_launch_folder(folder: str) -> None:
+    """Remove a folder that this process has created, and release its lock."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder in _locks:
+        os.close(_locks.pop(folder))
+
+
+_locks: Final[dict[str, int]] = {}
+"""The descriptors of the folders that this process has locked."""
+
+
+def _lock(folder: str) -> bool:
+    """Lock a folder as long as this process lives; False if a reader removed it before it was locked."""
+    if fcntl is None:
+        return True
+    _locks[folder] = file = os.open(folder, os.O_RDONLY)
+    # A file system without locks proves nothing to readers, who leave the folder alone.
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    if os.path.isdir(folder):
+        return True
+    os.close(_locks.pop(folder))
+    return False
+
+
+def _release_after_fork() -> None:
+    """In a forked process, which must not keep a folder of its parent locked."""
+    while _locks:
+        os.close(_locks.popitem()[1])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_after_fork)
+
+
+def _is_abandoned(folder: str, remove: bool = False) -> bool:
+    """Whether the lock of a folder proves that its launcher has ended; removes it then, if that is asked for."""
+    import shutil
+
+    if fcntl is None:
+        return False
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if remove:
+            # Still locked: a launcher that is about to lock it waits, and then creates another one.
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
 
 
 def _has_room(folder: str) -> bool:
@@ -103,9 +176,7 @@ def announce_run(folder: str) -> str:
     import json
 
     status = status_folder_in(folder)
-    info = process_info(os.getpid())
-    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "namespace": _namespace()}
-    launcher |= {"folder": os.getcwd(), "time": time.time()}
+    launcher = {"pid": os.getpid(), "namespace": _namespace(), "folder": os.getcwd(), "time": time.time()}
     with contextlib.suppress(OSError), open(os.path.join(status, RUN_FILE), "w", encoding="utf-8") as file:
         json.dump(launcher, file)
     return status
@@ -120,24 +191,21 @@ def _namespace() -> str:
 
 def remove_abandoned_folders() -> None:
     """Remove the folders of this user's launchers that ended without removing them."""
-    import shutil
-
-    for folder in {folder for place in _places() for folder in _folders_in(place)}:
-        launcher = _launcher(os.path.join(folder, _STATUS))
-        if launcher is not None and launcher["namespace"] == _namespace() and not _is_running(launcher):
-            shutil.rmtree(folder, ignore_errors=True)
+    for _ in _folders(_places()):
+        pass
 
 
-def _folders_in(place: str) -> Iterator[str]:
-    """The folders of this user's launchers in a place that all users share."""
-    try:
-        names = os.listdir(place)
-    except OSError:
-        return
-    for name in names:
-        folder = os.path.join(place, name)
-        if name.startswith(PREFIX) and is_private(folder):
-            yield folder
+def _folders(places: Iterable[str]) -> Iterator[str]:
+    """The folders of this user's launchers in places that all users share; those of ended launchers are removed."""
+    for place in dict.fromkeys(places):
+        try:
+            names = os.listdir(place)
+        except OSError:
+            continue
+        for name in names:
+            folder = os.path.join(place, name)
+            if name.startswith(PREFIX) and is_private(folder) and not _is_abandoned(folder, remove=True):
+                yield folder
 
 
 def is_private(folder: str) -> bool:
@@ -187,8 +255,7 @@ def running_runs(places: tuple[str, ...] = ()) -> list[LaunchedRun]:
     Args:
         places: further folders in which launchers may have created theirs.
     """
-    folders = (folder for place in dict.fromkeys((*_places(), *places)) for folder in _folders_in(place))
-    runs = (_read(os.path.join(folder, _STATUS)) for folder in folders)
+    runs = (_read(os.path.join(folder, _STATUS)) for folder in _folders((*_places(), *places)))
     return sorted({run.pid: run for run in runs if run is not None}.values(), key=lambda run: run.began)
 
 
@@ -212,28 +279,18 @@ def find_run(run: str) -> LaunchedRun:
 
 def _read(status: str) -> LaunchedRun | None:
     """The run with processes that write into a folder; None if it is not this user's, or has ended."""
-    launcher = _launcher(status) if is_private(os.path.dirname(status)) else None
-    if launcher is None or launcher["namespace"] != _namespace() or not _is_running(launcher):
-        return None
-    return LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
-
-
-def _launcher(status: str) -> dict[str, Any] | None:
-    """What a launcher recorded about itself; None if it has not done so yet."""
     from accel_state.untrusted import integer, number, read_json, record, text
 
-    shape = record({"pid": integer(), "started": integer(), "namespace": text(), "folder": text(), "time": number()})
+    shape = record({"pid": integer(), "namespace": text(), "folder": text(), "time": number()})
+    folder = os.path.dirname(status)
     try:
-        launcher: dict[str, Any] = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES)
+        launcher = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES) if is_private(folder) else None
     except (OSError, ValueError):
         return None
-    return launcher
-
-
-def _is_running(launcher: dict[str, Any]) -> bool:
-    info = process_info(launcher["pid"])
-    another = info is not None and info.started != launcher["started"]
-    return not another and state_of(launcher["pid"]) != "ended"
+    # The state of the process decides where the file system has no locks.
+    if launcher is None or launcher["namespace"] != _namespace() or state_of(launcher["pid"]) == "ended":
+        return None
+    return None if _is_abandoned(folder) else LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
 
 
 def _of_process(pid: int) -> LaunchedRun:

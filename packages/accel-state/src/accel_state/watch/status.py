@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 from accel_state.proc import process_info
 from accel_state.untrusted import read_limited
 from accel_state.watch.calls import CallLog, UserFrame, call_text, locate, main_thread_frame
+from accel_state.watch.flight_recorder import pending_collective
 from accel_state.watch.record import STARTED, STATUS_RECORD, STEPS, SUFFIX, RecordContent, read_content
 
 __all__ = (
@@ -85,6 +86,8 @@ class RankStatus:
         time: when the status was captured.
         group: name of the group of that collective in messages; empty for all processes of the run.
         interruption: which collective was interrupted there and why, until a later one was refused; or empty.
+        pending: a collective of torch that has not ended, from torch's flight recorder, captured with the stack; else
+            empty.
         waits_for_others: whether the main thread certainly waits for other processes, captured with the stack.
         account: file with the lines of its time account, or empty.
         in_backward: whether it waits in a backward pass, which also computes.
@@ -114,6 +117,7 @@ class RankStatus:
     time: float = field(default_factory=time.monotonic)
     group: str = ""
     interruption: str = ""
+    pending: str = ""
     waits_for_others: bool = False
     account: str = ""
     in_backward: bool = False
@@ -143,6 +147,7 @@ class RankStatus:
         if self.active:
             return f"in {self.collective()}{why}"
         before = f"after {self.collective()}{why}" if self.number else "before any collective"
+        before += f", while {self.pending} is pending" if self.pending else ""
         at = self.main_thread_at
         inside = f"in {self.main_thread_in}() at {at}" if self.main_thread_in else f"at {at}"
         return f"{inside}, {before}" if at else before
@@ -170,6 +175,7 @@ def capture_status(
     elif active is not None:
         state, state_since, at = IN_COLLECTIVE, since, str(active.location)
     info = process_info(os.getpid()) if stack else None
+    pending = pending_collective() if stack else ""
     return RankStatus(
         number=call.number if call else 0,
         operation=call.operation if call else "",
@@ -191,7 +197,8 @@ def capture_status(
         started=int(STATUS_RECORD.cells[STARTED]),
         group=call.group if call else "",
         interruption=interruption,
-        waits_for_others=frame.waits_for_others if frame else False,
+        pending=pending,
+        waits_for_others=bool(pending) or (frame is not None and frame.waits_for_others),
         account=STATUS_RECORD.account,
         in_backward=frame.in_backward if frame else False,
         backwards=STATUS_RECORD.backwards,

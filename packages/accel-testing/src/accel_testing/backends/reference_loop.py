@@ -257,7 +257,7 @@ def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
         return torch.optim.Adam(trained, lr=0.05)
     if case.muon:
         # Gradients of the head have a singular value of zero, which Muon would enlarge with its rounding errors.
-        hidden = [one for name, one in model.named_parameters() if one.ndim == 2 and "head" not in name]
+        hidden = [one for one in model.parameters() if one.ndim == 2 and len(one) != CLASSES]
         return torch.optim.Muon(hidden, lr=0.05)
     if case.grouped:
         weights = [parameter for parameter in trained if parameter.ndim > 1]

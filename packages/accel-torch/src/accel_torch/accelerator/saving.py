@@ -145,6 +145,7 @@ class SavingMixin(Facade):
         with self.session.saving():
             from accel_torch.weights import save_model
 
+            save_directory = self.session.place_to_save(save_directory)
             save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
 
     def load_weights(
@@ -166,6 +167,8 @@ class SavingMixin(Facade):
         """
         from accel_torch.weights import put_weights
 
+        if isinstance(weights, (str, os.PathLike)):
+            weights = self.session.place_to_load(weights)
         with STATUS_RECORD.during("loading"):
             put_weights(self.session, model, weights, strict)
 
@@ -200,7 +203,7 @@ class SavingMixin(Facade):
         with self.session.saving():
             from accel_plugins.checkpoint.pickled import save
 
-            save(obj, f, self.session.options.project.save_on_each_node, safe_serialization)
+            save(obj, self.session.place_to_save(f), self.session.options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save the state of further objects in every checkpoint, and load it.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from accel_plugins.model_part import ModelPart
     from accel_plugins.precision.config import AutocastKwargs
     from accel_plugins.strategy import Strategy
     from accel_state.labels import RNGType
@@ -160,12 +161,16 @@ class TrainingMixin(Facade):
     def _placed(self, device_placement: bool | None) -> list[bool]:
         return [self.session.options.device_placement if device_placement is None else device_placement]
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[ModelPart]:
         """Context manager in which a model is built directly on its device, as the shards that the backend trains.
 
         On one device, parameters are created on that device. With FSDP2, each process stores only its shard of a
         parameter as soon as the parameter's module is built. The initial values equal those of one process with the
         same seed. Enter the block on every process, and pass the model to `prepare` afterwards.
+
+        The block returns the part of the model that this process builds. With a backend that divides the layers over
+        processes, a model that creates each layer in `part.layer(number, layers)` needs memory on a process only for
+        the layers that this process trains. With other backends, `part` is the whole model.
 
         Args:
             empty_init: skip initialisation, because weights are loaded later. None and False initialise.

@@ -61,7 +61,7 @@ class Runs:
         status.add_argument(
             "--stacks",
             action="store_true",
-            help="Add the Python stack of each process of this machine (from py-spy if it is installed).",
+            help="Add the Python stacks of each process of this machine.",
         )
 
         goodput = actions.add_parser(
@@ -75,7 +75,6 @@ class Runs:
         )
         goodput.add_argument("run", metavar="RUN", help=f"{_RUN}.")
         goodput.add_argument("--json", action="store_true", help="Print one line of JSON.")
-        goodput.add_argument("--output", type=Path, help="Also write a picture to this file (.svg).")
 
         samples = actions.add_parser(
             "samples",
@@ -94,7 +93,7 @@ class Runs:
         if arguments.action == "goodput":
             from accel_tracking.commands.goodput import show_goodput
 
-            return show_goodput(_path(arguments.run), arguments.json, arguments.output)
+            return show_goodput(_path(arguments.run), arguments.json)
         if arguments.action == "list":
             from accel_tracking.commands.stored import list_runs
 

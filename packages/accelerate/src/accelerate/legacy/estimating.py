@@ -9,10 +9,9 @@ from typing import Any, Final
 from torch import nn
 
 from accel_bigmodel.estimate import build_model
-from accel_bigmodel.hub import fetch_model_info
-from accel_bigmodel.sizes import calculate_maximum_sizes
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.settings.installed import importable
+from accel_state.settings.installed import Requirement, importable
+from accelerate.legacy.big_models import calculate_maximum_sizes
 
 _LIBRARIES: Final = ("timm", "transformers")
 
@@ -38,7 +37,19 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     Raises:
         Missing: huggingface_hub is not installed.
     """
-    return fetch_model_info(repo, token)
+    Requirement("huggingface_hub", distribution="huggingface-hub").demand(
+        f"Cannot fetch the description of {repo!r} from the Hub."
+    )
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    model_info: Any = huggingface_hub.model_info
+    try:
+        return model_info(repo, token=token)
+    except errors.GatedRepoError:
+        return "gated"
+    except errors.RepositoryNotFoundError:
+        return "repo"
 
 
 def check_has_model(error: BaseException | None) -> str:

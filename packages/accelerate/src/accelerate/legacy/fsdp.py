@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.fsdp2 import FSDP2Strategy, apply_fully_shard
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.fsdp.sharding import blocks_to_shard, ignored_parameters
 from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint

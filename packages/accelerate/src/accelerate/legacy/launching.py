@@ -10,16 +10,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Final
 
-from accel_cli.commands.launch import this_machine
 from accel_cli.config.resolved import label
-from accel_cli.launch.backends import given_sizes, selection_of
-from accel_cli.launch.check import check_launch
 from accel_cli.launch.devices import count_devices
-from accel_cli.launch.interface import LaunchRequest, Script
+from accel_cli.launch.interface import LaunchRequest
+from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.mpi import find_mpi, placement
-from accel_cli.launch.options import carried_classes, launch_classes, settings_by_flag
-from accel_cli.launch.request import read_request
-from accel_cli.launch.script import how_to_run
+from accel_cli.launch.options import settings_by_flag
+from accel_cli.launch.request import check_request, read_request
 from accel_cli.launch.settings import MachineSettings
 from accel_state.labels import DistributedType
 from accel_state.network import DEFAULT_PORT, get_free_port
@@ -104,8 +101,8 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
     Raises:
         SettingError: a value or the config file cannot be used; `Conflict` when two settings contradict each other.
     """
-    request = read_request(own_arguments(args), os.environ)
-    check_launch(request.settings)
+    request = _launch(args)
+    check_request(request)
     given: set[str] = getattr(args, "nondefault", set())
     read = request.config.values if request.config is not None else {}
     for flag, known in settings_by_flag(launch_classes()).items():
@@ -115,13 +112,13 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
             as_text = isinstance(value, tuple) and default_of(known) is None
             setattr(args, name_of(flag), ",".join(value) if as_text else value)
     config = None if request.config is None else load_config_from_file(request.config.path)
-    selection = selection_of(request.settings)
+    selection = request.selection
     if selection is not None and not (args.cpu and selection.on_devices):
         if selection.switch is not None:
             setattr(args, selection.switch.name, True)
         elif selection.label == DistributedType.MULTI_GPU.value:
             args.multi_gpu = True
-    args.use_parallelism_config = args.use_parallelism_config or bool(given_sizes(request.settings))
+    args.use_parallelism_config = args.use_parallelism_config or bool(request.axes)
     args.use_cpu = args.cpu or bool(config is not None and config.use_cpu)
     processes = request.settings["num_processes"].value
     fallback = {
@@ -143,11 +140,7 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
 
 
 def _launch(args: Namespace) -> LaunchRequest:
-    own = own_arguments(args)
-    request = read_request(own, os.environ)
-    target, *arguments = own.script or [""]
-    script = Script(how_to_run(own.module, own.no_python), target, tuple(arguments))
-    return LaunchRequest(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
+    return read_request(own_arguments(args), os.environ, allocations=False)
 
 
 def _sizes(launch: LaunchRequest) -> tuple[int, int]:

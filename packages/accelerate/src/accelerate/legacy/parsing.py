@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from accel_cli.config.resolved import REPEATED
-from accel_cli.launch.options import destination, is_switch, launch_classes, settings_by_flag
+from accel_cli.launch.launchers import launch_classes
+from accel_cli.launch.options import destination, is_switch, settings_by_flag
+from accel_cli.launch.settings import WITHOUT_EFFECT
 from accel_state.settings.schema import Setting
 
 _NAMES: Final = {"tpu_cluster": "tpu_use_cluster"}
@@ -114,6 +116,8 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
         names = ("-t", flag) if flag == "--tee" else (flag,)
         how: dict[str, Any] = {"action": "append"} if known.type is REPEATED else {"type": _reader(known)}
         parser.add_argument(*names, help=_escaped(known.help), **to, **how)
+    for flag in WITHOUT_EFFECT:
+        parser.add_argument(flag, action="store_true", help="Has no effect.")
     for names, meaning in (
         (("-q", "--quiet"), "Do not print the launcher's messages."),
         (("-m", "--module"), "Run a module instead of a script."),

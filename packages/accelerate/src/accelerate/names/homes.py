@@ -171,8 +171,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.bnb": {
         "accel_bigmodel.quantize": """
-            get_keys_to_not_convert get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit
-            replace_with_bnb_layers get_quantized_model_device_map load_and_quantize_model
+            get_keys_to_not_convert get_quantized_model_device_map load_and_quantize_model
+        """,
+        "accelerate.legacy.quantised_layers": """
+            get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit replace_with_bnb_layers
         """,
     },
     "accelerate.utils.ao": {
@@ -307,19 +309,19 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.modeling": {
         "accel_bigmodel.align": "align_module_device has_offloaded_params",
-        "accel_bigmodel.placement": """
-            fallback_allocate get_balanced_memory get_max_memory get_module_size_with_ties
-        """,
-        "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
-        "accel_bigmodel.dispatch": "get_state_dict_from_offload get_state_dict_offloaded_model",
-        "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
+        "accel_bigmodel.placement": "get_balanced_memory get_max_memory infer_auto_device_map",
+        "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map",
+        "accel_bigmodel.dispatch": "get_state_dict_offloaded_model",
+        "accel_bigmodel.load": "load_checkpoint_in_model load_state_dict",
         "accel_bigmodel.sizes": """
-            calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int
-            dtype_byte_size get_max_layer_size get_module_leaves get_non_persistent_buffers named_module_tensors
+            compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size get_non_persistent_buffers
+            named_module_tensors
         """,
-        "accel_bigmodel.tied": """
-            check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
-            retie_parameters
+        "accel_bigmodel.tied": "find_tied_parameters id_tensor_storage retie_parameters",
+        "accelerate.legacy.big_models": """
+            calculate_maximum_sizes check_tied_parameters_in_config check_tied_parameters_on_same_device
+            compute_module_total_buffer_size fallback_allocate get_module_leaves get_module_size_with_ties
+            get_state_dict_from_offload load_offloaded_weights
         """,
         "accelerate.legacy.error_texts": "set_module_tensor_to_device",
         "accelerate.legacy.precision": "get_grad_scaler get_mixed_precision_context_manager",
@@ -327,9 +329,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """
-            OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
-            offload_state_dict offload_weight save_offload_index
+            OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight
+            save_offload_index
         """,
+        "accelerate.legacy.big_models": "extract_submodules_state_dict",
     },
     "accelerate.utils.operations": {
         "accelerate.legacy.deepspeed": "GatheredParameters",

@@ -1,0 +1,472 @@
+"""Records what a training script computes, optimizer step by optimizer step, at the public points of torch.
+
+Nothing of the script changes, and the recorder calls no collective: each process keeps the parts of tensors that it
+has, and the comparison joins them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from accel_check.batches import Batches
+from accel_check.digests import digest, generators, sample_digests
+from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
+from accel_check.models import Models, piece_of
+from accel_check.records import OutputSums, Piece, RankFacts, Records, StepRecord, values_of, write
+from accel_check.resume_notes import ResumeNotes
+from accel_check.signs import divisor_of, unchanged_copies
+from accel_check.training_state import ResumeTask
+
+__all__ = ("Recorder", "StopRun", "Task")
+
+_MORE_STEPS: Final = 1000
+_MORE_SECONDS: Final = 30.0
+"""How long a script whose sampler never got an epoch trains on, unrecorded, until its second pass."""
+
+
+class StopRun(SystemExit):
+    """Ends a script after its last compared step."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes of a run record.
+
+    Args:
+        folder: folder for their records.
+        steps: steps of each optimizer to record.
+        follows: folder of the run of several processes whose samples this one process reads; empty in that run.
+        double: whether floating-point numbers are 64 bits wide by default.
+        scratch: folder for what the script saves.
+        resume: what a check of a resumed run records; None in a check of parity.
+    """
+
+    folder: str
+    steps: int
+    follows: str = ""
+    double: bool = False
+    scratch: str = ""
+    resume: ResumeTask | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the run of one process that follows the run of several."""
+        return bool(self.follows)
+
+
+class Recorder:
+    """Records what one process computes.
+
+    Args:
+        task: the task of the run.
+        script: the path of the script.
+        rank, world: of this process.
+    """
+
+    def __init__(self, task: Task, script: str, rank: int, world: int) -> None:
+        self.task, self.script = task, str(Path(script).resolve())
+        self.script_folder = str(Path(self.script).parent) + "/"
+        self.facts = RankFacts(rank, world, (rank,))
+        self.models = Models()
+        self.folder = Path(task.folder, f"rank_{rank}")
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.schedulers: list[weakref.ref[LRScheduler]] = []
+        self.step = StepRecord()
+        self.calls = 0
+        self.more_state: list[Callable[[], dict[str, dict[str, str]]]] = []
+        """Return digests of further state, by group and path."""
+        self.known: list[Callable[[], list[Any]]] = []
+        """Return objects whose state is compared already."""
+        self.read_gradients: Callable[[], dict[str, Piece]] = self._own_gradients
+        self.read_parameters: Callable[[], dict[str, Piece]] = self._own_parameters
+        self.other = Records(Path(task.follows)) if task.follows else None
+        replayed = (
+            []
+            if self.other is None
+            else [Path(task.follows, f"rank_{one.rank}") for one in self.other.representatives()]
+        )
+        self.batches = Batches(self.script_folder, self.folder, replayed, self.batch_given, task.resume is None)
+        self._numbers: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._depth = 0
+        self._stack: list[nn.Module] = []
+        self._starts = 0
+        self._begun: dict[str, str] = {}
+        self._mark: dict[str, str] = {}
+        self._unscaled: set[int] = set()
+        self.scalers: list[weakref.ref[Any]] = []
+        self._copies: dict[str, Any] = {}
+        self._ends_at = 0.0
+        self.resume = ResumeNotes(self, task.resume) if task.resume is not None else None
+        self._has_run = False
+        """Whether a model was called: loading may step an optimizer with zero gradients to create its states."""
+        self.clipping = False
+        """Whether gradients are being clipped, so that clipping inside of it is not recorded again."""
+
+    # ------------------------------------------------------------------ hooks
+
+    def install(self) -> None:
+        """Follow what happens in this process until it ends."""
+        if self.task.resume is None:
+            # The compiler cannot trace what is recorded, and an uncompiled model computes the same.
+            torch.compiler.set_stance("force_eager")
+            turn_off_dropout(self._dropout_called)
+        if self.task.double:
+            torch.set_default_dtype(torch.float64)
+        self._wrap_modules()
+        register_optimizer_step_pre_hook(self._step_begins)
+        register_optimizer_step_post_hook(self._step_ends)
+        self._wrap_backward()
+        self._wrap_clipping()
+        self._wrap_constructors()
+        self._wrap_meshes()
+        self.batches.install()
+
+    def _wrap_modules(self) -> None:
+        """Follow calls of modules around all hooks, which may divide inputs and join outputs."""
+        call = nn.Module.__call__
+
+        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            self._forward_begins(module, (arguments, options))
+            try:
+                output = call(module, *arguments, **options)
+            finally:
+                self._stack.pop()
+            self._forward_ends(module, output)
+            return output
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    def _wrap_backward(self) -> None:
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def noted(tensors: Any, *arguments: Any, **options: Any) -> None:
+            self.before_backward(tensors)
+            backward(tensors, *arguments, **options)
+            self.after_backward()
+
+        torch.autograd.backward = noted
+
+    def _wrap_clipping(self) -> None:
+        for module in (nn.utils, nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                setattr(module, name, self._clipping(getattr(module, name)))
+
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def noted(parameters: Any, *arguments: Any, **options: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self.before_clip()
+            outer, self.clipping = self.clipping, True
+            norm = clip(parameters, *arguments, **options)
+            self.clipping = outer
+            self.after_clip(norm)
+            return norm
+
+        return noted
+
+    def _wrap_constructors(self) -> None:
+        begin_optimizer, begin_scheduler = torch.optim.Optimizer.__init__, LRScheduler.__init__
+        unscale, begin_scaler = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.__init__
+
+        def optimizer_made(optimizer: Any, *arguments: Any, **options: Any) -> None:
+            begin_optimizer(optimizer, *arguments, **options)
+            self.optimizers.append(weakref.ref(optimizer))
+
+        def scheduler_made(scheduler: Any, *arguments: Any, **options: Any) -> None:
+            begin_scheduler(scheduler, *arguments, **options)
+            self.schedulers.append(weakref.ref(scheduler))
+
+        def unscaled(scaler: Any, optimizer: Any) -> None:
+            unscale(scaler, optimizer)
+            self._unscaled.add(id(optimizer))
+
+        def scaler_made(scaler: Any, *arguments: Any, **options: Any) -> None:
+            begin_scaler(scaler, *arguments, **options)
+            self.scalers.append(weakref.ref(scaler))
+
+        kinds: list[tuple[Any, str, Callable[..., None]]] = [
+            (torch.optim.Optimizer, "__init__", optimizer_made),
+            (LRScheduler, "__init__", scheduler_made),
+            (torch.amp.GradScaler, "__init__", scaler_made),
+            (torch.amp.GradScaler, "unscale_", unscaled),
+        ]
+        for kind, name, followed in kinds:
+            setattr(kind, name, followed)
+
+    def _wrap_meshes(self) -> None:
+        """Note which ranks read the same samples: those of a mesh along which tensors or sequences are divided."""
+        import torch.distributed.device_mesh as meshes
+        import torch.distributed.tensor.parallel as parallel
+
+        divide = parallel.parallelize_module
+        make = meshes.init_device_mesh
+
+        def divided(module: Any, device_mesh: Any = None, *arguments: Any, **options: Any) -> Any:
+            if device_mesh is not None:
+                self.read_alike(device_mesh.mesh.flatten().tolist())
+            return divide(module, device_mesh, *arguments, **options)
+
+        def made(*arguments: Any, **options: Any) -> Any:
+            mesh = make(*arguments, **options)
+            self.facts.shards_known = True
+            for name in mesh.mesh_dim_names or ():
+                if name in ("tp", "cp", "sp"):
+                    self.read_alike(mesh[name].mesh.flatten().tolist())
+            return mesh
+
+        parallel.parallelize_module = divided
+        meshes.init_device_mesh = made
+        torch.distributed.init_device_mesh = made  # type: ignore[attr-defined]
+
+    def read_alike(self, ranks: list[int]) -> None:
+        """Note ranks that read the same samples as this one on purpose."""
+        if self.facts.rank in ranks:
+            self.facts.alike = tuple(sorted({*self.facts.alike, *ranks}))
+            self.facts.shards_known = True
+
+    # ------------------------------------------------------------------ batches and forward
+
+    def batch_given(self, key: str, ids: list[str]) -> None:
+        """Record a batch that the script receives."""
+        self.facts.reads_loader = True
+        self.step.samples.append(ids)
+        self.step.feeds.append(key.rpartition(" ")[0])
+        self._mark = generators()
+
+    def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
+        outermost = not self._stack
+        self._stack.append(module)
+        if not outermost or not torch.is_grad_enabled() or not module.training:
+            return
+        if not self.models.knows(module):
+            self.adopt(module)
+        self._has_run = self._has_run or self.models.knows(module)
+        if self.resume is not None and self._has_run:
+            self.resume.forward_begins()
+        if not self.facts.reads_loader:
+            self._mark = self._mark or generators()
+            if self.models.knows(module):
+                self.step.rows += sample_digests(inputs)
+
+    def adopt(self, root: nn.Module) -> None:
+        """Record the state of a new model before its first step, and continue from that of the other run."""
+        start = self.models.add(root)
+        if start is None:
+            return
+        if self.task.resume is None:
+            turn_off_recurrent_dropout(root)
+        if not self.sees_gradients:
+            start.parameters = self.read_parameters()
+        for number, reference in enumerate(self.optimizers):
+            optimizer = reference()
+            if optimizer is not None and self._is_outermost(optimizer):
+                start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
+        self.facts.models = len(self.models)
+        if self.resume is None:
+            write(self.folder / f"start_{self._starts}.pt", start)
+            self._starts += 1
+            self._load_start()
+
+    @staticmethod
+    def _is_outermost(optimizer: Any) -> bool:
+        return all(isinstance(one, Tensor) for group in optimizer.param_groups for one in group["params"])
+
+    def _load_start(self) -> None:
+        if self.other is None:
+            return
+        starts = self.other.start()
+
+        def value(name: str) -> Tensor | None:
+            for kind in ("parameters", "buffers"):
+                pieces = [getattr(start, kind).get(name) for start in starts]
+                if any(piece is not None for piece in pieces):
+                    return next(one for one in values_of(pieces) if one is not None)
+            return None
+
+        self.facts.more["other shapes"] = self.models.load(value)
+
+    def _forward_ends(self, module: nn.Module, output: Any) -> None:
+        name = self.models.name(module)
+        if name is None or not torch.is_grad_enabled() or not module.training or self._depth:
+            return
+        sums = self.step.outputs.setdefault(name, OutputSums())
+        sums.calls += 1
+        for tensor in pytree.tree_leaves(output):
+            self.facts.low_precision |= getattr(tensor, "dtype", None) in (torch.float16, torch.bfloat16)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not hasattr(tensor, "placements"):
+                values = tensor.detach().double()
+                sums.elements += values.numel()
+                sums.total += float(values.sum())
+                sums.squares += float(values.square().sum())
+                if values.ndim:
+                    features = values.reshape(-1, values.shape[-1]).sum(0).cpu()
+                    if sums.features is not None and sums.features.shape == features.shape:
+                        features = features + sums.features
+                    sums.features = features
+
+    def _dropout_called(self) -> None:
+        if self.step.dropout is None:
+            name = self.models.name(self._stack[-1]) if self._stack else None
+            self.step.dropout = (name or "", digest(torch.get_rng_state()))
+
+    # ------------------------------------------------------------------ backward and clipping
+
+    def before_backward(self, tensors: Any) -> None:
+        """Record a loss."""
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not hasattr(loss, "placements"):
+            self.step.losses.append(float(loss.detach()))
+            self.step.divisors.append(divisor_of(loss))
+        self.step.unsynchronised.append(any(not one.require_backward_grad_sync for one in self.models.replicas()))
+
+    def after_backward(self) -> None:
+        """Record the gradients that this process has now."""
+        if self.task.resume is None and self.sees_gradients:
+            self.step.after_backward = self.read_gradients()
+
+    def before_clip(self) -> None:
+        """Record the gradients before they are scaled down."""
+        if self.clipping or self.task.resume is not None:
+            return
+        self.step.before_clip = self.read_gradients() or self.step.before_clip
+        for reference in self.scalers:
+            scaler = reference()
+            if scaler is not None and scaler.is_enabled() and scaler.get_scale() != 1 and not self._unscaled:
+                self.remark("gradients are clipped before the scaler's unscale_, so that the limit is too small")
+
+    def after_clip(self, norm: Any) -> None:
+        """Record their norm."""
+        if norm is not None and not self.clipping:
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self.step.norms.append(float(norm))
+
+    def remark(self, sentence: str) -> None:
+        """Record what one process does as well."""
+        if sentence not in self.facts.remarks:
+            self.facts.remarks.append(sentence)
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether gradients can be read without a collective."""
+        return self.read_gradients == self._own_gradients
+
+    def _own_gradients(self) -> dict[str, Piece]:
+        return {name: piece_of(one.grad) for name, one in self.models.parameters() if one.grad is not None}
+
+    def _own_parameters(self) -> dict[str, Piece]:
+        return {name: piece_of(one) for name, one in self.models.parameters()}
+
+    # ------------------------------------------------------------------ steps
+
+    def _step_begins(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        self._depth += 1
+        # Some optimizers step others inside of their own step.
+        if self._depth > 1 or not self._has_run:
+            return None
+        closure = (*arguments, *options.values(), None)[0]
+        if not callable(closure):
+            self._record_gradients(optimizer)
+            return None
+
+        def recorded() -> Any:
+            loss = closure()
+            self._record_gradients(optimizer)
+            return loss
+
+        return (recorded,), {}
+
+    def _record_gradients(self, optimizer: Any) -> None:
+        number = self._number(optimizer)
+        if self.steps_of(number) >= self.task.steps and self.resume is None:
+            self._stop()
+        step = self.step
+        step.optimizer = number
+        step.number = self.steps_of(number) + 1
+        if self.resume is not None:
+            step.number += self.resume.task.resumed_at
+            self.resume.step_begins(step)
+        step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        step.drew = bool(self._mark) and self._mark != generators()
+        if self.task.resume is None:
+            step.gradients = self.read_gradients() or step.after_backward
+            if any(value != 0 for value in step.losses) and not step.gradients:
+                self.remark("the optimizer steps without any gradient although backward has run")
+
+    def _step_ends(self, optimizer: Any, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth or not self._has_run:
+            return
+        self._unscaled.clear()
+        number = self._number(optimizer)
+        self._steps[number] = self._steps.get(number, 0) + 1
+        self.calls += 1
+        if not self.batches.recording:
+            self._go_on()
+            return
+        step, self.step = self.step, StepRecord()
+        self._mark = {}
+        if self.task.resume is None:
+            step.parameters = self.read_parameters()
+            step.buffers = {name: piece_of(one) for name, one in self.models.buffers()}
+            unchanged_copies(sys._getframe(), self.script, self.models, self._copies)
+        last = self.resume is not None and self.resume.step_ends(step)
+        write(self.folder / f"step_{self.calls}.pt", step)
+        if last:
+            raise StopRun
+        if self.resume is None and len(self._numbers) == 1 and self._steps[number] >= self.task.steps:
+            self._stop()
+
+    def _number(self, optimizer: Any) -> int:
+        return self._numbers.setdefault(id(optimizer), len(self._numbers))
+
+    def steps_of(self, number: int) -> int:
+        """The steps that an optimizer has made."""
+        return self._steps.get(number, 0)
+
+    def _stop(self) -> None:
+        """End the script, unless its second pass over the data is still to be seen."""
+        if self.batches.recording and self.batches.shuffled_without_epoch and not self.task.is_reference:
+            self.batches.recording = False
+            self._ends_at = time.monotonic() + _MORE_SECONDS
+            return
+        if self.batches.recording:
+            raise StopRun
+
+    def _go_on(self) -> None:
+        if self.batches.repeats or self.calls > _MORE_STEPS or time.monotonic() > self._ends_at:
+            raise StopRun
+
+    def finish(self) -> None:
+        """Write the facts about this process."""
+        if self.batches.repeats:
+            self.remark(
+                "a pass over the data has the same order as the one before although it is shuffled: call "
+                "sampler.set_epoch(epoch) before each epoch"
+            )
+        if self.batches.padding > 0:
+            self.remark(
+                f"the padding of the sampler repeats {self.batches.padding} samples in each epoch, which losses and "
+                "metrics count twice"
+            )
+        for name, (changed, _) in self._copies.items():
+            if not changed and self.calls > 1:
+                self.remark(f"{name} has the shapes of the trained model and does not change: is it a stale average?")
+        if self.resume is not None:
+            self.facts.more |= self.resume.finish()
+        self.batches.finish()
+        write(self.folder / "facts.pt", self.facts)

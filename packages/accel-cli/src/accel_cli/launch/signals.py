@@ -1,0 +1,100 @@
+"""Signals to the launcher: which it passes on, and an inbox that collects them while it waits for its processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from types import TracebackType
+from typing import Any, Final
+
+__all__ = ("ENDING", "FORWARDED", "Inbox", "is_in_foreground")
+
+
+def _existing(*names: str) -> tuple[int, ...]:
+    return tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+
+
+ENDING: Final = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+"""Signals that ask the run to end."""
+
+FORWARDED: Final = (*ENDING, *_existing("SIGUSR1", "SIGUSR2"))
+"""Signals that the launcher passes on to the processes."""
+
+_CHILD_SIGNALS: Final = _existing("SIGCHLD")
+
+# Without a signal for the end of a process, the launcher polls.
+_MAX_WAIT_S: Final = float("inf") if _CHILD_SIGNALS else 0.1
+
+
+class Inbox:
+    """A context manager that collects signals; a signal that was ignored before (`nohup`) stays ignored."""
+
+    def __init__(self) -> None:
+        self._reader: socket.socket
+        self._writer: socket.socket | None = None
+        self._posted_early: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._wakeup = -1
+
+    def __enter__(self) -> Inbox:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        for number in self._posted_early:
+            self.post(number)
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*FORWARDED, *_CHILD_SIGNALS):
+            if number in _CHILD_SIGNALS or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, _already_in_the_inbox)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def post(self, number: int) -> None:
+        """Add a signal, from any thread, also before the context begins; without effect after it has ended."""
+        if self._writer is None:
+            self._posted_early.append(number)
+            return
+        try:
+            self._writer.send(bytes([number]))
+        except (OSError, ValueError):
+            # The run has ended.
+            return
+
+    def wait(self, timeout: float) -> list[int]:
+        """Signals to forward since the last call; returns early if a signal arrives or a process ends."""
+        if not select.select([self._reader], [], [], min(timeout, _MAX_WAIT_S))[0]:
+            return []
+        try:
+            numbers = self._reader.recv(4096)
+        except BlockingIOError:
+            return []
+        return [number for number in numbers if number in FORWARDED]
+
+
+def _already_in_the_inbox(number: int, frame: object) -> None:
+    """Do nothing: for a signal with a handler, the interpreter itself writes the number into the inbox."""
+
+
+def is_in_foreground() -> bool:
+    """Whether the terminal sends its interrupts to the group of this process; its input may be another file."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
