@@ -36,7 +36,7 @@ from accel_bigmodel.weight_files.reading import (
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.agreement import StoreBarrier
 from accel_ops.collectives import broadcast
-from accel_ops.dtensors import pieces
+from accel_ops.dtensors import local_chunks
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError, SettingError
 from accel_state.identity import Process
@@ -392,7 +392,7 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
             is_parameter = isinstance(own, nn.Parameter)
             own = fresh[name] = nn.Parameter(memory, own.requires_grad) if is_parameter else memory
         if hasattr(own, "to_local"):
-            copies += [Copy(piece.local, weight, piece.offsets) for piece in pieces(own)]
+            copies += [Copy(chunk.local, weight, chunk.offsets) for chunk in local_chunks(own)]
         else:
             copies.append(Copy(own, weight, None))
     with load_progress(model, sum(copy.size for copy in copies)) as advance:

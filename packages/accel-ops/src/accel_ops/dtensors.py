@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ("Piece", "full_tensor", "pieces", "with_shard", "write_full_tensor")
+__all__ = ("LocalChunk", "full_tensor", "local_chunks", "with_shard", "write_full_tensor")
 
 
-class Piece(NamedTuple):
+class LocalChunk(NamedTuple):
     """A part of a full tensor that is contiguous in each dimension, and the memory in which this process holds it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.local.shape, strict=True))
 
 
-def pieces(tensor: Any) -> list[Piece]:
+def local_chunks(tensor: Any) -> list[LocalChunk]:
     """The parts of a DTensor that this process holds; needs no communication.
 
     Args:
@@ -47,7 +47,7 @@ def pieces(tensor: Any) -> list[Piece]:
     Example:
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])  # on process 1 of 2
-        >>> [piece.offsets for piece in pieces(weight)]
+        >>> [chunk.offsets for chunk in local_chunks(weight)]
         [(3, 0)]
     """
     if tensor.device_mesh.get_coordinate() is None:
@@ -62,7 +62,7 @@ def pieces(tensor: Any) -> list[Piece]:
             f"with its placement {tensor.placements} on a mesh of shape {tuple(tensor.device_mesh.shape)}"
         )
     return [
-        Piece(
+        LocalChunk(
             tuple(begin for begin, _, _ in box), local[tuple(slice(start, start + length) for _, start, length in box)]
         )
         for box in itertools.product(*runs)
@@ -84,11 +84,11 @@ def _indexes(tensor: Any) -> list[torch.Tensor]:
                 break
         for axis, factor in mine:
             blocks = (block.chunk(mesh.size(axis)) for block in held[dimension].chunk(factor))
-            held[dimension] = torch.cat([_chunk(block, coordinate[axis]) for block in blocks])
+            held[dimension] = torch.cat([_part(block, coordinate[axis]) for block in blocks])
     return held
 
 
-def _chunk(chunks: tuple[torch.Tensor, ...], position: int) -> torch.Tensor:
+def _part(chunks: tuple[torch.Tensor, ...], position: int) -> torch.Tensor:
     """One of the chunks of `torch.chunk`, which returns fewer if there are not enough elements."""
     return chunks[position] if position < len(chunks) else chunks[0][:0]
 
@@ -106,8 +106,8 @@ def _runs(indexes: torch.Tensor) -> list[tuple[int, int, int]]:
 def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:
     """Overwrite this process's shard of a DTensor by its part of the full tensor `value`; needs no communication."""
     with torch.no_grad():
-        for piece in pieces(tensor):
-            piece.local.copy_(value[piece.place])
+        for chunk in local_chunks(tensor):
+            chunk.local.copy_(value[chunk.place])
 
 
 def full_tensor(tensor: Any) -> torch.Tensor:

@@ -36,7 +36,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
 from accel_bigmodel.weight_files.reading import TensorRecord, record_of_tensor
-from accel_ops.dtensors import pieces
+from accel_ops.dtensors import local_chunks
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FlushedWhileWritten, walk
 from accel_plugins.checkpoint.shard_metadata import read_metadata
@@ -116,7 +116,7 @@ class SavePlans:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's planner with a cache for each object, for shards that consist of several pieces.
+    """torch's planner with a cache for each object, for shards that consist of several chunks.
 
     Args:
         plans: the plans of the last save of the object.
@@ -132,7 +132,7 @@ class _SavePlanner(DefaultSavePlanner):
         """Plan for a state."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._plans.follow(self.state_dict)
-        self.state_dict = _in_pieces(self.state_dict)
+        self.state_dict = _in_chunks(self.state_dict)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The items that each process writes, and the metadata; on the first process."""
@@ -142,16 +142,16 @@ class _SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
 
-def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with several pieces for each shard that is not contiguous in the full tensor; torch assumes one."""
-    return {name: _pieced(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+def _in_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with several chunks for each shard that is not contiguous in the full tensor; torch assumes one."""
+    return {name: _with_chunks(value) if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
-def _pieced(tensor: DTensor) -> DTensor:
+def _with_chunks(tensor: DTensor) -> DTensor:
     if not any(hasattr(placement, "split_factor") for placement in tensor.placements):
         return tensor
-    held = pieces(tensor)
-    local: Any = LocalShardsWrapper([piece.local for piece in held], [piece.offsets for piece in held])
+    held = local_chunks(tensor)
+    local: Any = LocalShardsWrapper([chunk.local for chunk in held], [chunk.offsets for chunk in held])
     constructed: Any = DTensor
     described: DTensor = constructed(local, tensor._spec, requires_grad=False)
     return described
@@ -329,14 +329,14 @@ def _record(file: Any, place: Any) -> io.BufferedReader:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """torch's planner for shards that consist of several pieces, and for values that are only plain data."""
+    """torch's planner for shards that consist of several chunks, and for values that are only plain data."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Plan for a state."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = _in_pieces(self.state_dict)
+        self.state_dict = _in_chunks(self.state_dict)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         # torch would unpickle it without restrictions, so it gets what was read with them.

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from accel_ops.dtensors import pieces, write_full_tensor
+from accel_ops.dtensors import local_chunks, write_full_tensor
 from accel_state.process import PartialState
 from accel_testing.processes import Processes
 
@@ -32,11 +32,13 @@ def packed(rows: int) -> tuple[list[tuple[int, ...]], list[list[float]]]:
     )
     write_full_tensor(weight, whole)
     assert torch.equal(weight.to_local(), torch.cat(held))
-    return [piece.offsets for piece in pieces(weight)], [piece.local.flatten().tolist() for piece in pieces(weight)]
+    return [chunk.offsets for chunk in local_chunks(weight)], [
+        chunk.local.flatten().tolist() for chunk in local_chunks(weight)
+    ]
 
 
 @pytest.mark.parametrize(("rows", "offsets"), [(8, [[0, 4], [2, 6]]), (6, [[0, 3], [2, 5]])])
-def test_a_packed_weight_is_held_in_a_piece_for_each_matrix(
+def test_a_packed_weight_is_held_in_a_chunk_for_each_matrix(
     two: Processes, rows: int, offsets: list[list[int]]
 ) -> None:
     for (places, values), expected in zip(two.run(packed, rows), offsets, strict=True):
@@ -45,7 +47,7 @@ def test_a_packed_weight_is_held_in_a_piece_for_each_matrix(
 
 
 def on_two_axes(rows: int) -> list[bool]:
-    """Whether the pieces of parameters that two axes shard, and what is written to them, agree with the shards."""
+    """Whether the chunks of parameters that two axes shard, and what is written to them, agree with the shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, rows))
@@ -55,8 +57,8 @@ def on_two_axes(rows: int) -> list[bool]:
     same = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        (piece,) = pieces(parameter)
-        same.append(torch.equal(whole[name][piece.place], piece.local))
+        (chunk,) = local_chunks(parameter)
+        same.append(torch.equal(whole[name][chunk.place], chunk.local))
         written = torch.empty_like(parameter)
         write_full_tensor(written, whole[name])
         same.append(torch.equal(written.to_local(), parameter.to_local()))
@@ -69,7 +71,7 @@ def test_shards_of_two_axes_are_where_both_have_cut(four: Processes, rows: int) 
 
 
 def several_kinds() -> list[tuple[tuple[int, ...], int]]:
-    """First indexes and size of the only piece, for shards that are even, uneven, empty and replicated."""
+    """First indexes and size of the only chunk, for shards that are even, uneven, empty and replicated."""
     process = PartialState(cpu=True)
     mesh, found = init_device_mesh("cpu", (process.num_processes,)), []
     for rows, placement in ((4, Shard(0)), (3, Shard(0)), (1, Shard(0)), (3, Replicate()), (3, Shard(1))):
@@ -80,12 +82,12 @@ def several_kinds() -> list[tuple[tuple[int, ...], int]]:
         tensor = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1)
         )
-        ((offsets, piece),) = pieces(tensor)
-        found.append((offsets, piece.numel()))
+        ((offsets, chunk),) = local_chunks(tensor)
+        found.append((offsets, chunk.numel()))
     return found
 
 
-def test_a_plain_shard_is_one_piece(two: Processes) -> None:
+def test_a_plain_shard_is_one_chunk(two: Processes) -> None:
     first, second = two.run(several_kinds)
     assert first == [((0, 0), 4), ((0, 0), 4), ((0, 0), 2), ((0, 0), 6), ((0, 0), 3)]
     assert second == [((2, 0), 4), ((2, 0), 2), ((0, 0), 0), ((0, 0), 6), ((0, 1), 3)]
@@ -100,7 +102,7 @@ def refused() -> list[str]:
             torch.zeros(rows), mesh, [placement], run_check=False, shape=torch.Size((4,)), stride=(1,)
         )
         with pytest.raises(ValueError, match=r"is a sum|does not agree with its placement") as error:
-            pieces(tensor)
+            local_chunks(tensor)
         errors.append(str(error.value))
     return errors
 
