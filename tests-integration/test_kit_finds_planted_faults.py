@@ -17,9 +17,11 @@ from accel_testing.processes import Processes
 
 HERE = str(Path(__file__).parent)
 
+TRAINING: Final = "training_equals_that_of_one_process"
+
 FOUND_BY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "buffers_never_shared": ("set_up_makes_all_processes_start_with_the_weights_of_the_first", {}),
-    "divided_by_passes": ("accumulation_equals_the_big_batch", {"accumulation": 2}),
+    "divided_by_passes": (TRAINING, {"changes": {"accumulation": 2}}),
     "no_sync_of_the_first_model": ("no_sync_holds_back_the_model_that_is_given", {}),
     "reduced_in_step": ("gradients_are_those_of_one_process", {}),
     "scheduler_of_each_process": ("schedulers_step_once_at_each_step", {}),
@@ -27,7 +29,7 @@ FOUND_BY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "learning_rate_not_loaded": ("a_resumed_run_goes_on_bit_for_bit", {"adam": False}),
     "same_dropout_everywhere": ("set_up_leaves_each_process_its_random_numbers", {}),
     "frozen_weights_not_loaded": ("frozen_weights_are_restored", {}),
-    "tied_weight_divided_twice": ("tied_weights_train_as_in_one_process", {}),
+    "tied_weight_divided_twice": (TRAINING, {"changes": {"model": "tied"}}),
     "second_optimizer_left_behind": ("several_models_train_side_by_side", {}),
     "last_batch_lost": ("a_loader_gives_every_batch_in_each_epoch", {}),
     "unscaled_twice": ("clipping_sees_unscaled_gradients", {}),
@@ -70,10 +72,10 @@ FOUND_IN_COMPRESSION_BY: Final[dict[str, tuple[type[BackendSuite], str, dict[str
     "message_in_bfloat16": (ExactSuite, "gradients_are_those_of_one_process", {}),
     "exchanged_again": (CompressedSuite, "completing_gradients_again_leaves_them_as_they_are", {}),
     "exchanged_in_each_pass": (ExactSuite, "no_sync_reduces_nothing_and_is_over_afterwards", {}),
-    "first_group_only": (ExactSuite, "groups_of_parameters_keep_their_options", {}),
+    "first_group_only": (ExactSuite, TRAINING, {"changes": {"grouped": True}}),
     "small_parameters_stay_local": (ExactSuite, "gradients_are_those_of_one_process", {}),
     "missing_on_one_process": (ExactSuite, "processes_may_use_different_parameters", {}),
-    "divided_by_passes": (ExactSuite, "accumulation_equals_the_big_batch", {"accumulation": 2}),
+    "divided_by_passes": (ExactSuite, TRAINING, {"changes": {"accumulation": 2}}),
     "buffers_never_shared": (ExactSuite, "set_up_makes_all_processes_start_with_the_weights_of_the_first", {}),
     "residuals_not_saved": (CompressedSuite, RESUME, {"adam": False}),
     "residuals_of_the_first_process": (CompressedSuite, RESUME, {"adam": False}),

@@ -38,7 +38,7 @@ PACKAGES = (
     "accel-torch",
     "accel-check",
     "accel-megatron",
-    "accel-testing[backends,launchers,stores,trackers]",
+    "accel-testing[backends,commands,launchers,stores,trackers]",
     "accelerate",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class QueuedCopies(HostCopies):
         self.device = device
         self._queue: list[tuple[Callable[[], torch.Tensor | None], torch.Tensor]] = []
         self._done = 0
+        self._lock = threading.Lock()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor.clone()
@@ -70,19 +72,22 @@ class QueuedCopies(HostCopies):
         self.counted.staged += not self.is_pinned(tensor)
         target = torch.full(tensor.shape, float("nan"), dtype=dtype, device=self.device)
         # As on a device, memory of a copy that nobody waits for can be freed.
-        self._queue.append((weakref.ref(target), tensor))
+        with self._lock:
+            self._queue.append((weakref.ref(target), tensor))
         return target
 
     def mark(self) -> int:
-        return self._done + len(self._queue)
+        with self._lock:
+            return self._done + len(self._queue)
 
     def use_after(self, mark: Any) -> None:
         self.counted.waits_of_device += 1
-        while self._done < mark:
-            target_of, source = self._queue.pop(0)
-            if (target := target_of()) is not None:
-                target.copy_(source)
-            self._done += 1
+        with self._lock:
+            while self._done < mark:
+                target_of, source = self._queue.pop(0)
+                if (target := target_of()) is not None:
+                    target.copy_(source)
+                self._done += 1
 
     def start_after_use(self) -> None:
         self.counted.waits_of_device += 1
@@ -223,3 +228,18 @@ def test_nothing_stays_on_the_device_after_a_pass_that_fails(counted: Counted) -
     gc.collect()
     assert family_of(DEVICE).used_memory() == 0
     assert close(model(x), expected)
+
+
+def test_whoever_uses_loaded_weights_too_waits_for_the_copies(counted: Counted) -> None:
+    model, x, expected = model_and_output(blocks=1)
+    cpu_offload(model, DEVICE)
+    hook: AlignDevicesHook = model[0]._hf_hook  # type: ignore[index, assignment]
+    # As another thread, which is in the layer at the same time.
+    hook.pre_forward(model[0])  # type: ignore[index]
+    waits = counted.waits_of_device
+    assert close(model(x), expected)
+    # It waits for the copies before it computes, and later copies for it; nothing is copied again.
+    assert counted.waits_of_device == waits + 2
+    assert len(counted.started) == 2
+    hook.forward_failed(model[0])  # type: ignore[index]
+    assert family_of(DEVICE).used_memory() == 0

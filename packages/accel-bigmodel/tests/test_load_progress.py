@@ -9,6 +9,9 @@ from torch import nn
 
 from accel_bigmodel import load_checkpoint_in_model, progress, save_weights
 
+# Whoever ran before in this process may have started the run of one process.
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 def loaded(folder: Path) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))

@@ -105,6 +105,20 @@ def test_weights_arrive_in_time_and_leave_again(
     assert family.peak_memory() - before < 4 * block_bytes(width_for(device)) + busy + 2**24 * (device.type == "cuda")
 
 
+@on_devices("simulated", differs="copies of blocks read ahead may be under way when a pass ends, or fails")
+def test_no_block_stays_on_the_device_between_passes(device: torch.device) -> None:
+    model, x, expected = model_and_output(device)
+    cpu_offload(model, device)
+    warm_up(device)
+    before = family_of(device).used_memory()
+    with torch.no_grad():
+        for _ in range(4):
+            # As in generation, each pass begins after the one before has returned.
+            assert close(model(x), expected)
+            family_of(device).synchronize()
+            assert family_of(device).used_memory() == before
+
+
 @on_devices("simulated", differs="each stream of the allocator keeps memory of its own, so that many streams keep much")
 def test_what_is_kept_for_reading_ahead_does_not_grow_with_passes(device: torch.device) -> None:
     model, x, expected = model_and_output(device)

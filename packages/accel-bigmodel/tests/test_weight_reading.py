@@ -21,7 +21,7 @@ from accel_bigmodel.weight_files import (
     save_weights,
     save_weights_file,
 )
-from accel_bigmodel.weight_files.reading import tensor_ranges
+from accel_bigmodel.weight_files.names import tensor_ranges
 from accel_state.errors import CheckpointError
 
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5)}

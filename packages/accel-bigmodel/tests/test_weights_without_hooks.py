@@ -22,6 +22,7 @@ from accel_bigmodel import (
     get_state_dict_offloaded_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
     offload_state_dict,
     remove_hook_from_submodules,
     save_weights,
@@ -311,3 +312,31 @@ def test_a_buffer_that_no_checkpoint_holds_is_named(device_map: Any, tmp_path: P
         model = Positions()
     with pytest.raises(CheckpointError, match=r"'frequencies'(.|\n)*persistent=False"):
         disk_offload(model, tmp_path / "weights", CPU)
+
+
+# ---------------------------------------------------------------------- loading again
+
+
+@WAYS
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+def test_a_checkpoint_replaces_offloaded_weights(offload: Offload, load: Callable[..., Any], tmp_path: Path) -> None:
+    for seed in (1, 2):
+        save_weights(build(seed).state_dict(), tmp_path / str(seed))
+    model = offload(build(), tmp_path / "offloaded")
+    for seed in (1, 2, 1):
+        load(model, tmp_path / str(seed))
+        assert torch.equal(model(X), build(seed)(X))
+        assert torch.equal(get_state_dict_offloaded_model(model)["0.weight"], build(seed).state_dict()["0.weight"])
+    assert model[0].weight.is_meta
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(X), build(1)(X))
+
+
+@WAYS
+def test_a_checkpoint_of_some_weights_leaves_the_other_offloaded_ones(offload: Offload, tmp_path: Path) -> None:
+    part = {"0.weight": build(1).state_dict()["0.weight"]}
+    save_weights(part, tmp_path / "part")
+    model, expected = offload(build(), tmp_path / "offloaded"), build()
+    load_checkpoint_and_dispatch(model, tmp_path / "part")
+    expected.load_state_dict(part, strict=False)
+    assert torch.equal(model(X), expected(X))

@@ -186,8 +186,8 @@ def test_torchrun_on_a_given_port():
 
 
 def test_a_backend_that_follows_from_a_config_file_is_passed_on():
-    file = {"distributed_type": "DEEPSPEED"}
-    assert plan(file=file).environment["ACCEL_BACKEND"] == "deepspeed"
+    file = {"distributed_type": "NO"}
+    assert plan(file=file).environment["ACCEL_BACKEND"] == "single"
     assert plan(file=file, environ={"ACCEL_BACKEND": "ddp"}).environment["ACCEL_BACKEND"] == "ddp"
 
 

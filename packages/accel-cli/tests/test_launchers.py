@@ -161,8 +161,8 @@ RECORDER = """
         def stop(self):
             pass
 
-    def called_for(settings, environ):
-        return "recorder_pool" if settings["recorder_pool"].given else None
+    def called_for(request):
+        return "recorder_pool" if request.settings["recorder_pool"].given else None
 
     MANIFEST = LauncherManifest(
         "recorder", "recorder:Recorder", "record", "recorder:RecorderSettings", called_for, priority=100
@@ -198,6 +198,16 @@ def test_a_launcher_that_cannot_be_loaded_or_is_unknown_is_a_typed_error(accel, 
     unknown = accel("launch", "--launcher", "recordr", job, env=recorder)
     assert (unknown.returncode, "Did you mean 'recorder'?" in unknown.stderr) == (2, True)
     assert accel("launch", job, env=recorder).returncode == 0
+
+
+def test_a_launcher_whose_reason_raises_is_a_typed_error(accel, script, recorder, tmp_path):
+    job = script("print('ran')")
+    path = tmp_path / "recorder.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("def called_for(request)", "def called_for()"))
+    done = accel("launch", job, env=recorder)
+    assert (done.returncode, "for 'recorder' raised TypeError" in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert accel("launch", "--launcher", "local", job, env=recorder).stdout == "ran\n"
 
 
 @pytest.mark.parametrize(("name", "target"), [("auto", "a:B"), ("two words", "a:B"), ("good", "nowhere")])

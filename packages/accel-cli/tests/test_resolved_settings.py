@@ -10,7 +10,7 @@ from accel_cli.config.file import read_config
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.launchers import carried_classes, launcher_settings
 from accel_cli.launch.options import add_launch_arguments, add_settings, flag_values
-from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.settings import LAUNCH_CLASSES, LAUNCHER_ONLY
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given, from_environment, read_setting
@@ -18,7 +18,7 @@ from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, setting, settings_of
 
 OF_LAUNCH = tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings())))
-OF_PROCESSES = (*CARRIED, *launcher_settings())
+OF_PROCESSES = tuple(one for one in OF_LAUNCH if one not in LAUNCHER_ONLY)
 
 # Settings that exclude others of their class, or that look closer at what they are given.
 EXCLUSIVE = ("sp_size", "sp_attn_implementation")

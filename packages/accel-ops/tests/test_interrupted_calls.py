@@ -27,6 +27,7 @@ from accel_ops import (
     pad_across_processes,
     reduce,
     scatter,
+    scatter_object,
 )
 from accel_ops.pending import async_all_gather_bytes
 from accel_ops.rng import synchronize_rng_states
@@ -125,12 +126,20 @@ def outcome_of(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def scattered(value: int, src: int) -> Any:
+    state = PartialState()
+    mine = scatter_object([torch.tensor([value])] * state.num_processes if state.process_index == src else None, src)
+    return mine.tolist()
+
+
 OPERATIONS: dict[str, Callable[[int], Any]] = {
     "gather": lambda value: gather(torch.tensor([value])).tolist(),
     "reduce": lambda value: reduce(torch.tensor([float(value)]), "sum").tolist(),
     "broadcast": lambda value: broadcast(torch.tensor([value])).tolist(),
     "gather_object": lambda value: gather_object([value]),
     "broadcast_object_list": lambda value: broadcast_object_list([value]),
+    "scatter_object": lambda value: scattered(value, 0),
+    "scatter_object from the last rank": lambda value: scattered(value, PartialState().num_processes - 1),
     "pad_across_processes": lambda value: pad_across_processes(torch.ones(value % 5 + 1)).shape[0],
     "wait_for_everyone": lambda value: wait_for_everyone(),
     "synchronize_rng_states": lambda value: synchronize_rng_states(["torch"]),

@@ -18,7 +18,7 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.proc import process_info, state_of
+from accel_state.proc import process_info, processor_seconds, state_of
 from accel_state.process import wait_for_everyone
 from accel_state.watch import runs
 from accel_state.watch.calls import IMPORT, Location, UserFrame, locate, main_thread_frame
@@ -271,6 +271,26 @@ def test_process_info_has_state_owner_and_memory() -> None:
     assert info.memory > 2**20
     assert process_info(2**22 + 1) is None
     assert state_of(2**22 + 1) == "ended"
+
+
+@on_linux
+def test_processor_seconds_are_those_of_a_process_and_its_children() -> None:
+    computes = "import time\nwhile time.process_time() < 0.5: pass"
+    code = f"""if True:
+        import subprocess, sys
+        subprocess.run([sys.executable, "-c", {computes!r}], check=True)
+        living = subprocess.Popen([sys.executable, "-c", {computes + chr(10) + "print(flush=True); time.sleep(600)"!r}])
+        living.wait()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        try:
+            parent.stdout.readline()
+            # Each counts in ticks of the clock.
+            assert (processor_seconds(parent.pid) or 0.0) > 0.9
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert processor_seconds(2**22 + 1) is None
 
 
 DUMP = """\

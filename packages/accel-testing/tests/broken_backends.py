@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_data import PreparedLoader
-from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ObjectKind, Shards
+from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ModelPart, ObjectKind, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.memory_plans import MemoryPlans
@@ -427,9 +427,27 @@ class LosesWhatIsBuilt(DDPStrategy):
     """Gives models that it builds memory, and no values that anybody drew."""
 
     @contextlib.contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        with super().init_module(True):
+    def init_module(self, empty_init: bool | None = None) -> Iterator[ModelPart]:
+        with super().init_module(True) as part:
+            yield part
+
+
+class SaysNotWhatIsBuilt(DDPStrategy):
+    """Builds models without saying which part of them."""
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[Any]:
+        with super().init_module(empty_init):
             yield
+
+
+class LeavesAStageOut(DDPStrategy):
+    """Builds the first of two stages on each process."""
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[ModelPart]:
+        with super().init_module(empty_init):
+            yield ModelPart([0], 2)
 
 
 class BackwardWithoutArguments(DDPStrategy):
@@ -568,21 +586,23 @@ class SetsAFieldWithoutAFlag(MemoryPlans):
 
 CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_gradients_are_those_of_one_process", ()),
-    (LosesAGradient, {}, "test_losses_equal_those_of_one_process", (False,)),
-    (ForgetsToDivide, {}, "test_losses_equal_those_of_one_process", (False,)),
+    (LosesAGradient, {}, "test_training_equals_that_of_one_process", ({},)),
+    (ForgetsToDivide, {}, "test_training_equals_that_of_one_process", ({},)),
     (NeverSynchronises, {}, "test_weights_are_the_same_on_all_processes", ()),
-    (NeverSynchronises, {}, "test_weights_equal_those_of_one_process", (False,)),
+    (NeverSynchronises, {}, "test_training_equals_that_of_one_process", ({},)),
     (NeverSynchronises, {}, "test_an_optimizer_of_whole_matrices_trains_as_in_one_process_or_is_refused", ()),
     (SynchronisesWhenToldNotTo, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
     (StaysUnsynchronised, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
-    (StaysUnsynchronised, {}, "test_accumulation_equals_the_big_batch", (2,)),
+    (StaysUnsynchronised, {}, "test_training_equals_that_of_one_process", ({"accumulation": 2},)),
     (StaysHeldAfterAnError, {}, "test_no_sync_reduces_nothing_and_is_over_afterwards", ()),
-    (StepsAtTheFirstRate, {}, "test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process", ()),
-    (JoinsGroups, {}, "test_groups_of_parameters_keep_their_options", ()),
+    (StepsAtTheFirstRate, {}, "test_training_equals_that_of_one_process", ({"scheduled": True},)),
+    (JoinsGroups, {}, "test_training_equals_that_of_one_process", ({"grouped": True},)),
     (TakesInputsByPosition, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
     (StaysInTraining, {}, "test_forward_takes_names_and_the_model_follows_eval_and_train", ()),
     (NeedsAnOptimizer, {}, "test_a_model_that_is_only_evaluated_needs_no_optimizer", ()),
     (LosesWhatIsBuilt, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
+    (SaysNotWhatIsBuilt, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
+    (LeavesAStageOut, {}, "test_init_module_gives_a_model_the_values_of_the_first_process", ()),
     (BackwardWithoutArguments, {}, "test_backward_passes_its_arguments_on", ()),
     (StepsWithoutTheClosure, {}, "test_a_closure_computes_the_gradients_of_a_step_or_is_refused", ()),
     (ReadsAllWeightsOrNone, {}, "test_weights_go_into_a_plain_model_and_back", ()),
@@ -604,8 +624,8 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (
         ClipsBehindItsBack,
         {"capabilities": Capabilities(own_clipping=True)},
-        "test_the_engine_does_what_is_declared_as_its_own",
-        (),
+        "test_training_equals_that_of_one_process",
+        ({"clip_norm": 0.1},),
     ),
     (ClipsNoValues, {}, "test_clipping_to_a_value_equals_that_of_one_process", ()),
     (StepsThroughAnOverflow, {}, "test_an_overflow_anywhere_skips_the_step_everywhere", ()),
@@ -617,16 +637,10 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     ),
     (AveragesNothing, {}, "test_averaging_gives_everyone_the_mean", ()),
     (
-        SaysItCastsAndDoesNot,
-        {"capabilities": Capabilities(own_precision=True)},
-        "test_the_engine_does_what_is_declared_as_its_own",
-        (),
-    ),
-    (
         SaysItAccumulatesAndDoesNot,
         {"capabilities": Capabilities(own_accumulation=True)},
-        "test_the_engine_does_what_is_declared_as_its_own",
-        (),
+        "test_training_equals_that_of_one_process",
+        ({"accumulation": 2},),
     ),
     (TakesOtherArguments, {}, "test_the_strategy_is_one_and_keeps_the_signatures", ()),
     (HoldsBackTheFirstModel, {}, "test_no_sync_holds_back_the_model_that_is_given", ()),
@@ -634,7 +648,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (SeedsEveryProcessAlike, {}, "test_set_up_leaves_each_process_its_random_numbers", ()),
     (LosesABatch, {}, "test_a_loader_gives_every_batch_in_each_epoch", ()),
     (ChangesTheLearningRate, {}, "test_schedulers_step_once_at_each_step", ()),
-    (LosesAGradient, {}, "test_tied_weights_train_as_in_one_process", ()),
+    (LosesAGradient, {}, "test_training_equals_that_of_one_process", ({"model": "tied"},)),
     (
         TrainsOnWithWeightsOfTheRun,
         {},
@@ -647,13 +661,18 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
         "test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone",
         (),
     ),
-    (LosesAGradient, {}, "test_frozen_weights_stay_while_others_train_as_in_one_process", ()),
+    (LosesAGradient, {}, "test_training_equals_that_of_one_process", ({"model": "frozen"},)),
     (LoadsNoFrozenWeights, {}, "test_frozen_weights_are_restored", ("folder",)),
     (MixesUpModels, {}, "test_several_models_train_side_by_side", ()),
-    (RemembersTheFirstShape, {}, "test_a_smaller_last_batch_trains_too", ()),
-    (ForgetsEarlierMicroBatches, {}, "test_accumulation_without_holding_back_equals_the_big_batch", ()),
+    (RemembersTheFirstShape, {}, "test_training_equals_that_of_one_process", ({"tail": 12},)),
+    (
+        ForgetsEarlierMicroBatches,
+        {},
+        "test_training_equals_that_of_one_process",
+        ({"accumulation": 3, "no_sync": False},),
+    ),
     (JoinsNobody, {}, "test_processes_may_run_out_of_batches", ()),
-    (ClipsNothing, {}, "test_training_with_clipping_equals_that_of_one_process", ()),
+    (ClipsNothing, {}, "test_training_equals_that_of_one_process", ({"clip_norm": 0.1},)),
     (TellsAScaledNorm, {}, "test_clipping_sees_unscaled_gradients", ()),
     (StepsThroughAnOverflow, {}, "test_mixed_precision_stays_near_full_precision", ("fp16",)),
     (

@@ -192,24 +192,21 @@ def take_out_of_cache(folder: str) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cold_load(how: str, scope: Scope) -> Call:
-    """A load from the disk into the memory that a model has, or as bfloat16 into new memory."""
+def cold_load(scope: Scope) -> Call:
+    """A load from the disk as bfloat16, into new memory."""
     import torch
 
     functions, folder = library(scope), checkpoint(scope)
-    kept: list[Any] = [layers()] if how == "in place" else []
-    dtype = None if how == "in place" else torch.bfloat16
+    models: list[Any] = []
 
     def run() -> None:
         with paused():
-            if how == "as bf16":
-                # The model of the round before is deleted while nothing is measured.
-                kept.clear()
-                with functions.init_empty_weights():
-                    kept.append(layers())
-            model = kept[0]
+            # The model of the round before is deleted while nothing is measured.
+            models.clear()
+            with functions.init_empty_weights():
+                models.append(layers())
             take_out_of_cache(folder)
-        functions.load_checkpoint_in_model(model, folder, dtype=dtype)
+        functions.load_checkpoint_in_model(models[0], folder, {"": "cpu"}, dtype=torch.bfloat16)
 
     return run
 
@@ -323,14 +320,7 @@ CASES: Final = (
     *loads("load 2 GB, half to the disk", "half to the disk", 0.05, 1.0),
     *loads("load 2 GB and copy each weight", "copied", 0.7, None),
     *loads("load 2 GB as bf16", "as bf16", 0.7, 1.0),
-    *(
-        Case(GROUP, name, "wall s", "ours/peer", 1.0, work, COLD)
-        for name, how in (
-            ("load 2 GB from the disk, not in the page cache, into the memory of a model", "in place"),
-            ("load 2 GB from the disk, not in the page cache, as bf16", "as bf16"),
-        )
-        for work in [Work(partial(cold_load, how), partial(cold_load, how))]
-    ),
+    beside_original("load 2 GB from the disk, not in the page cache, as bf16", "wall s", 1.0, cold_load, COLD),
     *(
         beside_original(f"{name}, 200 blocks", "CPU ms", limit, partial(mapped, function, kept), MAPS)
         for name, function, kept, limit in (

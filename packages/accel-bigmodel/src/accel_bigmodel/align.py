@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = (
     "attach_execution_device_hook",
     "has_offloaded_params",
     "refuse_second_offload",
+    "take_new_weights",
 )
 
 
@@ -270,6 +272,8 @@ class AlignDevicesHook(ModelHook):
         with self._lock:
             self._running += 1
             if self._running > 1:
+                if self._block is not None:
+                    self.reader.share(self._block)
                 return
             try:
                 if self._in_place is None:
@@ -302,16 +306,38 @@ class AlignDevicesHook(ModelHook):
             "Remove the hooks before you set weights: remove_hook_from_submodules(model).",
         )
 
+    def take_new_weights(self) -> None:
+        """Let weights that were set in the module since it was offloaded replace the offloaded ones."""
+        new: dict[str, Tensor] = {}
+        for tensor in self._offloaded:
+            present = tensor.owner.get(tensor.leaf)
+            if present is not None and present is not tensor.placeholder and not present.is_meta:
+                new[tensor.name] = present.detach()
+                tensor.owner[tensor.leaf] = tensor.placeholder
+        if not new:
+            return
+        weights: Any = self.weights_map
+        if isinstance(weights, PrefixedDataset):
+            named = {f"{weights.prefix}{name}": weight for name, weight in new.items()}
+            older: Any = weights.dataset
+            self.weights_map = PrefixedDataset(ChainMap(named, older), weights.prefix)
+        else:
+            self.weights_map = ChainMap(new, weights)
+        self._in_place = self._block = None
+
     def _unload(self) -> None:
         """Restore the placeholders when no thread runs the module any more."""
         with self._lock:
             self._running -= 1
             if self._running:
+                if self._block is not None:
+                    self.reader.leave(self._block)
                 return
             for tensor in self._offloaded:
                 tensor.owner[tensor.leaf] = tensor.placeholder
             loaded, self._loaded = self._loaded, {}
-            self.reader.release(self._block, loaded)
+            if self._block is not None:
+                self.reader.release(self._block, loaded)
 
     def _plan(self) -> dict[str, Tensor]:
         """The weights that are used in place; the others become the block that the reader reads each time."""
@@ -339,9 +365,11 @@ class AlignDevicesHook(ModelHook):
         if self._handle is not None:
             self._handle.remove()
         if self.offload:
+            offloaded = {tensor.name for tensor in self._offloaded}
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    weight = self.weights_map.get(name) if self.weights_map is not None else None
+                    # A buffer that stayed in the module may have changed since.
+                    weight = self.weights_map.get(name) if self.weights_map and name in offloaded else None
                     set_module_tensor_to_device(module, name, device, value=weight)
         return module
 
@@ -355,25 +383,11 @@ class OutermostHook(AlignDevicesHook):
     Args:
         execution_device: where the model's first part computes.
         reader: reads weights ahead for the modules of the model.
-        skip_keys: keyword arguments with values that are not moved.
-        tied_params_map: copies of tied weights by device.
+        options: `skip_keys` and `tied_params_map` of `AlignDevicesHook`.
     """
 
-    def __init__(
-        self,
-        execution_device: Device | None,
-        reader: BlockReader,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: TiedParameters | None = None,
-    ) -> None:
-        super().__init__(
-            execution_device,
-            io_same_device=True,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-            reader=reader,
-            names=(),
-        )
+    def __init__(self, execution_device: Device | None, reader: BlockReader, **options: Any) -> None:
+        super().__init__(execution_device, io_same_device=True, reader=reader, names=(), **options)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         self._refuse_new_weights(module)
@@ -429,6 +443,13 @@ def _offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
             yield hook
         if isinstance(hook, SequentialHook):
             waiting += hook.hooks
+
+
+def take_new_weights(model: nn.Module) -> None:
+    """Let weights that a load has set in a model with offloaded weights replace the offloaded ones."""
+    for module in model.modules():
+        for hook in _offloading_hooks(module):
+            hook.take_new_weights()
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -542,20 +563,16 @@ def attach_align_device_hook(
         tied_params_map: copies of tied weights by device.
         reader: reads weights ahead for all these modules; a new one when None.
     """
-    reader = reader or BlockReader()
-    for name, inner, preload in _modules_with_tensors(module_name, module, preload_module_classes):
-        prefixed = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
-        hook = AlignDevicesHook(
-            execution_device,
-            offload=offload,
-            weights_map=prefixed,
-            offload_buffers=offload_buffers,
-            place_submodules=preload,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-            reader=reader,
-        )
-        add_hook_to_module(inner, hook, append=True)
+    blocks = _Blocks(
+        module=module,
+        module_name=module_name,
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        options={"skip_keys": skip_keys, "tied_params_map": tied_params_map, "reader": reader or BlockReader()},
+    )
+    for full, inner, preload in _modules_with_tensors(module_name, module, preload_module_classes):
+        blocks.add(inner, full, execution_device, offload=offload, place_submodules=preload)
 
 
 def _modules_with_tensors(
@@ -611,12 +628,10 @@ def attach_align_device_hook_on_blocks(
         weights_map=weights_map,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-        reader=reader or BlockReader(),
-        options={"skip_keys": skip_keys, "tied_params_map": tied_params_map},
+        options={"skip_keys": skip_keys, "tied_params_map": tied_params_map, "reader": reader or BlockReader()},
         entries={id(modules[name]) for name in devices if name in modules},
     )
-    outermost = OutermostHook(next(iter(devices.values()), None), blocks.reader, **blocks.options)
-    add_hook_to_module(module, outermost, append=True)
+    add_hook_to_module(module, OutermostHook(next(iter(devices.values()), None), **blocks.options), append=True)
     for name, device in devices.items():
         offloaded = offloads.get(name, False)
         if name not in modules:
@@ -636,16 +651,15 @@ class _Blocks:
     weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool
     preload_module_classes: Collection[str] | None
-    reader: BlockReader
     options: dict[str, Any]
-    entries: set[int]
+    entries: set[int] = field(default_factory=set)
 
     def attach_offloading(self, name: str, block: nn.Module, device: Any) -> None:
         """Attach hooks to every module of a block that remove its weights between forwards."""
         preloading = set[int]()
         inside = _modules_with_tensors(self._full(name), block, self.preload_module_classes, self._other_entries(block))
         for full, module, preload in inside:
-            self._add(module, full, device, place_submodules=preload)
+            self.add(module, full, device, place_submodules=preload)
             if preload:
                 preloading.add(id(module))
         self._align_inputs(block, device, preloading)
@@ -678,18 +692,18 @@ class _Blocks:
             set_module_tensor_to_device(self.module, name, device, clear_cache=False)
             return
         owner, leaf = submodule_and_leaf(self.module, name)
-        self._add(owner, self._full(name.rpartition(".")[0]), device, names=(leaf,))
+        self.add(owner, self._full(name.rpartition(".")[0]), device, names=(leaf,))
 
-    def _add(self, module: nn.Module, full: str, device: Any, **kwargs: Any) -> None:
+    def add(self, module: nn.Module, full: str, device: Any, offload: bool = True, **options: Any) -> None:
+        """Add a hook to a module with this full name, after the hooks that it has."""
         weights = None if self.weights_map is None else PrefixedDataset(self.weights_map, f"{full}." if full else "")
         hook = AlignDevicesHook(
             device,
-            offload=True,
+            offload=offload,
             weights_map=weights,
             offload_buffers=self.offload_buffers,
-            reader=self.reader,
             **self.options,
-            **kwargs,
+            **options,
         )
         add_hook_to_module(module, hook, append=True)
 

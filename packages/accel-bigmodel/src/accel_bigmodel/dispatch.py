@@ -310,8 +310,8 @@ def _offload(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    found = find_device(dict(model.named_parameters()))
-    return torch.device(HOST) if found is None or found.type == "meta" else found
+    device = find_device(dict(model.named_parameters()))
+    return torch.device(HOST) if device is None or device.type == "meta" else device
 
 
 class CpuOffload(ModelHook):

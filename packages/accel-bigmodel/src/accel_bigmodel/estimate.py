@@ -137,9 +137,9 @@ def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
     """
     place, _, name = model_name.rpartition(":")
     try:
-        found: Any = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        value: Any = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise SettingError(
             failure, f"{type(error).__name__}: {error}", "Write package.module:Class or file.py:Class."
@@ -156,9 +156,9 @@ def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
             f"Importing {place} raised {type(error).__name__}: {error}",
             "Correct the error, or put everything except definitions under: if __name__ == '__main__'",
         ) from error
-    if not callable(found):
-        raise SettingError(failure, f"{name!r} is a {type(found).__name__}.", "Give a class or a function.")
-    return found  # type: ignore[no-any-return]
+    if not callable(value):
+        raise SettingError(failure, f"{name!r} is a {type(value).__name__}.", "Give a class or a function.")
+    return value  # type: ignore[no-any-return]
 
 
 def _file(path: Path) -> Any:

@@ -97,9 +97,9 @@ class SequentialHook(ModelHook):
 
 def _fail(hooks: Sequence[ModelHook], module: nn.Module) -> None:
     """Call `forward_failed` of all hooks in order after the forward failed, even if one of them raises."""
-    with ExitStack() as told:
+    with ExitStack() as stack:
         for hook in reversed(hooks):
-            told.callback(hook.forward_failed, module)
+            stack.callback(hook.forward_failed, module)
 
 
 def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:

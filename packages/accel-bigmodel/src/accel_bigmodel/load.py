@@ -17,11 +17,12 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
+from accel_bigmodel.align import take_new_weights
 from accel_bigmodel.device_map import DISK, DeviceMap, device_of_name, resolve_device
 from accel_bigmodel.dispatch import dispatch_layout
 from accel_bigmodel.failed_load import LoadGuard, load_guard
 from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.loading import Loading, LoadReport, compare, load_progress, refuse_empty, tensors_of
+from accel_bigmodel.loading import Loading, LoadReport, compare_names, load_progress, refuse_empty, tensors_of
 from accel_bigmodel.placement import MaxMemory, device_map_by_policy
 from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import canonical_name
@@ -72,6 +73,8 @@ def load_checkpoint_in_model(
 ) -> LoadReport:
     """Load a checkpoint into a model, which may be on the meta device.
 
+    The weights of a model that was offloaded replace the offloaded ones, and are offloaded as they were.
+
     Weights that go to the CPU in the dtype of their safetensors file are mapped from it. All others are read by several
     threads, directly into their final memory if the dtype is the same. Weights for the disk stay in their safetensors
     file; the index of `offload_folder` lists them. Every file is checked before the first weight is written.
@@ -111,7 +114,9 @@ def load_checkpoint_in_model(
         wanted = None if dtype is None else torch_dtype(dtype)
         return _load_together(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
     loading = _loading(model, device_map, offload_folder, offload_buffers, dtype, keep_in_fp32_modules)
-    return loading.run(checkpoint, strict)
+    report = loading.run(checkpoint, strict)
+    take_new_weights(model)
+    return report
 
 
 def _loading(
@@ -183,7 +188,10 @@ def load_checkpoint_and_dispatch(
         refuse_empty(model, report, checkpoint)
         return model
     loading = _loading(model, chosen, offload_folder, offload_buffers, dtype)
-    refuse_empty(model, loading.run(checkpoint, strict), checkpoint)
+    report = loading.run(checkpoint, strict)
+    if chosen is None:
+        take_new_weights(model)
+    refuse_empty(model, report, checkpoint)
     if chosen is None:
         return model
     return dispatch_layout(
@@ -334,7 +342,7 @@ class _View:
                 return
             raise
         stored = open_weights(sources)
-        self.report = compare(self.model, self.layout, stored, self.strict)
+        self.report = compare_names(self.model, self.layout, stored, self.strict)
         self.stored = {name: weight for name, weight in stored.items() if name in self.layout.weights}
 
     def described(self) -> str:

@@ -18,6 +18,7 @@ from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.offload import offload_weight, save_offload_index
 from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.placeholder import Placeholder
 from accel_bigmodel.placement import check_room
 from accel_bigmodel.progress import progress
 from accel_bigmodel.sizes import get_non_persistent_buffers
@@ -26,7 +27,7 @@ from accel_bigmodel.weight_files.reading import Copy, StoredWeight, copy_all, fi
 from accel_bigmodel.weight_layout import WeightLayout, index_entry
 from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
 
-__all__ = ("LoadReport", "Loading", "compare", "load_progress", "refuse_empty", "tensors_of")
+__all__ = ("LoadReport", "Loading", "compare_names", "load_progress", "refuse_empty", "tensors_of")
 
 _log: Final = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Loading:
         """Check all files, names and shapes, then load every weight to its device."""
         with load_guard(self.model, checkpoint) as guard:
             stored = open_weights(find_weights(local_checkpoint(checkpoint)))
-            report = compare(self.model, self.layout, stored, strict)
+            report = compare_names(self.model, self.layout, stored, strict)
             own = {name: weight for name, weight in stored.items() if name in self.layout.weights}
             self._check_room(own)
             self.layout = self.layout.with_files(own)
@@ -216,7 +217,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(named)
 
 
-def compare(model: nn.Module, layout: WeightLayout, stored: Mapping[str, StoredWeight], strict: bool) -> LoadReport:
+def compare_names(
+    model: nn.Module, layout: WeightLayout, stored: Mapping[str, StoredWeight], strict: bool
+) -> LoadReport:
     """Compare the weights in files with those of a model, without changing it.
 
     A tied weight is missing only if the files contain no name of its group.
@@ -261,7 +264,8 @@ def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> No
             device.
     """
     tensors = tensors_of(model)
-    lost = [name for name in report.missing if tensors[name].is_meta]
+    # A placeholder stands for an offloaded weight, which the model has.
+    lost = [name for name in report.missing if tensors[name].is_meta and type(tensors[name]) is not Placeholder]
     if lost:
         raise CheckpointError(
             f"Cannot use {type(model).__name__} with the weights of {str(checkpoint)!r}.",

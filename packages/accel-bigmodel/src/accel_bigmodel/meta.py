@@ -56,8 +56,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """
     device = torch.device(device)
     if include_buffers is None:
-        given = read_setting(INCLUDE_BUFFERS)
-        include_buffers = bool(given.value) if given else False
+        setting = read_setting(INCLUDE_BUFFERS)
+        include_buffers = bool(setting.value) if setting else False
     devices = getattr(_here, "devices", ())
     _here.devices = (*devices, device)
     try:

@@ -226,14 +226,14 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self._mapped[key]
         with self._lock:
             weight = self._map(key, entry)
-        given = weight
+        converted = weight
         if (place := entry.get("safetensors_file")) is not None:
             dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
-            given = weight.to(device=self.device, dtype=dtype)
-        if given is weight:
+            converted = weight.to(device=self.device, dtype=dtype)
+        if converted is weight:
             # Only after that: an allocation next to freed memory would prevent the allocator from reusing all of it.
             return self._mapped.setdefault(key, weight)
-        return given
+        return converted
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

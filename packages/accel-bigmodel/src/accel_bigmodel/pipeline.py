@@ -232,15 +232,15 @@ def _not_installed(error: BaseException) -> str | None:
 
 def _greet_in_one_dtype(stage: Any) -> None:
     """Make a stage of torch 2.9 send its neighbours the float that they expect, instead of an integer."""
-    made = getattr(stage, "_get_init_p2p_neighbors_ops", None)
-    if made is None:
+    original = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if original is None:
         return
 
     def operations() -> list[Any]:
-        found: list[Any] = made()
-        for operation in found:
+        created: list[Any] = original()
+        for operation in created:
             operation.tensor = operation.tensor.float()
-        return found
+        return created
 
     stage._get_init_p2p_neighbors_ops = operations
 
@@ -260,8 +260,8 @@ class _Form:
 
     def give(self, tensors: Iterable[Tensor]) -> Any:
         """Build nested data with this structure from these tensors."""
-        found = iter(tensors)
-        leaves = [next(found) if value is Tensor else value for value in self.fixed]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if value is Tensor else value for value in self.fixed]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
@@ -356,11 +356,11 @@ class PipelineStage:
                 mine = self._cut(self._tensors(args, kwargs))
             except AccelError as error:
                 mine = error
-        told: list[Any] = [mine if isinstance(mine, AccelError) else len(mine)]
-        broadcast_object_list(told)
-        if isinstance(told[0], AccelError):
-            raise told[0]
-        return mine if isinstance(mine, list) and mine else [()] * told[0]
+        outcome: list[Any] = [mine if isinstance(mine, AccelError) else len(mine)]
+        broadcast_object_list(outcome)
+        if isinstance(outcome[0], AccelError):
+            raise outcome[0]
+        return mine if isinstance(mine, list) and mine else [()] * outcome[0]
 
     def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of the inputs, which must have the structure of the example and the same number of rows."""

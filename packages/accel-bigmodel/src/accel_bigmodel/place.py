@@ -115,14 +115,14 @@ def _on_device(
     tied: TiedParameters | None,
     non_blocking: bool,
 ) -> Tensor:
-    known: MutableMapping[torch.device, Tensor] = {}
+    copies: MutableMapping[torch.device, Tensor] = {}
     if tied is not None and not data.is_meta:
-        known = tied.get(data.data_ptr(), known)
-    if target in known:
-        return known[target]
+        copies = tied.get(data.data_ptr(), copies)
+    if target in copies:
+        return copies[target]
     moved = data.to(device=target, dtype=dtype or data.dtype, non_blocking=non_blocking)
     if tied is not None and not data.is_meta and data.data_ptr() in tied:
-        known[target] = moved
+        copies[target] = moved
     return moved
 
 

@@ -168,8 +168,8 @@ def explain_device_map(
 
 def _blocks(packing: DevicePacking) -> dict[str, Any]:
     """Devices by the highest names that were not split: everything below is on the device that was being filled."""
-    found = {name: placement for placement in packing.placements for name in placement.piece.names}
-    placed = {name: found[name] for piece in packing.pieces for name in piece.names}
+    by_name = {name: placement for placement in packing.placements for name in placement.piece.names}
+    placed = {name: by_name[name] for piece in packing.pieces for name in piece.names}
     reached: dict[str, Any] = {}
     split = {""}
     prefixes_of = prefixes_of_names()
@@ -339,10 +339,10 @@ def get_balanced_memory(
     indices = [device for device in budget if _is_index(device) and budget[device] > 0]
     if len(indices) < 2:
         return budget
-    found = measure(model, byte_counter(dtype, special_dtypes), frozenset(no_split_module_classes or ()))
-    total = found.sizes[""]
-    layer = sum(found.layers) // max(len(found.layers), 1)
-    share = total // (len(indices) - 1 if low_zero else len(indices)) + int(1.25 * max(found.largest_block, layer))
+    measured = measure(model, byte_counter(dtype, special_dtypes), frozenset(no_split_module_classes or ()))
+    total = measured.sizes[""]
+    layer = sum(measured.layers) // max(len(measured.layers), 1)
+    share = total // (len(indices) - 1 if low_zero else len(indices)) + int(1.25 * max(measured.largest_block, layer))
     for device in indices[:-1]:
         budget[device] = min(budget[device], share)
     if low_zero:

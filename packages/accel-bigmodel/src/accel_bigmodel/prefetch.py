@@ -124,6 +124,7 @@ class BlockReader:
         self._next: dict[Block | None, Block] = {}
         self._last: dict[int, Block] = {}
         self._seen: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._marks: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._shared = _Shared()
         weakref.finalize(self, self._shared.close)
 
@@ -165,11 +166,22 @@ class BlockReader:
                 shared.queue.remove(block)
         if ready is None:
             ready = self._load_now(block)
-        copies = shared.copies_to(block.device)
-        if copies is not None and ready.mark is not None:
-            copies.use_after(ready.mark)
+        self._marks[block] = ready.mark
+        self.share(block)
         self._look_ahead(block)
         return ready.weights
+
+    def share(self, block: Block) -> None:
+        """Let the stream of the calling thread wait for a block that was taken, also by another thread."""
+        copies, mark = self._shared.copies_to(block.device), self._marks.get(block)
+        if copies is not None and mark is not None:
+            copies.use_after(mark)
+
+    def leave(self, block: Block) -> None:
+        """Let memory be reused only after what the calling thread's stream computes with a block."""
+        copies = self._shared.copies_to(block.device)
+        if copies is not None:
+            copies.start_after_use()
 
     def end_pass(self) -> None:
         """Forget what the calling thread was expected to need next: nothing stays on the device between passes."""
@@ -199,15 +211,15 @@ class BlockReader:
         family_of(block.device).empty_cache()
         return _load(block, self._shared)
 
-    def release(self, block: Block | None, weights: dict[str, Tensor]) -> None:
+    def release(self, block: Block, weights: dict[str, Tensor]) -> None:
         """Return the weights of `take`; unused host memory is reused for the next blocks."""
-        copies = None if block is None else self._shared.copies_to(block.device)
+        copies = self._shared.copies_to(block.device)
         if copies is not None:
             for weight in weights.values():
                 if _users_of(weight) > _UNSHARED_COUNT:
                     # A graph of autograd keeps it, and frees it at any time.
                     copies.keep_until_used(weight)
-            copies.start_after_use()
+            self.leave(block)
             weights.clear()
             return
         with self._shared.changed:

@@ -135,10 +135,10 @@ class BnbQuantizationConfig:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
-    found = _DTYPES.get(value) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    resolved = _DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise _wrong(name, value, f"Use one of {', '.join(_DTYPES)}, or a floating-point dtype of torch.")
-    return found
+    return resolved
 
 
 def _wrong(name: str, value: Any, remedy: str) -> SettingError:
@@ -181,8 +181,8 @@ def is_named(name: str, parts: Iterable[str]) -> bool:
 def linear_layers(model: nn.Module, skipped: Iterable[str], prefix: str = "") -> list[str]:
     """Names of the layers that can be replaced: only torch's own class; a subclass may do more than multiply."""
     named = model.named_modules(remove_duplicate=False)
-    found = [name for name, module in named if name and type(module) is nn.Linear]
-    return [name for name in found if not is_named(prefix + name, skipped)]
+    names = [name for name, module in named if name and type(module) is nn.Linear]
+    return [name for name in names if not is_named(prefix + name, skipped)]
 
 
 def replace_layers(model: nn.Module, names: Iterable[str], config: BnbQuantizationConfig) -> nn.Module:
@@ -332,18 +332,18 @@ def _chosen_map(
     others = {
         n: _plain_dtype(n, config) for n, p in model.named_parameters(remove_duplicate=False) if n not in quantised
     }
-    found: Any = device_map_by_policy(
+    created: Any = device_map_by_policy(
         model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others
     )
-    main = main_device_of(found)
-    left = [name for name, device in found.items() if is_offloaded(device, main)]
-    if left and not config.llm_int8_enable_fp32_cpu_offload:
+    main = main_device_of(created)
+    offloaded = [name for name, device in created.items() if is_offloaded(device, main)]
+    if offloaded and not config.llm_int8_enable_fp32_cpu_offload:
         raise SettingError(
             f"Cannot quantise {type(model).__name__} with device_map={device_map!r}.",
-            f"The model does not fit on {main}. Parts for the CPU or the disk: {', '.join(map(repr, left[:3]))}.",
+            f"The model does not fit on {main}. Parts for the CPU or the disk: {', '.join(map(repr, offloaded[:3]))}.",
             "Pass a device map, or llm_int8_enable_fp32_cpu_offload=True; offloaded weights are not quantised.",
         )
-    return found  # type: ignore[no-any-return]
+    return created  # type: ignore[no-any-return]
 
 
 def _skipped(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:

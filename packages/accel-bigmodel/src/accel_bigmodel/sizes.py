@@ -92,12 +92,12 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     Raises:
         SettingError: no dtype has that name.
     """
-    found = getattr(torch, str(dtype).removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, str(dtype).removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype):
         raise SettingError(
             f"Cannot use the dtype {dtype!r}.", "torch has no dtype with that name.", 'Give one such as "bfloat16".'
         )
-    return found
+    return resolved
 
 
 def dtype_byte_size(dtype: Dtype | CustomDtype) -> float:
@@ -112,8 +112,8 @@ def dtype_byte_size(dtype: Dtype | CustomDtype) -> float:
     """
     if isinstance(dtype, CustomDtype):
         return _CUSTOM[dtype]
-    known = torch_dtype(dtype)
-    return 1 / 8 if known == torch.bool else known.itemsize
+    resolved = torch_dtype(dtype)
+    return 1 / 8 if resolved == torch.bool else resolved.itemsize
 
 
 def named_module_tensors(
@@ -165,16 +165,16 @@ def byte_counter(
     """
     special = {name: _element_bytes(own) for name, own in (special_dtypes or {}).items()}
     target = None if dtype is None else _element_bytes(dtype)
-    known: dict[torch.dtype, float] = {}
+    element_bytes: dict[torch.dtype, float] = {}
 
     def count(name: str, tensor: Tensor) -> int:
-        own = tensor.dtype
-        element = known.get(own)
+        dtype_in_model = tensor.dtype
+        element = element_bytes.get(dtype_in_model)
         if element is None:
-            element = dtype_byte_size(own)
-            if target is not None and (own.is_floating_point or own.is_complex):
+            element = dtype_byte_size(dtype_in_model)
+            if target is not None and (dtype_in_model.is_floating_point or dtype_in_model.is_complex):
                 element = min(element, target)
-            known[own] = element
+            element_bytes[dtype_in_model] = element
         return int(tensor.numel() * (special.get(name, element) if special else element))
 
     return count

@@ -98,11 +98,11 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     """
     for names in tied_params:
         owners = [(_owner(model, name), name.rpartition(".")[2]) for name in names]
-        found = [(owner, leaf) for owner, leaf in owners if owner is not None and leaf in owner._parameters]
-        parameters = [parameter for owner, leaf in found if (parameter := owner._parameters[leaf]) is not None]
+        present = [(owner, leaf) for owner, leaf in owners if owner is not None and leaf in owner._parameters]
+        parameters = [parameter for owner, leaf in present if (parameter := owner._parameters[leaf]) is not None]
         if parameters:
             chosen = next((parameter for parameter in parameters if not parameter.is_meta), parameters[0])
-            for owner, leaf in found:
+            for owner, leaf in present:
                 owner._parameters[leaf] = chosen
 
 

@@ -290,9 +290,6 @@ class _LoaderFollower(LoaderHook):
         if self.begins is not None:
             self.begins()
 
-    def epoch_ends(self) -> None:
-        pass
-
     def batch_given(self, batch: Any) -> None:
         recorder = self._recorder
         if recorder.task.is_reference:

@@ -53,7 +53,7 @@ READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": 
 class Source:
     """Yields this process's batches of a prepared loader, with facts about the steps of an epoch.
 
-    There is one class for each kind of loader (`accel_data.prepare.classify`). A `LocalSource` reads what its own
+    There is one class for each kind of loader (`accel_data.kinds.classify`). A `LocalSource` reads what its own
     loader yields; the other kinds make their steps from the batches of one. Positions are counted in samples of the
     global order, or in steps when `counts_steps`. The defaults are for a source without known length or order.
 

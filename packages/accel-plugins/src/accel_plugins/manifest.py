@@ -220,7 +220,9 @@ class Manifest:
             backend; None if users select it explicitly.
         requires: packages that must be installed.
         capabilities: what it can do, what it does itself, and when.
-        together: the kinds of objects that users must pass to `prepare` in one call.
+        together: the kinds of objects that users must pass to `prepare` in one call; one with only some of them is
+            refused. A model that is only evaluated is prepared by `prepare_model(model, evaluation_mode=True)`, and
+            does not reach the strategy.
         axes: the mesh axes that it supports: members of `Axis`, and names of further axes that this backend has, such
             as "pp". Users give their sizes by `ParallelismConfig(axes={"pp": 2})`; processes along them read the same
             samples, and the mesh has them outside of all others. All combinations of supported axes are supported

@@ -330,8 +330,9 @@ class Strategy:
         parts.write_part(kind, state, folder, index, safe_serialization=safe_serialization)
 
     def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
-        """Load an object's state that `save` wrote. Called on every process, in the order of `SAVED_KINDS`.
+        """Load the state that `save` wrote into an object that `setup` returned.
 
+        Called on every process, in the order of `SAVED_KINDS`; `folder` and `index` are those of `save`.
         `options` for models go to `Module.load_state_dict`; `map_location`, valid for all objects, is the device to
         which tensors are read; `models`, for optimizers, are the user's models, for states that list parameters by
         name.
@@ -391,8 +392,7 @@ class Strategy:
         """Drop all references to models and optimizers that `setup` returned, so that their memory can be freed.
 
         Called by `free_memory` with all objects of one Accelerator, the same that `setup` returned; no method is called
-        with them afterwards. Objects
-        of other Accelerators remain in use, and further ones may be prepared.
+        with them afterwards. Objects of other Accelerators remain in use, and further ones may be prepared.
         """
 
     def close(self) -> None:

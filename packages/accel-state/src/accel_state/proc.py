@@ -18,7 +18,7 @@ __all__ = (
     "numbers_of",
     "oom_kills",
     "process_info",
-    "seconds_of_descendants",
+    "processor_seconds",
     "state_of",
     "with_variable",
 )
@@ -41,14 +41,12 @@ class ProcessInfo(NamedTuple):
     Args:
         state: whether it runs.
         started: when it was started, in clock ticks since boot; together with the pid this identifies a process.
-        processor_seconds: CPU time of all its threads, in seconds.
         memory: bytes of its resident set, including shared memory.
         owner: user id of its owner.
     """
 
     state: State
     started: int
-    processor_seconds: float
     memory: int
     owner: int
 
@@ -59,32 +57,34 @@ def process_info(pid: int) -> ProcessInfo | None:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
             owner = os.fstat(file.fileno()).st_uid
-        ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
         return ProcessInfo(
             state=_STATES.get(fields[0], "alive"),
             started=int(fields[19]),
-            processor_seconds=(int(fields[11]) + int(fields[12])) / ticks,
-            memory=int(fields[21]) * page,
+            memory=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
             owner=owner,
         )
     except (OSError, IndexError, ValueError):
         return None
 
 
-def seconds_of_descendants(pid: int) -> float:
-    """Processor time of the children of a process and of theirs, also of ended ones; 0 if it is not reported."""
+def processor_seconds(pid: int) -> float | None:
+    """Processor time of a process, its children and theirs, also of ended ones; None if it is not reported."""
     ticks, left = 0, [str(pid)]
     while left:
         one = left.pop()
-        with contextlib.suppress(OSError, IndexError, ValueError):
+        try:
             with open(f"/proc/{one}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
-            # Its own, and that of its ended children; of the process itself only the latter.
-            ticks += sum(map(int, fields[13 if one == str(pid) else 11 : 15]))
+            # Its own, and that of its ended children.
+            ticks += sum(map(int, fields[11:15]))
             for thread in os.listdir(f"/proc/{one}/task"):
                 with open(f"/proc/{one}/task/{thread}/children", encoding="ascii") as file:
                     left += file.read().split()
-    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        except (OSError, IndexError, ValueError):
+            # A child may end meanwhile.
+            if one == str(pid):
+                return None
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def state_of(pid: int) -> State | None:

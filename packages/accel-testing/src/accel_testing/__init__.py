@@ -1,8 +1,9 @@
 """Test kits for packages that extend accel, and what their tests start: real processes, ranks as threads, devices.
 
-`backends`, `accelerator`, `launchers`, `trackers`, `stores` and `devices` contain a suite each: a class whose subclass
-is the conformance test of one backend, launcher, tracker, checkpoint store or device family. `processes`, `threads`,
-`simulated_device` and `fresh` are for any test of several processes, and `plugin` offers them to pytest as fixtures.
+`backends`, `accelerator`, `launchers`, `trackers`, `stores`, `commands` and `devices` contain suites: classes whose
+subclasses are the conformance tests of one backend, launcher, tracker, checkpoint store, command or device family.
+`processes`, `threads`, `simulated_device` and `fresh` are for any test of several processes, and `plugin` offers them
+to pytest as fixtures.
 """
 
 from __future__ import annotations

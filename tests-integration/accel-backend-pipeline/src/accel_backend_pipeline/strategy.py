@@ -115,7 +115,7 @@ class PipelineStrategy(Strategy):
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         listed = list(parameters)
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in _gradients(listed)]
-        norm = torch.linalg.vector_norm(
+        norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.zeros((), device=self.context.process.device), *norms]), norm_type
         )
         if norm_type == float("inf"):

@@ -26,6 +26,7 @@ from accel_bigmodel.weight_files.names import (
     is_safetensors,
     read_index,
 )
+from accel_state.devices.select import family_of
 from accel_state.errors import CheckpointError, CheckpointNameError
 from accel_state.untrusted import open_regular, printable
 
@@ -42,7 +43,6 @@ __all__ = (
     "load_weights_file",
     "open_weights",
     "record_of_tensor",
-    "tensor_ranges",
 )
 
 _MOST_MAPPED_BYTES: Final = 128 << 20
@@ -263,13 +263,26 @@ def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda s
         advance(copy.size)
         return copy.size
 
+    copies = list(copies)
+    devices = {copy.target.device for copy in copies}
+    # What was given to a device before may still use the memory of the targets.
+    _wait_for(devices)
     read = 0
     with ThreadPoolExecutor(_THREADS, "accel-load") as pool:
         for batch in _batches(copies):
             read += sum(pool.map(run, batch))
             if (file := batch[0].weight.file) is not None:
                 file.close()
+    # The streams of the caller know nothing of the copies that other threads have started.
+    _wait_for(devices)
     return read
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until devices with streams have done all that they were given."""
+    for device in devices:
+        if device.type != "meta" and family_of(device).spec.pins_memory:
+            torch.get_device_module(device).synchronize(device)
 
 
 def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
@@ -296,7 +309,7 @@ def _map_safetensors(path: Path) -> dict[str, Any]:
         # A pipe would block, and a device may have no end.
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, AttributeError) as error:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
@@ -304,24 +317,6 @@ def _map_safetensors(path: Path) -> dict[str, Any]:
             "The file is damaged or not a safetensors file: download it again, or load an older checkpoint. For a new "
             "dtype, install versions of safetensors and torch that support it.",
         ) from error
-
-
-def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """The first byte of each weight of a safetensors file and the byte after its last one, in the order of the file.
-
-    Raises:
-        CheckpointError: as `WeightFile`.
-    """
-    values = _values_in(path)
-    first = min((value.data_ptr() for value in values.values() if value.nbytes), default=0)
-    # The weights are the end of the file, without a gap.
-    begin = path.stat().st_size - sum(value.nbytes for value in values.values())
-    in_order = sorted(values.items(), key=lambda item: item[1].data_ptr())
-    return {
-        name: (begin + value.data_ptr() - first, begin + value.data_ptr() - first + value.nbytes)
-        for name, value in in_order
-        if value.nbytes
-    }
 
 
 def _map_torch(path: Path) -> dict[str, Any]:

@@ -95,7 +95,9 @@ def _packages() -> dict[str, str]:
     """Versions of this project's packages and its plugins, then of their requirements and extras, then of clients."""
     from importlib import metadata
 
-    installed = {_normal(one.metadata["Name"]): one for one in metadata.distributions()}
+    # Python imports the first on its path; a folder that an installation left behind may have no name.
+    named = [one for one in metadata.distributions() if one.metadata and "Name" in one.metadata]
+    installed = {_normal(one.metadata["Name"]): one for one in reversed(named)}
     own = sorted(name for name in installed if name.startswith(_OWN_PREFIX))
     needed = (
         re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for one in own for line in installed[one].requires or ()

@@ -32,7 +32,7 @@ __all__ = (
     "tables_of_switches",
 )
 
-_HEADING: Final = "Kind of run"
+_HEADING: Final = "Backend"
 _MULTI_GPU: Final = "multi_gpu"
 """The switch that selects several devices and no backend."""
 
@@ -156,7 +156,7 @@ def select(settings: ResolvedSettings) -> Selection | None:
         one, other = chosen[:2]
         raise Conflict(
             f"Cannot combine {one.definition.name} ({one.origin}) and {other.definition.name} ({other.origin}).",
-            "A run can have only one kind.",
+            "Each selects a backend or devices, and a run has only one selection.",
             "Remove one of them.",
         )
     if chosen:

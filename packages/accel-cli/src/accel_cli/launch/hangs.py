@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from accel_cli.launch.failures import ending
-from accel_state.proc import process_info, seconds_of_descendants, state_of
+from accel_state.proc import processor_seconds, state_of
 from accel_state.watch.report import describe_ranks
 from accel_state.watch.runs import announce_run
 from accel_state.watch.status import RankStatus, read_statuses, request_stacks
@@ -115,12 +115,12 @@ class HangWatch:
         """When waits in collectives of torch began, by rank and number of the last collective of accel."""
         waiting = {}
         for rank, seen in self._seen.items():
-            idle = self._idle.setdefault(rank, _Idle())
             if seen.active or seen.left:
-                idle.begin(now, 0.0)
+                self._idle.pop(rank, None)
                 continue
+            idle = self._idle.setdefault(rank, _Idle())
             since = idle.since(seen, now)
-            if since is not None and now - since >= _STUCK:
+            if now - since >= _STUCK:
                 request_stacks(self.folder)
                 if idle.waits_for_others:
                     waiting[rank, seen.number] = since
@@ -167,47 +167,28 @@ class _Idle:
     """The time since which a process and its children have used almost no processor time at one position.
 
     Attributes:
-        waits_for_others: whether its main thread is in a collective of torch there.
+        waits_for_others: whether it certainly waits for other processes there.
     """
 
     def __init__(self) -> None:
         self.waits_for_others = False
-        self._place: tuple[str, str, str, int, int] | None = None
-        self._began = self._used = 0.0
-        self._children: float | None = None
+        self._progress: tuple[int, int] | None = None
+        self._place: tuple[str, str, str] | None = None
+        self._used: float | None = None
+        self._began = 0.0
 
-    def begin(self, now: float, used: float) -> None:
-        """Restart the measurement, because the process has moved on."""
-        self._began, self._used, self._children, self._place, self.waits_for_others = now, used, None, None, False
-
-    def since(self, seen: RankStatus, now: float) -> float | None:
-        """Time at which it began to wait, by the monotonic clock; None if its processor time cannot be read."""
-        used = _processor_seconds(seen.pid)
-        if used is None:
-            return None
-        place = (seen.main_thread_at, seen.main_thread_in, seen.pending, seen.number, seen.steps)
+    def since(self, seen: RankStatus, now: float) -> float:
+        """Time at which it began to wait, by the monotonic clock; now if it does not, or nobody knows."""
+        progress, place = (seen.number, seen.steps), (seen.main_thread_at, seen.main_thread_in, seen.pending)
+        # Reading the processor time of many threads takes long, and is not necessary for a process that makes steps.
+        used = processor_seconds(seen.pid) if progress == self._progress else None
         moved = seen.has_stack and self._place not in (None, place)
-        idle = _SPARE + _BUSY * (now - self._began)
-        if not self._began or moved or used - self._used > idle or self._children_work(seen.pid, now, idle):
-            self.begin(now, used)
+        if used is None or self._used is None or moved or used - self._used > _SPARE + _BUSY * (now - self._began):
+            self._began, self._used, self._progress = now, used, progress
+            self._place, self.waits_for_others = None, False
         if seen.has_stack:
             self._place, self.waits_for_others = place, seen.waits_for_others
         return self._began
-
-    def _children_work(self, pid: int, now: float, idle: float) -> bool:
-        """Whether the children of a process that is idle for long use a processor, such as compilers."""
-        if now - self._began < _STUCK:
-            return False
-        used = seconds_of_descendants(pid)
-        if self._children is None:
-            self._children = used
-        return used - self._children > idle
-
-
-def _processor_seconds(pid: int) -> float | None:
-    """Processor time of a process with all its threads; None if the system does not report it."""
-    info = process_info(pid)
-    return None if info is None else info.processor_seconds
 
 
 def _in_the_system(seen: Iterable[tuple[int, RankStatus]]) -> list[str]:

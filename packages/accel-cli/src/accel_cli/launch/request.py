@@ -165,12 +165,19 @@ def _choose_launcher(request: LaunchRequest) -> tuple[LauncherManifest, str]:
     named = request.settings["launcher"]
     if named.value != AUTO:
         return find_launcher(named.value, named.origin), named.text
-    reasons = [
-        (manifest, reason)
-        for launcher in launchers()
-        if not launcher.failure and (manifest := launcher.value) is not None and manifest.called_for is not None
-        if (reason := manifest.called_for(request)) is not None
-    ]
+    reasons = []
+    for launcher in launchers():
+        manifest = None if launcher.failure else launcher.value
+        if manifest is None or manifest.called_for is None:
+            continue
+        try:
+            reason = manifest.called_for(request)
+        except Exception as error:
+            remedy = f"{launcher.remedy} Until then, select one with --launcher."
+            obstacle = f"That of {launcher.origin} for {launcher.name!r} raised {error!r}."
+            raise PluginError("Cannot ask the launchers whether they are meant.", obstacle, remedy) from error
+        if reason is not None:
+            reasons.append((manifest, reason))
     if not reasons:
         raise PluginError("Cannot select a launcher.", "No launcher is installed.", "Reinstall accel-cli.")
     return max(reasons, key=lambda one: one[0].priority)

@@ -182,7 +182,7 @@ SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds, 
 
 @dataclass
 class PlaceSettings:
-    """The entries of a config file for the kind of run; there is no flag, because other flags select the kind."""
+    """The place and the backend that a config file is for; there are no flags, because switches select a backend."""
 
     compute_environment: str = _of_file(
         ComputeEnvironment.LOCAL_MACHINE.value,
@@ -195,7 +195,7 @@ class PlaceSettings:
             *dict.fromkeys(one.value for kind in (DistributedType, SageMakerDistributedType) for one in kind),
             fold=str.upper,
         ),
-        help="Kind of run that a config file was written for.",
+        help="Backend or devices that a config file was written for.",
     )
 
 

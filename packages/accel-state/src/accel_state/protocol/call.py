@@ -155,7 +155,8 @@ class HeaderCall(HeaderExchange):
         # The first one, if this call would have been refused because of it.
         interrupted = state.turn.interrupted or InterruptedCall(self._text(), cause)
         state.monitor.interruption = f"{interrupted.text} was interrupted by {interrupted.cause}"
-        if self._moves and (self._move is None or self._under_way is None):
+        has_sent_header = not self._owes
+        if self._moves and has_sent_header and (self._move is None or self._under_way is None):
             # The other processes wait for the data of this one, and must not wait until their timeout.
             self._transport.abort()
             interrupted = interrupted._replace(broken=True)
@@ -186,12 +187,14 @@ class HeaderCall(HeaderExchange):
         if exchange is not None and not interrupted.broken:
             self._wait_in_slices(exchange.work)
             are_equal = exchange.header.are_equal()
-            # An interrupt of what follows the headers leaves data behind.
-            self._moves = are_equal
-            if are_equal and not exchange.complete(exchange.header.lengths()):
-                self._transport.abort()
-                interrupted = interrupted._replace(broken=True)
-            self._moves = False
+            # An error leaves a part of the data behind.
+            is_broken = True
+            try:
+                is_broken = are_equal and not exchange.complete(exchange.header.lengths())
+            finally:
+                if is_broken:
+                    self._transport.abort()
+                    turn.interrupted = interrupted = interrupted._replace(broken=True)
         if interrupted.broken:
             turn.interrupted = interrupted._replace(exchange=None)
             raise CollectiveError(

@@ -11,18 +11,11 @@ from torch import Tensor
 
 from accel_plugins.manifest import Capabilities, Manifest
 from accel_state.mesh import ParallelismConfig
-from accel_testing.backends.reference_loop import Case, Plain
+from accel_testing.backends.reference_loop import Case, Plain, near
 from accel_testing.backends.runs import train
 from accel_testing.processes import Processes
 
-__all__ = (
-    "MicroBatches",
-    "Run",
-    "SuiteBase",
-    "needs",
-    "with_the_kits_models",
-)
-
+__all__ = ("SuiteBase", "needs", "with_the_kits_models")
 
 Run = Callable[..., list[Any]]
 T = TypeVar("T", bound=Callable[..., Any])
@@ -157,11 +150,7 @@ class SuiteBase:
 
     def near(self, expected: Any) -> Any:
         """An object that equals `expected` within the tolerance, in nested lists and dicts."""
-        if isinstance(expected, dict):
-            return {name: self.near(value) for name, value in expected.items()}
-        if isinstance(expected, list) and expected and isinstance(expected[0], (list, dict)):
-            return [self.near(value) for value in expected]
-        return pytest.approx(expected, rel=self.tolerance, abs=self.tolerance / 10)
+        return near(expected, rel=self.tolerance, abs=self.tolerance / 10)
 
     def written(self, answers: list[dict[str, Any]]) -> list[Any]:
         """The weights of processes that have complete ones; the first process must have them."""

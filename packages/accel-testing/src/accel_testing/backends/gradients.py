@@ -16,7 +16,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.layers import strategy_model
 from accel_plugins.prepared import as_set_up
 from accel_state.errors import AccelError
-from accel_testing.backends.base import Run, SuiteBase, needs, with_the_kits_models
+from accel_testing.backends.base import Run, SuiteBase, needs
 from accel_testing.backends.reference_loop import Case, Plain, batches, loss_of
 from accel_testing.backends.runs import Answer, train
 
@@ -54,28 +54,6 @@ class GradientTests(SuiteBase):
         for answer in run(step_with_closure, case):
             assert answer["refused"] in ("", "NotOffered")
             assert not answer["weights"] or answer["weights"] == self.near(Plain(case).run().weights())
-
-    @with_the_kits_models
-    @needs("exact_gradients")
-    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
-        case = self.case(model="tied")
-        for gradients in run(gradients_of, case):
-            assert gradients == self.near(gradients_plain(case))
-        for weights in self.written(run(train, case)):
-            assert weights == self.near(Plain(case).run().weights())
-
-    @needs("exact_gradients")
-    @pytest.mark.parametrize("accumulation", [2, 3])
-    def test_accumulation_equals_the_big_batch(self, run: Run, accumulation: int) -> None:
-        case = self.case(accumulation=accumulation)
-        for answer in run(train, case):
-            assert answer["losses"] == self.near(Plain(case).run().losses)
-
-    @needs("exact_gradients")
-    def test_accumulation_without_holding_back_equals_the_big_batch(self, run: Run) -> None:
-        case = self.case(accumulation=3, no_sync=False)
-        for answer in run(train, case):
-            assert answer["losses"] == self.near(Plain(case).run().losses)
 
     @needs("no_sync", "equal_replicas")
     def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
@@ -116,15 +94,6 @@ class GradientTests(SuiteBase):
         for answer in run(clipped_gradients, case):
             assert answer["gradients"] == self.near(clipped_plain(case)["gradients"])
 
-    @needs("exact_gradients")
-    def test_training_with_clipping_equals_that_of_one_process(self, run: Run) -> None:
-        case = self.case(clip_norm=0.1)
-        plain = Plain(case).run()
-        for answer in run(train, case):
-            assert answer["losses"] == self.near(plain.losses)
-            if None not in answer["norms"]:
-                assert answer["norms"] == self.near(plain.norms)
-
     def test_bf16_computes_narrow_and_answers_in_fp32(self, run: Run) -> None:
         for answer in run(compute_dtype, self.case(precision="bf16")):
             assert (answer["inside"], answer["outside"]) == ("torch.bfloat16", "torch.float32")
@@ -150,16 +119,6 @@ class GradientTests(SuiteBase):
         expected = clipped_plain(case)["norm"]
         for answer in run(clipped_gradients, case):
             assert answer["norm"] is None or answer["norm"] == pytest.approx(expected, rel=0.05)
-
-    @needs("exact_gradients")
-    def test_the_engine_does_what_is_declared_as_its_own(self, run: Run) -> None:
-        """If a strategy owns accumulation, clipping or precision, no other code does it."""
-        if self.capabilities.own_accumulation:
-            self.test_accumulation_equals_the_big_batch(run, 2)
-        if self.capabilities.own_clipping:
-            self.test_training_with_clipping_equals_that_of_one_process(run)
-        if self.capabilities.own_precision:
-            self.test_bf16_computes_narrow_and_answers_in_fp32(run)
 
 
 def gradients_of(case: Case, late: bool = False) -> Answer:

@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.layers import strategy_model
+from accel_plugins.model_part import ModelPart
 from accel_testing.backends.base import Run, SuiteBase, needs
 from accel_testing.backends.reference_loop import Case, batches
 from accel_testing.backends.runs import Answer, as_lists, shard_of, train, writes
@@ -60,8 +61,13 @@ class PreparationTests(SuiteBase):
 
     @needs("state_dict")
     def test_init_module_gives_a_model_the_values_of_the_first_process(self, run: Run) -> None:
-        for answer in run(build_inside, self.case()):
+        answers = run(build_inside, self.case())
+        for answer in answers:
             assert answer["weights"] == self.near(answer["expected"])
+        (count,) = {answer["stages"][1] for answer in answers}
+        assert {stage for answer in answers for stage in answer["stages"][0]} == set(range(count)) != set(), (
+            "the processes build all stages of a model together; init_module returns a ModelPart"
+        )
 
     def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
         """Each process creates its model from a different seed; afterwards weights and buffers are equal."""
@@ -168,14 +174,15 @@ def build_inside(case: Case) -> Answer:
     torch.manual_seed(3)
     expected = as_lists(build().state_dict())
     torch.manual_seed(3 + training.process.rank)
-    with training.strategy.init_module():
+    with training.strategy.init_module() as part:
         model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (made,) = training.prepare(Bundle.of([model, optimizer])).models
     found = as_lists(training.strategy.state_dict(strategy_model(made)))
     # Other devices generate other random numbers.
     compared = training.process.device.type == "cpu" and writes(training)
-    return {"weights": found if compared else expected, "expected": expected}
+    stages = (part.stages, part.count) if isinstance(part, ModelPart) else ((), 0)
+    return {"weights": found if compared else expected, "expected": expected, "stages": stages}
 
 
 def look_at_start(case: Case) -> Answer:

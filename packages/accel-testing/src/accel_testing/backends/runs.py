@@ -9,16 +9,10 @@ import torch
 
 from accel_testing.backends.reference_loop import Case, Training
 
-__all__ = (
-    "Answer",
-    "as_lists",
-    "shard_of",
-    "train",
-    "writes",
-)
-
+__all__ = ("Answer", "as_lists", "shard_of", "train", "writes")
 
 Answer = dict[str, Any]
+"""What a process answers, to be compared in the process of the tests."""
 
 
 def train(case: Case) -> Answer:
@@ -42,6 +36,7 @@ def writes(training: Training) -> bool:
 
 
 def shard_of(training: Training) -> tuple[int, int]:
+    """The number of shards of each batch, and the index of this process's shard."""
     shards = training.strategy.shards()
     return shards.count, shards.index
 

@@ -25,22 +25,39 @@ _FOLLOWED: Final[tuple[dict[str, Any], ...]] = ({}, {"adam": True}, {"grouped": 
 """The runs that the author's reference follows."""
 
 
+_COMPARED: Final[dict[str, dict[str, Any]]] = {
+    "SGD": {},
+    "Adam": {"adam": True},
+    "groups with options": {"grouped": True},
+    "schedule": {"scheduled": True},
+    "smaller last batch": {"tail": 12},
+    "2 micro-batches": {"accumulation": 2},
+    "3 micro-batches": {"accumulation": 3},
+    "3 micro-batches that synchronise": {"accumulation": 3, "no_sync": False},
+    "clipping": {"clip_norm": 0.1},
+    "tied weights": {"model": "tied"},
+    "frozen weights": {"model": "frozen"},
+}
+"""The runs that are compared with one process."""
+
+
 class TrainingTests(SuiteBase):
     """Tests of whole runs: their losses and weights are those of one process, or of the author's reference."""
 
     @needs("exact_gradients")
-    @pytest.mark.parametrize("adam", [False, True])
-    def test_losses_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
-        case = self.case(adam=adam)
-        for answer in run(train, case):
-            assert answer["losses"] == self.near(Plain(case).run().losses)
-
-    @needs("exact_gradients")
-    @pytest.mark.parametrize("adam", [False, True])
-    def test_weights_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
-        case = self.case(adam=adam)
-        for weights in self.written(run(train, case)):
-            assert weights == self.near(Plain(case).run().weights())
+    @pytest.mark.parametrize("changes", _COMPARED.values(), ids=_COMPARED)
+    def test_training_equals_that_of_one_process(self, run: Run, changes: dict[str, Any]) -> None:
+        """Losses, norms before clipping, and weights; also of what an engine declares as its own."""
+        if "model" in changes and self.model != "usual":
+            pytest.skip(f"{self.manifest.name} brings a model of its own")
+        case = self.case(**changes)
+        plain, answers = Plain(case).run(), run(train, case)
+        for answer in answers:
+            assert answer["losses"] == self.near(plain.losses)
+            if None not in answer["norms"]:
+                assert answer["norms"] == self.near(plain.norms)
+        for weights in self.written(answers):
+            assert weights == self.near(plain.weights())
 
     def test_weights_follow_the_reference_after_every_step(self, run: Run) -> None:
         """The author's `reference`, with other optimizers and accumulation."""
@@ -109,35 +126,10 @@ class TrainingTests(SuiteBase):
         for answer in run(train, case):
             assert answer["rates"] == self.near(Plain(case).run().rates)
 
-    @needs("exact_gradients")
-    def test_the_learning_rate_of_a_schedule_changes_weights_as_in_one_process(self, run: Run) -> None:
-        case = self.case(scheduled=True)
-        for weights in self.written(run(train, case)):
-            assert weights == self.near(Plain(case).run().weights())
-
-    @needs("exact_gradients")
-    def test_groups_of_parameters_keep_their_options(self, run: Run) -> None:
-        case = self.case(grouped=True)
-        for weights in self.written(run(train, case)):
-            assert weights == self.near(Plain(case).run().weights())
-
     @needs("equal_replicas")
     def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:
         written = self.written(run(train, self.case()))
         assert all(weights == written[0] for weights in written)
-
-    @needs("exact_gradients")
-    def test_a_smaller_last_batch_trains_too(self, run: Run) -> None:
-        case = self.case(tail=12)
-        for answer in run(train, case):
-            assert answer["losses"] == self.near(Plain(case).run().losses)
-
-    @with_the_kits_models
-    @needs("exact_gradients")
-    def test_frozen_weights_stay_while_others_train_as_in_one_process(self, run: Run) -> None:
-        case = self.case(model="frozen")
-        for weights in self.written(run(train, case)):
-            assert weights == self.near(Plain(case).run().weights())
 
     @needs("exact_gradients", "state_dict")
     def test_an_optimizer_of_whole_matrices_trains_as_in_one_process_or_is_refused(self, run: Run) -> None:

@@ -136,6 +136,8 @@ def own_arguments(args: Namespace) -> Namespace:
     script = getattr(args, "training_script", None)
     own = Namespace(
         config_file=getattr(args, "config_file", None),
+        help_all=False,
+        prog="accelerate launch",
         script=[] if script is None else [script, *(getattr(args, "training_script_args", None) or ())],
         **{name: bool(getattr(args, name, False)) for name in ("quiet", "module", "no_python")},
     )
